@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from gfgen.bench.bounds import demands_of, least_makespan_s
-from gfgen.bench.scores import Outcomes, Score, score
+from gfgen.bench.scores import Score, score
 from gfgen.bench.workloads import (
     MIXES,
     Name,
@@ -89,10 +89,8 @@ def jobs_of(
     return admitted(make_workload(workload, model, times, options), found)
 
 
-def outcomes_of(jobs: Sequence[AdmittedJob], policy: str) -> list[JobOutcome]:
-    watch = Outcomes()
-    simulate(jobs, policy=load_policy(policy), num_ranks=NUM_RANKS, profile=profile(), observers=[watch])
-    return watch.ended_jobs
+def outcomes_of(jobs: Sequence[AdmittedJob], policy: str) -> Sequence[JobOutcome]:
+    return simulate(jobs, policy=load_policy(policy), num_ranks=NUM_RANKS, profile=profile()).outcomes
 
 
 def run_point(point: StudyPoint) -> StudyRows:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gfgen.runtime.control.metrics import percentile
-from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.runtime.core.observer import JobOutcome
 
 MAX_KEPT = 1000
 """Larger runs store no jobs: 100,000 of them would take 30 MB per policy."""
@@ -61,14 +61,6 @@ class Score:
     def name(self) -> str:
         """The policy and its replacement."""
         return self.policy if self.replaced_by is None else f"{self.policy} (replaced by {self.replaced_by})"
-
-
-class Outcomes(Observer):
-    def __init__(self) -> None:
-        self.ended_jobs: list[JobOutcome] = []
-
-    def ended(self, outcome: JobOutcome) -> None:
-        self.ended_jobs.append(outcome)
 
 
 def score(

@@ -17,7 +17,6 @@ import click
 
 from gfgen.bench.bounds import Bound, bound_of
 from gfgen.bench.policy_comparison import PolicyRun, attempt
-from gfgen.bench.scores import Outcomes
 from gfgen.bench.stock import StockRanks, is_stock, run_stock, stock_options
 from gfgen.bench.workloads import (
     Name,
@@ -40,7 +39,7 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.profiled import profiled_times
-from gfgen.runtime.simulate.simulation import simulate
+from gfgen.runtime.simulate.simulation import OutcomeRecorder, simulate
 from gfgen.session.ranks import Ranks, admitted_on
 from gfgen.session.session import Session, SessionOptions
 
@@ -171,7 +170,7 @@ class _StartedWorkers:
         self._stack.__exit__(*raised)
 
     def run(self, text: str, specs: Sequence[JobSpec]) -> tuple[Sequence[JobOutcome], Summary]:
-        watch, jobs = Outcomes(), admitted(specs, self._model)
+        watch, jobs = OutcomeRecorder(), admitted(specs, self._model)
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             options = replace(self._session.options, output_dir=Path(folder), policy=load_policy(text))
             progress = make_progress(quiet=True, log_json=False)
@@ -180,7 +179,7 @@ class _StartedWorkers:
             )
         if (number := self._session.stop_signal) is not None:
             raise InterruptedRunError("stopped", signal_number=number)
-        return watch.ended_jobs, summary
+        return watch.outcomes, summary
 
     def warm_up(self, specs: Sequence[JobSpec], *, steps: int) -> None:
         """Run a short job of each class on each rank, on each pair of ranks, and on all ranks together."""

@@ -29,7 +29,7 @@ from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestWrite
 from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.report.trace import TraceWriter
-from gfgen.runtime.simulate.comparison import Compared, table
+from gfgen.runtime.simulate.comparison import numbers, table
 from gfgen.runtime.simulate.simulation import Simulated
 from gfgen.runtime.simulate.simulation import simulate as run_simulation
 from gfgen.session.admission import admit_weightless, warn_of_passed_deadlines
@@ -203,18 +203,17 @@ def _report(
     failures: Sequence[str],
     closer: str | None,
 ) -> None:
-    compared = [Compared(name, run.summary) for name, run in runs]
     turns = room.in_words(max(counts))
     found = sorted({doubt for _, run in runs for doubt in run.doubts})
     doubts = uncertain(found, has_writes=profile.has_writes) if runs else None
     if as_json:
         said = {"memory": turns, "doubts": doubts, "closer_profile": closer, "failures": list(failures)}
-        click.echo(json.dumps(_as_json(runs, compared, profile) | said, indent=1))
+        click.echo(json.dumps(_as_json(runs, profile) | said, indent=1))
         return
     on = counted(counts[0], "rank") if len(counts) == 1 else f"{_listed(counts)} ranks"
     click.echo(f"{counted(len(room.jobs), 'job')} on {on}, simulated with {describe(profile)}\n")
-    if compared:
-        click.echo("\n".join(table(compared)) + "\n")
+    if runs:
+        click.echo("\n".join(table([(name, run.summary) for name, run in runs])) + "\n")
     for name, run in runs:
         if run.summary.policy_fault is not None:
             click.echo(f"{name} failed too often ({run.summary.policy_fault}): {FALLBACK} took over\n")
@@ -226,19 +225,20 @@ def _report(
         click.echo(f"Uncertain: {doubts}")
 
 
-def _as_json(
-    runs: Sequence[tuple[str, Simulated]],
-    compared: Sequence[Compared],
-    profile: Profile,
-) -> dict[str, Any]:
+def _as_json(runs: Sequence[tuple[str, Simulated]], profile: Profile) -> dict[str, Any]:
     about = {"device": profile.device, "date": profile.date, "source": profile.source}
-    extra = [
-        {"policy": run.policy, "num_ranks": run.num_ranks, "fault": run.summary.policy_fault}
-        for _, run in runs
-    ]
     return {
         "profile": about,
-        "runs": [more | each.as_json() for each, more in zip(compared, extra, strict=True)],
+        "runs": [
+            {
+                "policy": run.policy,
+                "num_ranks": run.num_ranks,
+                "fault": run.summary.policy_fault,
+                "name": name,
+                **numbers(run.summary),
+            }
+            for name, run in runs
+        ],
     }
 
 

@@ -1,5 +1,5 @@
 from gfgen.runtime.control.metrics import Attainment, Latency, Summary
-from gfgen.runtime.simulate.comparison import Compared, table
+from gfgen.runtime.simulate.comparison import numbers, table
 
 FAST = Summary(
     num_done=3,
@@ -14,7 +14,7 @@ FAILED = Summary(num_failed=3, makespan_s=5.0, deadlines=Attainment(0, 3))
 
 
 def test_a_column_for_each_run_and_a_row_for_each_number():
-    lines = table([Compared("srtf", FAST), Compared("mine", FAILED)])
+    lines = table([("srtf", FAST), ("mine", FAILED)])
     rows = {line[:14].strip(): line[14:].split() for line in lines}
     assert lines[0].split() == ["srtf", "mine"]
     assert rows["jobs a minute"] == ["3.00", "0.00"]
@@ -26,8 +26,8 @@ def test_a_column_for_each_run_and_a_row_for_each_number():
 
 
 def test_programs_get_every_number():
-    entry = Compared("srtf", FAST).as_json()
+    entry = numbers(FAST)
     assert entry["deadlines"]["S"] == {"met": 2, "jobs": 2, "share": 1.0}
     assert entry["moved_s"] == 1.2
     assert entry["latency"]["p95_s"] == 20.0
-    assert Compared("mine", FAILED).as_json()["latency"] is None
+    assert numbers(FAILED)["latency"] is None

@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from gfgen.errors import InputError
-from gfgen.runtime.report.colours import PALETTE, job_colour, luminance, shaded
+from gfgen.runtime.report.picture import PALETTE, job_colour, luminance, shaded
 from gfgen.runtime.report.plot_timeline import draw, plot_timeline
 from gfgen.runtime.report.timeline import read_timeline
 from gfgen.runtime.report.trace import TraceWriter

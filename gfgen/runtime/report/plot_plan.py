@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gfgen.runtime.report.picture import GREY, save_figure
+from gfgen.runtime.report.picture import name_rows, save_figure
 from gfgen.runtime.simulate.plan_report import answer, clock_time, missed
 from gfgen.runtime.simulate.planner import Plan, PlanOption
 from gfgen.system.wording import counted, in_words
@@ -29,7 +29,6 @@ def plot_plan(plan: Plan, path: Path) -> None:
 
 
 def draw_plan(plan: Plan) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     groups = [(plan.by_policy, [option.policy for option in plan.by_policy])]
@@ -38,7 +37,6 @@ def draw_plan(plan: Plan) -> Figure:
         groups.append((plan.by_ranks, names))
     height = MARGIN * (len(groups) + 1) + ROW_INCHES * sum(len(names) for _, names in groups)
     figure = Figure(figsize=(WIDTH, height))
-    FigureCanvasAgg(figure)
     figure.text(
         0.02, 1 - 0.25 / height, answer(plan), fontsize=10, weight="bold", va="center", parse_math=False
     )
@@ -73,9 +71,4 @@ def _draw_bars(
             fontsize=8,
         )
     axes.set_xlim(0, longest_s * 1.02)
-    axes.set_ylim(len(options) - 0.5, -0.5)
-    axes.set_xticks([])
-    axes.set_yticks(range(len(names)), names, fontsize=9)
-    axes.tick_params(length=0)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.spines["left"].set_color(GREY)
+    name_rows(axes, names, fontsize=9)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from gfgen.errors import InputError
 from gfgen.runtime.control.metrics import percentile
-from gfgen.runtime.report.colours import job_colour
-from gfgen.runtime.report.picture import GREY, save_figure
+from gfgen.runtime.report.picture import job_colour, name_rows, save_figure
 from gfgen.runtime.report.timeline import Timeline, place_of, read_timeline
 from gfgen.system.wording import counted, in_words
 
@@ -113,14 +112,12 @@ def figures_of(timeline: Timeline, *, name: str) -> RunFigures:
 
 def draw_runs(runs: Sequence[RunFigures], *, title: str) -> Figure:
     """Draw a panel per number. Without deadlines the first panel shows the makespan."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     first = DEADLINES if any(run.attainment is not None for run in runs) else MAKESPAN
     panels = (first, *OTHERS)
     height = TOP + ROW_INCHES * len(runs) + BOTTOM
     figure = Figure(figsize=(WIDTH, height))
-    FigureCanvasAgg(figure)
     slot = (1 - NAME_WIDTH) / len(panels)
     for place, panel in enumerate(panels):
         left, width = NAME_WIDTH + place * slot, 0.64 * slot
@@ -138,13 +135,8 @@ def _draw_panel(axes: Axes, panel: _Panel, runs: Sequence[RunFigures], *, has_na
         text = "-" if value is None else panel.text(value)
         axes.text((value or 0.0) + 0.03 * limit, row, text, va="center", fontsize=9)
     axes.set_xlim(0, limit)
-    axes.set_ylim(len(runs) - 0.5, -0.5)
     axes.set_title(panel.title, fontsize=10, loc="left", pad=8)
-    axes.set_xticks([])
-    axes.set_yticks(range(len(runs)), [run.name if has_names else "" for run in runs], fontsize=10)
-    axes.tick_params(length=0)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.spines["left"].set_color(GREY)
+    name_rows(axes, [run.name if has_names else "" for run in runs], fontsize=10)
 
 
 def _names(traces: Sequence[Path], timelines: Sequence[Timeline]) -> list[str]:

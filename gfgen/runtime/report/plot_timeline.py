@@ -26,8 +26,15 @@ from gfgen.runtime.report.blocks import (
     tasks_of_jobs,
     write_blocks,
 )
-from gfgen.runtime.report.colours import hatching, job_colour, luminance, shaded
-from gfgen.runtime.report.picture import GREY, check_suffix, save_figure
+from gfgen.runtime.report.picture import (
+    GREY,
+    check_suffix,
+    hatching,
+    job_colour,
+    luminance,
+    save_figure,
+    shaded,
+)
 from gfgen.runtime.report.timeline import Timeline, TracedJob, read_timeline
 from gfgen.system.wording import counted, in_words
 
@@ -94,7 +101,6 @@ def plot_timeline(trace_path: Path, output_path: Path, *, title: str | None = No
 
 
 def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     jobs = sorted(timeline.jobs.values(), key=lambda job: (job.arrival_s, job.job_id))
@@ -110,7 +116,6 @@ def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
     rows_inches = len(jobs) * scene.row_inches + 0.1
     height = TOP + lanes_inches + BETWEEN + rows_inches + BOTTOM
     figure = Figure(figsize=(WIDTH, height))
-    FigureCanvasAgg(figure)
     lanes_bottom = (BOTTOM + rows_inches + BETWEEN) / height
     lanes = figure.add_axes((AXES_LEFT, lanes_bottom, AXES_WIDTH, lanes_inches / height))
     rows = figure.add_axes((AXES_LEFT, BOTTOM / height, AXES_WIDTH, rows_inches / height), sharex=lanes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from gfgen.runtime.control.metrics import Attainment, Latency, Summary
@@ -11,17 +11,6 @@ from gfgen.system.wording import in_words
 
 ALL_TAGS = "all"
 NONE = "-"
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One run of a comparison."""
-
-    name: str
-    summary: Summary
-
-    def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, **numbers(self.summary)}
 
 
 def numbers(summary: Summary) -> dict[str, Any]:
@@ -56,18 +45,19 @@ def numbers(summary: Summary) -> dict[str, Any]:
     }
 
 
-def table(runs: Sequence[Compared]) -> list[str]:
-    """The lines of a table with a column for each run."""
-    rows = [("", *(run.name for run in runs))]
-    rows += [(name, *(cell(run.summary) for run in runs)) for name, cell in _ROWS.items()]
-    if any(run.summary.num_failed for run in runs):
-        rows.append(("jobs failed", *(str(run.summary.num_failed) for run in runs)))
-    if any(run.summary.num_model_changes for run in runs):
-        rows.append(("model changes", *(_changes(run.summary) for run in runs)))
-    tags = sorted({tag for run in runs for tag in _attained(run.summary)} - {ALL_TAGS})
-    for tag in ([ALL_TAGS] if any(run.summary.deadlines for run in runs) else []) + tags:
+def table(runs: Sequence[tuple[str, Summary]]) -> list[str]:
+    """The lines of a table with a column for each named run."""
+    summaries = [summary for _, summary in runs]
+    rows = [("", *(name for name, _ in runs))]
+    rows += [(name, *map(cell, summaries)) for name, cell in _ROWS.items()]
+    if any(summary.num_failed for summary in summaries):
+        rows.append(("jobs failed", *(str(summary.num_failed) for summary in summaries)))
+    if any(summary.num_model_changes for summary in summaries):
+        rows.append(("model changes", *map(_changes, summaries)))
+    tags = sorted({tag for summary in summaries for tag in _attained(summary)} - {ALL_TAGS})
+    for tag in ([ALL_TAGS] if any(summary.deadlines for summary in summaries) else []) + tags:
         name = "deadlines met" if tag == ALL_TAGS else f"  {tag}"
-        rows.append((name, *(_met(_attained(run.summary).get(tag)) for run in runs)))
+        rows.append((name, *(_met(_attained(summary).get(tag)) for summary in summaries)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(runs) + 1)]
     return [_line(row, widths) for row in rows]
 

@@ -52,7 +52,7 @@ def simulate(
 
     Raises: StalledError if the policy leaves jobs waiting forever; it names them.
     """
-    clock, costs, kept = Clock(virtual=True), CostModel(profile), _OutcomeRecorder()
+    clock, costs, kept = Clock(virtual=True), CostModel(profile), OutcomeRecorder()
     times = times or profiled_times(profile, jobs, num_ranks=num_ranks)
     backend = SimulatedBackend(clock, num_ranks=num_ranks, times=times)
     state = State(
@@ -86,7 +86,7 @@ def simulate(
     )
 
 
-class _OutcomeRecorder(Observer):
+class OutcomeRecorder(Observer):
     def __init__(self) -> None:
         self.outcomes: list[JobOutcome] = []
 
