@@ -28,6 +28,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
@@ -59,7 +60,7 @@ def _calls(num_steps: int, policy: str, fleet: Fleet | None, folder: Path) -> Co
     backend: Any = (
         SimulatedBackend(clock, num_ranks=1, times=SimulatedTimes(task_s=lambda _: 0.1))
         if fleet is None
-        else ProcessBackend(fleet.pool(1), [job], clock=clock, output_dir=folder)
+        else ProcessBackend(fleet.pool(1), JobMemory([job], folder), clock=clock)
     )
     header = journal_header([job.info], start, policy=policy)
     journal = Journal(folder / "journal.jsonl", header=header)

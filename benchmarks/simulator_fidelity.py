@@ -44,6 +44,7 @@ from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.workers import ProcessBackend
@@ -133,7 +134,7 @@ def run_for_real(
         costs=CostModel(profile),
     )
     with tempfile.TemporaryDirectory() as folder:
-        backend = ProcessBackend(pool, jobs, clock=clock, output_dir=Path(folder))
+        backend = ProcessBackend(pool, JobMemory(jobs, Path(folder)), clock=clock)
         control = Control(
             jobs,
             state=state,

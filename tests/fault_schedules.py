@@ -45,6 +45,7 @@ from gfgen.runtime.files.outputs import remove_leftovers
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.watchdog import Patience
@@ -330,7 +331,7 @@ def _run(
         last_number=max([pool.last_number, *witness.dispatches]),
     )
     state = State(jobs, start, clock=clock, costs=costs)
-    backend = ProcessBackend(pool, jobs, clock=clock, output_dir=output_dir, patience=HASTY)
+    backend = ProcessBackend(pool, JobMemory(jobs, output_dir), clock=clock, patience=HASTY)
     witness.runs.append(jobs)
     journal = Journal(
         output_dir.with_name("journal.jsonl"),

@@ -20,6 +20,7 @@ from gfgen.runtime.core.events import Event, OutputWritten, RankTimes, TaskDone
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.snapshot import Decision, JobView, Snapshot
@@ -100,7 +101,7 @@ def run_jobs(
         clock=clock,
         costs=costs,
     )
-    backend = ProcessBackend(pool, jobs, clock=clock, output_dir=folder, signals=signals)
+    backend = ProcessBackend(pool, JobMemory(jobs, folder), clock=clock, signals=signals)
     control = Control(jobs, state=state, backend=backend, clock=clock, policy=policy, observers=[record])
     try:
         summary = control.run()

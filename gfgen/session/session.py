@@ -40,6 +40,7 @@ from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import find_profile, runs_path
 from gfgen.runtime.predict.run_profile import keep_measured
+from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend, Requests
 from gfgen.session.admission import Admission, warn_of_passed_deadlines
@@ -202,10 +203,8 @@ class Session:
                 stack.callback(observer.close)
             backend = ProcessBackend(
                 self.pool,
-                jobs,
+                JobMemory(jobs, options.output_dir, start.resume),
                 clock=clock,
-                output_dir=options.output_dir,
-                resume_points=start.resume,
                 signals=self.signals,
                 requests=None if arrivals is None else arrivals.requests,
                 warm_ups=warm_ups_of(ranks.devices, options.policy) if ranks.has_graphs else None,

@@ -18,6 +18,7 @@ from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import FramesLost, RankLost, RankReady, StopRequested, TaskFailed
+from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.processes.workers import ProcessBackend
@@ -155,7 +156,7 @@ def test_a_writer_that_cannot_start_is_tried_again_after_a_pause_and_fails_no_jo
     without_writer, tmp_path, monkeypatch, caplog
 ):
     with contextlib.closing(
-        ProcessBackend(without_writer, [], clock=Clock(), output_dir=tmp_path)
+        ProcessBackend(without_writer, JobMemory([], tmp_path), clock=Clock())
     ) as backend:
         deadline = time.monotonic() + 60
         while caplog.text.count("a new one is started in") < 3 and time.monotonic() < deadline:
@@ -168,7 +169,7 @@ def test_a_writer_that_cannot_start_is_tried_again_after_a_pause_and_fails_no_jo
 
 def test_a_run_that_stops_does_not_wait_for_a_writer_that_cannot_start(without_writer, tmp_path):
     with contextlib.closing(
-        ProcessBackend(without_writer, [], clock=Clock(), output_dir=tmp_path)
+        ProcessBackend(without_writer, JobMemory([], tmp_path), clock=Clock())
     ) as backend:
         backend._writes.new_frames(make_job("decoded"))
         backend._writes.begin(make_job("decoded"))
@@ -186,7 +187,7 @@ def test_killing_random_workers_at_random_moments_loses_nothing(mortal_pool, tmp
 
 
 def test_nobody_takes_the_place_of_a_rank_that_dies_while_the_run_stops(mortal_pool, tmp_path):
-    with contextlib.closing(ProcessBackend(mortal_pool, [], clock=Clock(), output_dir=tmp_path)) as backend:
+    with contextlib.closing(ProcessBackend(mortal_pool, JobMemory([], tmp_path), clock=Clock())) as backend:
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(backend, StopRequested)
         incarnation = mortal_pool.workers[1].incarnation

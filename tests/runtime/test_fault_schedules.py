@@ -19,9 +19,11 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, RankTimes, TaskFailed
 from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, TaskFault, WriteRequest
+from gfgen.runtime.processes.attempts import Cause
 from gfgen.runtime.processes.child import Lost
+from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.lifecycle import Phase
-from gfgen.runtime.processes.recovery import Cause, Recovery
+from gfgen.runtime.processes.recovery import Recovery
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.processes.writes import _Write
 
@@ -119,12 +121,12 @@ def test_a_pause_of_the_control_plane_counts_for_nobody_who_is_waited_for(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     pool, clock = fleet.pool(1), Clock()
-    backend = ProcessBackend(pool, [], clock=clock, output_dir=tmp_path, patience=HASTY)
+    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=clock, patience=HASTY)
     write = _Write(WriteRequest("a", (1, 1, 1, 3), "a.png", None, {}), frames=-1, writer=pool.writers[0])
     write.begun_s = started_s = time.monotonic() - 60.0
     pool.workers[0].phase, pool.workers[0].since_s = Phase.STARTING, started_s
     backend._writes._writes["a"] = write
-    backend._recovery = Recovery(deadline_s=clock.now_s - 59.0, waiting_for={0})
+    backend._rounds.recovery = Recovery(deadline_s=clock.now_s - 59.0, waiting_for={0})
     backend._watchdog.looked_s = clock.now_s - 60.0
     backend._look_for_hung_processes()
     pool.workers[0].phase, verdicts = Phase.SERVING, {child.verdict for child in pool.children}
@@ -157,15 +159,15 @@ def test_a_rank_that_dies_between_its_report_and_its_frames_costs_the_decode(
 ) -> None:
     for ranks in ((0,), (0, 1)):  # all have reported, or one is still at it
         pool = fleet.pool(2)
-        backend = ProcessBackend(pool, [], clock=Clock(), output_dir=tmp_path, patience=HASTY)
+        backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock(), patience=HASTY)
         decode_with_frames(backend, *ranks)
         list(backend._attempts.take_done(NUMBER, given_up=()))
         found = list(backend._worker_lost(pool.workers[0], Lost("killed"), 2.0))
         if ranks == (0,):
             assert found[1:] == [FramesLost(2.0, "a", "rank 0: killed", lost=True)]
         else:
-            assert backend._recovery is not None
-            assert backend._recovery.causes == {NUMBER: Cause("rank 0: killed", lost=True)}
+            assert backend._rounds.recovery is not None
+            assert backend._rounds.recovery.causes == {NUMBER: Cause("rank 0: killed", lost=True)}
         backend.close()
 
 
@@ -173,18 +175,19 @@ def test_a_load_that_fails_while_a_dispatch_is_given_up_does_not_end_that(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     pool = fleet.pool(2)
-    backend = ProcessBackend(pool, [], clock=Clock(), output_dir=tmp_path, patience=HASTY)
+    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock(), patience=HASTY)
     decode_with_frames(backend, 0, 1)
-    backend._task_failed(pool.workers[0], TaskFault(NUMBER, "boom"))
+    assert list(backend._events_of(pool.workers[0], TaskFault(NUMBER, "boom"))) == []
     pool.meeting._held_back.add(1)  # by its death
     found = list(backend._worker_lost(pool.workers[1], Lost("killed", unloadable=("bad",)), 2.0))
     assert [type(event) for event in found] == [RankLost, LoadFailed]
-    assert backend._recovery is not None
-    assert (backend._recovery.waiting_for, pool.meeting._held_back) == ({0}, {1}), "rank 0 is still inside"
+    assert backend._rounds.recovery is not None
+    waiting_for = backend._rounds.recovery.waiting_for
+    assert (waiting_for, pool.meeting._held_back) == ({0}, {1}), "rank 0 is still inside"
     numbers = frozenset({NUMBER})
     for answer in (Abandoned(numbers), EdgesRestarted(numbers)):
         assert pool.meeting._held_back == {1}
-        found += backend._answered(pool.workers[0], answer)
+        found += backend._events_of(pool.workers[0], answer)
     (failure,) = found[2:]
     assert isinstance(failure, TaskFailed)
     assert (failure.dispatch, failure.reason, failure.lost) == (NUMBER, "boom", False)

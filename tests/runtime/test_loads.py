@@ -25,6 +25,7 @@ from gfgen.runtime.core.events import Event, LoadFailed, RankLoaded, RankLost, R
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.launcher import MAX_FORKS
 from gfgen.runtime.processes.lifecycle import Phase
 from gfgen.runtime.processes.loads import MAX_SPARED, Loads
@@ -94,7 +95,7 @@ def backend(tmp_path: Path) -> Iterator[ProcessBackend]:
     """Over two ranks that hold a model, and that a run has begun on."""
     with two_ranks(tmp_path / "good") as pool:
         wait_ready(pool)
-        backend = ProcessBackend(pool, [], clock=Clock(), output_dir=tmp_path)
+        backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())
         yield backend
         backend.close()
 
@@ -228,7 +229,7 @@ def test_a_model_that_no_rank_can_load_at_the_start_fails_its_own_jobs(tmp_path:
         assert pool.models.checkpoints == (str(tmp_path / "good"),)
         job, other = make_job("a"), make_job("b")
         jobs = [replace(job, checkpoint=tmp_path / "good"), replace(other, checkpoint=tmp_path / name)]
-        backend = ProcessBackend(pool, jobs, clock=Clock(), output_dir=tmp_path)
+        backend = ProcessBackend(pool, JobMemory(jobs, tmp_path), clock=Clock())
         found = events_until(backend, LoadFailed)
         backend.close()
     assert sum(isinstance(event, RankReady) for event in found) == 2
@@ -260,7 +261,7 @@ def test_a_rank_that_never_starts_stays_away_and_the_run_goes_on_with_the_others
         assert pool.retired == {1}
         assert pool.workers[1].incarnation <= MAX_SPARED + MAX_DEATHS
         clock = Clock()
-        backend = ProcessBackend(pool, [], clock=clock, output_dir=tmp_path)
+        backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=clock)
         state = State([], RunStart(num_ranks=2), clock=clock, costs=CostModel())
         found = events_until(backend, RankReady)
         for event in found:
@@ -296,7 +297,7 @@ def test_ranks_that_share_a_gpu_are_given_as_many_times_as_long(tmp_path: Path) 
     with WorkerPool(settings, [tmp_path / "good"], worker_main=main, num_writers=0) as pool:
         assert pool.patience == Patience().with_shared_gpus(2)
         assert {worker.ends_within_s for worker in pool.workers} == {2 * Patience().killed_s}
-        backend = ProcessBackend(pool, [], clock=Clock(), output_dir=tmp_path)
+        backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())
         assert backend._watchdog.patience == pool.patience
         backend.close()
 

@@ -3,7 +3,8 @@ from builders import make_job
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.ipc.migration import Transfer
-from gfgen.runtime.processes.recovery import Cause, Recovery, given_up
+from gfgen.runtime.processes.attempts import Cause
+from gfgen.runtime.processes.recovery import Recovery, given_up
 
 
 def dispatches(*entries):

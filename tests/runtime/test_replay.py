@@ -24,6 +24,7 @@ from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 
@@ -228,7 +229,7 @@ def test_a_run_on_real_workers_decides_the_same_again(pool, tmp_path, policy, lo
         for idx in range(6)
     ]
     jobs, clock = admitted(*specs), Clock()
-    backend = ProcessBackend(pool, jobs, clock=clock, output_dir=tmp_path)
+    backend = ProcessBackend(pool, JobMemory(jobs, tmp_path), clock=clock)
     try:
         control = run(
             tmp_path / "journal.jsonl",

@@ -26,6 +26,7 @@ from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.launcher import Launcher
 from gfgen.runtime.processes.pool import WorkerPool, default_writers
 from gfgen.runtime.processes.starting import wait_ready
@@ -76,7 +77,7 @@ def run(
         costs=costs,
     )
     backend = ObservedBackend(
-        pool, jobs, clock=clock, output_dir=folder, patience=patience, warm_ups=warm_ups
+        pool, JobMemory(jobs, folder), clock=clock, patience=patience, warm_ups=warm_ups
     )
     chosen = policy if isinstance(policy, NamedPolicy) else load_policy(policy)
     control = Control(

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 from builders import make_job
 
+from gfgen.runtime.core.events import Event, FramesLost, OutputFailed
 from gfgen.runtime.files.outputs import temporary_name
 from gfgen.runtime.ipc.messages import WriteRequest
+from gfgen.runtime.processes.child import Lost
 from gfgen.runtime.processes.lifecycle import Phase
 from gfgen.runtime.processes.writes import Writes
 
 
 class Writer:
     """Notes what it is asked to write."""
+
+    name, has_started = "writer 0", True
 
     def __init__(self, pid: int) -> None:
         self.process = SimpleNamespace(pid=pid)
@@ -33,6 +37,7 @@ class Writers:
 
     def __init__(self) -> None:
         self.writers = [Writer(1001)]
+        self.is_stopping = False
 
     def replace(self, *, phase: Phase = Phase.SERVING) -> Writer:
         """The writer that is gone; another is in its place, in this phase."""
@@ -54,6 +59,10 @@ def writes(pool: Any, tmp_path: Path) -> Iterator[Writes]:
     made.close()
 
 
+def lose(writes: Writes, writer: Any) -> list[Event]:
+    return list(writes.events_of(writer, Lost("killed"), 2.0))
+
+
 def test_what_a_dead_writer_left_of_its_file_is_removed(pool: Any, writes: Writes, tmp_path: Path) -> None:
     job = make_job("fox")
     writes.new_frames(job)
@@ -62,7 +71,7 @@ def test_what_a_dead_writer_left_of_its_file_is_removed(pool: Any, writes: Write
     left, of_another = temporary_name(path, pid=1001), temporary_name(path, pid=999)
     for each in (left, of_another):
         each.write_bytes(b"half")
-    assert list(writes.writer_lost(pool.replace())) == []
+    assert lose(writes, pool.replace()) == []
     assert (left.exists(), of_another.exists()) == (False, True)
     assert [request.job_id for request in pool.writers[0].asked] == ["fox"]
 
@@ -74,18 +83,22 @@ def test_a_file_is_given_up_with_its_second_writer_but_for_those_that_could_not_
     writes.new_frames(job)
     writes.begin(job)
     for _ in range(3):
-        assert list(writes.writer_lost(pool.replace(phase=Phase.STARTING))) == []
+        assert lose(writes, pool.replace(phase=Phase.STARTING)) == []
         assert pool.writers[0].asked == [], "it cannot start"
     pool.writers[0].phase = Phase.SERVING
     writes.give_out()
-    assert list(writes.writer_lost(pool.replace())) == ["fox"]
+    assert lose(writes, pool.replace()) == [OutputFailed(2.0, "fox", "its writer died twice: killed")]
     assert pool.writers[0].asked == []
 
 
-def test_what_waits_for_a_writer_can_be_taken_back(pool: Any, writes: Writes) -> None:
+def test_a_run_that_stops_does_not_wait_for_a_writer_that_cannot_start(pool: Any, writes: Writes) -> None:
     for name in ("fox", "owl"):
         writes.new_frames(make_job(name))
         writes.begin(make_job(name))
-    assert list(writes.take_back()) == ["owl"]
+    unstarted = Writer(1002)
+    unstarted.has_started = False
+    assert lose(writes, unstarted) == []
+    pool.is_stopping = True
+    assert lose(writes, unstarted) == [FramesLost(2.0, "owl", "writer 0 cannot start: killed", lost=True)]
     writes.ended("fox")
     assert [request.job_id for request in pool.writers[0].asked] == ["fox"]

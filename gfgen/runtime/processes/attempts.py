@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankTimes
-from gfgen.runtime.processes.recovery import Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a dispatch failed: it raised, or its worker died (`lost`); None stands for `void`."""
+
+    reason: str
+    lost: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +94,12 @@ class Attempts:
         for attempt in self:
             if attempt.is_done and attempt.dispatch.task.job_id == job_id:
                 self.drop(attempt)
+
+    def leave(self, rank: int, numbers: Collection[int]) -> None:
+        """A rank has left these dispatches."""
+        for attempt in self:
+            if attempt.dispatch.number in numbers:
+                attempt.inside.discard(rank)
 
     def report(self, number: int, times: RankTimes, *, now_s: float, do_frames_follow: bool) -> None:
         """A rank has done its part. A second report changes nothing, nor does one of an earlier run."""

@@ -22,10 +22,13 @@ class JobMemory:
     """The jobs of a run and their slabs; owns the descriptors."""
 
     def __init__(
-        self, jobs: Sequence[AdmittedJob], output_dir: Path, resume_points: Mapping[str, ResumePoint] | None
+        self,
+        jobs: Sequence[AdmittedJob],
+        output_dir: Path,
+        resume_points: Mapping[str, ResumePoint] | None = None,
     ) -> None:
         self.jobs = {job.job_id: job for job in jobs}
-        self._output_dir = output_dir
+        self.output_dir = output_dir
         self._resume_points = dict(resume_points or {})
         self._slabs: dict[str, int] = {}
 
@@ -57,7 +60,7 @@ class JobMemory:
         job = self.jobs[job_id]
         try:
             resume.save(
-                resume.resume_path(self._output_dir, job_id),
+                resume.resume_path(self.output_dir, job_id),
                 job,
                 self.slab(job_id),
                 next_index=next_index,
@@ -75,7 +78,7 @@ class JobMemory:
             os.close(self._slabs.pop(job_id))
         self._resume_points.pop(job_id, None)
         self.jobs.pop(job_id, None)
-        resume.forget(self._output_dir, job_id)
+        resume.forget(self.output_dir, job_id)
 
     def close(self) -> None:
         for fd in self._slabs.values():

@@ -23,8 +23,6 @@ from gfgen.runtime.core.events import (
     Event,
     FramesLost,
     LoadFailed,
-    OutputFailed,
-    OutputWritten,
     RankLoaded,
     RankLost,
     RankReady,
@@ -33,9 +31,7 @@ from gfgen.runtime.core.events import (
     TaskDone,
     TaskFailed,
 )
-from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.ipc.messages import (
-    Abandon,
     Abandoned,
     EdgesRestarted,
     ForgetJob,
@@ -43,7 +39,6 @@ from gfgen.runtime.ipc.messages import (
     MemoryUse,
     Ping,
     Reset,
-    RestartEdges,
     RunTask,
     SendState,
     TaskFault,
@@ -51,15 +46,13 @@ from gfgen.runtime.ipc.messages import (
     TellMemory,
     WarmedUp,
     WarmUp,
-    WriteDone,
-    WriteFailed,
 )
-from gfgen.runtime.processes.attempts import Attempt, Attempts
+from gfgen.runtime.processes.attempts import Attempt, Attempts, Cause
 from gfgen.runtime.processes.child import Joined, Loaded, Lost, RankProcess, WriterProcess
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.lifecycle import GONE, Phase
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.recovery import Cause, Recovery, given_up
+from gfgen.runtime.processes.recovery import Rounds
 from gfgen.runtime.processes.watchdog import Patience, Watchdog
 from gfgen.runtime.processes.writes import Writes
 from gfgen.system.signals import SignalPipe
@@ -91,23 +84,21 @@ class ProcessBackend:
     def __init__(
         self,
         pool: WorkerPool,
-        jobs: Sequence[AdmittedJob],
+        memory: JobMemory,
         *,
         clock: Clock,
-        output_dir: Path,
         patience: Patience | None = None,
-        resume_points: Mapping[str, ResumePoint] | None = None,
         signals: SignalPipe | None = None,
         requests: Requests | None = None,
         warm_ups: Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]] | None = None,
     ) -> None:
         self._pool = pool
-        self._memory = JobMemory(jobs, output_dir, resume_points)
+        self._memory = memory
         self._clock = clock
-        self._writes = Writes(pool, output_dir)
+        self._writes = Writes(pool, memory.output_dir)
         self._attempts = Attempts()
-        self._recovery: Recovery | None = None
         self._watchdog: Watchdog[RankProcess] = Watchdog(patience or pool.patience, looked_s=clock.now_s)
+        self._rounds = Rounds(pool, self._attempts, self._watchdog)
         self._memory_use: dict[int, MemoryUse] = {}
         self._own_signals = SignalPipe() if signals is None else None
         self._inputs = [each for each in (signals, self._own_signals, requests) if each is not None]
@@ -115,7 +106,7 @@ class ProcessBackend:
             pool.listen(source)
         self._warm_ups = warm_ups
         """What ranks get ready for jobs before they join, or when they load other models."""
-        self._unchecked = [job.job_id for job in jobs]
+        self._unchecked = list(memory.jobs)
         """Jobs of which it may have to be told that no rank could load their model at the start."""
         self._known_unloadable: set[str] = set()
         """Models of which that was told."""
@@ -181,17 +172,16 @@ class ProcessBackend:
                 expected_s=dispatch.predicted_end_s - dispatch.predicted_start_s,
             )
             worker.tell(message, fds)
-        if given_up(self._given_up, self._attempts.dispatches) - self._given_up:
-            self._give_up({})
+        self._rounds.include(now_s=self._clock.now_s)
 
     def stop(self, dispatches: Sequence[Dispatch]) -> None:
         """Let ranks leave tasks that nobody wants; those that do not in time are killed and replaced."""
-        numbers = {each.number for each in dispatches} - self._given_up
+        numbers, now_s = {each.number for each in dispatches} - self._rounds.numbers, self._clock.now_s
         stopped = [attempt for attempt in map(self._attempts.running, numbers) if attempt is not None]
         for attempt in stopped:
-            attempt.stop(self._clock.now_s)
+            attempt.stop(now_s)
         if stopped:
-            self._give_up({attempt.dispatch.number: None for attempt in stopped})
+            self._rounds.give_up({attempt.dispatch.number: None for attempt in stopped}, now_s=now_s)
 
     def release(self, job_id: str) -> None:
         """Close the job's memory and let workers forget it."""
@@ -254,38 +244,32 @@ class ProcessBackend:
     def _events_of(self, source: Any, what: Any) -> Iterator[Event]:
         """What a message, or what became of a process, means for the run."""
         now_s = self._clock.now_s
+        if isinstance(source, WriterProcess):
+            yield from self._writes.events_of(source, what, now_s)
+            return
         if isinstance(source, RankProcess) and source.has_started and source.phase not in GONE:
             self._watchdog.heard(source, now_s)
         match what:
             case TaskReport():
                 yield from self._task_done(source, what, now_s)
             case TaskFault():
-                self._task_failed(source, what)
+                self._rounds.fail(source, what, now_s=now_s)
             case FramesStored():
                 yield from self._frames_stored(source, what, now_s)
-            case Abandoned() | EdgesRestarted():
-                yield from self._answered(source, what)
-            case Joined() if isinstance(source, RankProcess):
-                yield RankReady(now_s, source.rank, source.incarnation, source.startup_s)
+            case Abandoned():
+                self._attempts.leave(source.rank, what.numbers)
+                yield from self._rounds.answered(source.rank, what, now_s=now_s)
+            case EdgesRestarted():
+                yield from self._rounds.answered(source.rank, what, now_s=now_s)
             case Joined():
-                self._writes.give_out()
+                yield RankReady(now_s, source.rank, source.incarnation, source.startup_s)
             case Loaded():
                 yield RankLoaded(now_s, source.rank, what.load_s)
-            case Lost() if isinstance(source, RankProcess):
-                yield from self._worker_lost(source, what, now_s)
             case Lost():
-                yield from self._writer_lost(source, what, now_s)
+                yield from self._worker_lost(source, what, now_s)
             case WarmedUp() if what.reason is not None:
                 text = "%s: warming up: %s; jobs are tried all the same"
                 logger.warning(text, source.name, what.reason)
-            case WriteDone():
-                self._writes.ended(what.job_id)
-                writer = self._pool.writers.index(source)
-                size_bytes, write_s = what.size_bytes, what.write_s
-                yield OutputWritten(now_s, what.job_id, what.path, size_bytes, write_s, writer, what.sha256)
-            case WriteFailed():
-                self._writes.ended(what.job_id)
-                yield OutputFailed(now_s, what.job_id, what.reason)
             case MemoryUse():
                 self._memory_use[source.rank] = what
             case None if isinstance(source, SignalPipe):
@@ -297,9 +281,8 @@ class ProcessBackend:
 
     def _task_done(self, worker: RankProcess, report: TaskReport, now_s: float) -> Iterator[Event]:
         """A rank has done its part; what is being given up counts no more."""
-        if report.number in self._given_up:
+        if report.number in self._rounds.numbers:
             return
-        assert worker.rank is not None
         times = RankTimes(
             worker.rank,
             started_s=self._clock.from_monotonic(report.started_s),
@@ -309,14 +292,9 @@ class ProcessBackend:
             idle_s=report.idle_s,
         )
         self._attempts.report(report.number, times, now_s=now_s, do_frames_follow=report.do_frames_follow)
-        for attempt in self._attempts.take_done(report.number, given_up=self._given_up):
+        for attempt in self._attempts.take_done(report.number, given_up=self._rounds.numbers):
             yield TaskDone(now_s, attempt.dispatch.number, attempt.times)
             self._write_what_is_there(attempt)
-
-    @property
-    def _given_up(self) -> frozenset[int]:
-        """Dispatches that ranks are leaving."""
-        return self._recovery.numbers if self._recovery else frozenset()
 
     def _write_what_is_there(self, attempt: Attempt) -> None:
         """Let a job be written whose decode has ended, once all of its frames have come."""
@@ -326,7 +304,6 @@ class ProcessBackend:
 
     def _frames_stored(self, worker: RankProcess, stored: FramesStored, now_s: float) -> Iterator[Event]:
         """A rank's frames have reached the writer's memory, or never will."""
-        assert worker.rank is not None
         attempt = self._attempts.stored(stored.number, worker.rank, are_lost=stored.reason is not None)
         if attempt is None:
             return  # of an earlier run, or given up
@@ -335,7 +312,7 @@ class ProcessBackend:
         elif attempt.is_done:
             yield FramesLost(now_s, attempt.dispatch.task.job_id, stored.reason)
         else:
-            self._task_failed(worker, TaskFault(stored.number, stored.reason))
+            self._rounds.fail(worker, TaskFault(stored.number, stored.reason), now_s=now_s)
 
     def _frames_lost_with(self, rank: int, reason: str, now_s: float) -> Iterator[Event]:
         """What a dead rank had decoded and not stored, of decodes that had ended."""
@@ -343,21 +320,6 @@ class ProcessBackend:
             if attempt.is_done and rank in attempt.storing:
                 self._attempts.drop(attempt)
                 yield FramesLost(now_s, attempt.dispatch.task.job_id, f"rank {rank}: {reason}", lost=True)
-
-    # Failures: recovery.py has the rounds ---------------------------------------------------------
-
-    def _task_failed(self, worker: RankProcess, fault: TaskFault) -> None:
-        """A task, or its transfer, failed on one rank: all that take part, and what needs it, stop."""
-        if self._attempts.running(fault.number) is None:
-            return
-        cause = None if fault.void else Cause(fault.reason)
-        if self._recovery and fault.number in self._recovery.numbers:
-            if cause and self._recovery.causes.get(fault.number) is None:
-                self._recovery.causes[fault.number] = cause
-            return
-        if fault.void:
-            logger.info("%s: dispatch %d was given up: %s", worker.name, fault.number, fault.reason)
-        self._give_up({fault.number: cause})
 
     def _worker_lost(self, worker: RankProcess, lost: Lost, now_s: float) -> Iterator[Event]:
         """A rank is gone: give up what it was part of."""
@@ -372,21 +334,8 @@ class ProcessBackend:
             why = lost.reason if lost.was_told else f"{lost.reason} while it was loading"
             yield LoadFailed(now_s, lost.unloadable, f"rank {worker.rank}: {why}")
         yield from self._frames_lost_with(worker.rank, reason, now_s)
-        self._recovery = self._recovery or Recovery()
-        self._recovery.dead.add(worker.rank)
         cause = Cause(f"rank {worker.rank}: {reason}", lost=True) if worker.is_to_blame else None
-        self._give_up(self._attempts.lose(worker.rank, cause))
-        yield from self._advance_recovery()
-
-    def _writer_lost(self, writer: WriterProcess, lost: Lost, now_s: float) -> Iterator[Event]:
-        """Let another writer write what this one has not."""
-        when = f" in {lost.pause_s:g} s" if lost.pause_s else ""
-        logger.warning("%s is gone (%s); a new one is started%s", writer.name, lost.reason, when)
-        for job_id in self._writes.writer_lost(writer):
-            yield OutputFailed(now_s, job_id, f"its writer died twice: {lost.reason}")
-        if self._pool.is_stopping and not writer.has_started:  # the run would never end
-            for job_id in self._writes.take_back():
-                yield FramesLost(now_s, job_id, f"{writer.name} cannot start: {lost.reason}", lost=True)
+        yield from self._rounds.lose(worker.rank, cause, now_s=now_s)
 
     def _warm_ups_of(self, checkpoints: Collection[str] | None) -> Sequence[WarmUp]:
         """What is to be got ready for the jobs at hand of these models; None for those that ranks hold."""
@@ -394,54 +343,6 @@ class ProcessBackend:
             return ()
         held = self._pool.models.checkpoints if checkpoints is None else checkpoints
         return self._warm_ups([job for job in self._memory.jobs.values() if str(job.checkpoint) in held])
-
-    def _give_up(self, causes: Mapping[int, Cause | None]) -> None:
-        """Ask every rank concerned to leave the failed dispatches, and all that goes with them."""
-        recovery = self._recovery = self._recovery or Recovery()
-        dispatches = self._attempts.dispatches
-        recovery.extend(causes, dispatches)
-        lost = [dispatches[number] for number in recovery.numbers]
-        recovery.deadline_s = self._clock.now_s + self._watchdog.time_to_leave_s(lost)
-        for rank in sorted(recovery.waiting_for):
-            self._pool.workers[rank].tell(Abandon(recovery.numbers))
-
-    def _answered(self, worker: RankProcess, answer: Abandoned | EdgesRestarted) -> Iterator[Event]:
-        """A rank has left, or counts anew; answers to an earlier, smaller question do not count."""
-        recovery = self._recovery
-        if isinstance(answer, Abandoned):
-            for attempt in self._attempts:
-                if attempt.dispatch.number in answer.numbers:
-                    attempt.inside.discard(worker.rank)
-        if recovery is None or answer.numbers != recovery.numbers or worker.rank is None:
-            return
-        if isinstance(answer, EdgesRestarted) is recovery.all_have_left:
-            recovery.waiting_for.discard(worker.rank)
-            yield from self._advance_recovery()
-
-    def _advance_recovery(self) -> Iterator[Event]:
-        """When all have left, restart the edges between them; when that is done, tell what failed."""
-        recovery = self._recovery
-        assert recovery is not None
-        if not recovery.waiting_for and not recovery.all_have_left:
-            recovery.all_have_left = True
-            recovery.ask()
-            recovery.deadline_s = self._clock.now_s + self._watchdog.patience.leaving_s
-            for rank in sorted(recovery.waiting_for):
-                peers = recovery.peers_of(rank, self._attempts.dispatches)
-                self._pool.workers[rank].tell(RestartEdges(recovery.numbers, peers))
-        if recovery.waiting_for:
-            return
-        self._recovery = None
-        recovery.blame()
-        now_s = self._clock.now_s
-        for number in sorted(recovery.numbers):
-            attempt = self._attempts.running(number)
-            assert attempt is not None, f"dispatch {number} ended while ranks left it"
-            self._attempts.drop(attempt)
-            cause = recovery.causes.get(number)
-            text = cause.reason if cause else "given up with another task"
-            yield TaskFailed(now_s, number, text, void=cause is None, lost=bool(cause and cause.lost))
-        self._pool.meeting.let_in()
 
     # Processes that live and yet do nothing ---------------------------------------------------------
 
@@ -478,14 +379,8 @@ class ProcessBackend:
                 for worker in [self._pool.workers[rank] for rank in attempt.inside]:
                     worker.is_to_blame = worker.phase is Phase.ENDING and worker.is_to_blame
                     worker.kill("it did not leave a task that was stopped")
-        if overdue - self._given_up:
-            # Those who wait for the hung rank will leave; it will not, and is known by that.
-            self._recovery = self._recovery or Recovery()
-            self._recovery.overdue |= overdue
-            self._give_up(dict.fromkeys(overdue - self._given_up))
-        if self._recovery and now_s > self._recovery.deadline_s:
-            for rank in self._recovery.waiting_for:
-                self._pool.workers[rank].kill("it hangs in a task that was given up")
+        self._rounds.give_up_overdue(overdue, now_s=now_s)
+        self._rounds.kill_late(now_s)
 
     def _forgive(self, paused_s: float, workers: Sequence[RankProcess]) -> None:
         """This process was stopped itself for so long: nobody could be heard, whatever they did."""
@@ -495,8 +390,7 @@ class ProcessBackend:
         for attempt in self._attempts:
             attempt.forgive(paused_s)
         self._writes.forgive(paused_s)
-        if self._recovery:
-            self._recovery.deadline_s += paused_s
+        self._rounds.forgive(paused_s)
 
     # What workers need to know -----------------------------------------------------------------------
 

@@ -5,19 +5,24 @@ A writer is given one file at a time; the others wait here, where they can go to
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.events import Event, FramesLost, OutputFailed, OutputWritten
 from gfgen.runtime.files.metadata import describe
-from gfgen.runtime.ipc.messages import WriteRequest
-from gfgen.runtime.processes.child import WriterProcess
+from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest
+from gfgen.runtime.processes.child import Joined, Lost, WriterProcess
 from gfgen.runtime.processes.lifecycle import Phase
 from gfgen.runtime.processes.pool import WorkerPool
+
+logger = logging.getLogger(__name__)
 
 MAX_WRITES = 2
 """A file whose writer died so often is given up."""
@@ -92,26 +97,41 @@ class Writes:
         for write in self._writes.values():
             write.begun_s += paused_s
 
-    def writer_lost(self, lost: WriterProcess) -> Iterator[str]:
-        """Give what a dead writer had to another one; yields the jobs that are given up."""
+    def events_of(self, writer: WriterProcess, what: Any, now_s: float) -> Iterator[Event]:
+        """What a writer's message, or what became of it, means for the run."""
+        match what:
+            case WriteDone():
+                self.ended(what.job_id)
+                idx = self._pool.writers.index(writer)
+                size_bytes, write_s = what.size_bytes, what.write_s
+                yield OutputWritten(now_s, what.job_id, what.path, size_bytes, write_s, idx, what.sha256)
+            case WriteFailed():
+                self.ended(what.job_id)
+                yield OutputFailed(now_s, what.job_id, what.reason)
+            case Joined():
+                self.give_out()
+            case Lost():
+                yield from self._writer_lost(writer, what, now_s)
+
+    def _writer_lost(self, writer: WriterProcess, lost: Lost, now_s: float) -> Iterator[Event]:
+        """Let another writer write what a dead one has not; its second death gives a file up."""
         from gfgen.runtime.files.outputs import (
             remove_unfinished,  # imports numpy, which --help can do without
         )
 
-        for write in [write for write in self._writes.values() if write.writer is lost]:
+        when = f" in {lost.pause_s:g} s" if lost.pause_s else ""
+        logger.warning("%s is gone (%s); a new one is started%s", writer.name, lost.reason, when)
+        for write in [write for write in self._writes.values() if write.writer is writer]:
             write.writer = None
-            if lost.process.pid is not None:
-                remove_unfinished(Path(write.request.path), pid=lost.process.pid)
+            if writer.process.pid is not None:
+                remove_unfinished(Path(write.request.path), pid=writer.process.pid)
             if write.num_tries >= MAX_WRITES:
-                yield write.request.job_id
+                yield OutputFailed(now_s, write.request.job_id, f"its writer died twice: {lost.reason}")
         self.give_out()
-
-    def take_back(self) -> Sequence[str]:
-        """The jobs whose files wait for a writer: nothing of them is kept."""
-        waiting = [write.request.job_id for write in self._waiting()]
-        for job_id in waiting:
-            os.close(self._writes.pop(job_id).frames)
-        return waiting
+        if self._pool.is_stopping and not writer.has_started:  # the run would never end
+            for job_id in [write.request.job_id for write in self._waiting()]:
+                os.close(self._writes.pop(job_id).frames)
+                yield FramesLost(now_s, job_id, f"{writer.name} cannot start: {lost.reason}", lost=True)
 
     def release(self, job_id: str) -> None:
         """The job has ended: nothing of it is kept."""
