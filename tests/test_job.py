@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from gfgen.errors import InputError, JobFileError, Problem
-from gfgen.job import images, reader
+from gfgen.job import images, inputs, reader
 from gfgen.job.fields import FIELDS
 from gfgen.job.reader import ParsedJobs, due_at, parse_job, passed_deadlines, read_job_stream, read_jobs
 from gfgen.job.spec import JobSpec
@@ -213,11 +213,11 @@ class TestBounds:
 
     def test_a_line_of_just_the_limit_is_read(self) -> None:
         line = '{"prompt": "a fox"}'
-        padding = " " * (reader.MAX_LINE_BYTES - len(line) - 1)
+        padding = " " * (inputs.MAX_LINE_BYTES - len(line) - 1)
         assert len(read(line + padding + "\n" + line).specs) == 2
 
     def test_a_stream_without_line_ends_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reader, "MAX_FILE_BYTES", 4 * 2**20)
+        monkeypatch.setattr(inputs, "MAX_FILE_BYTES", 4 * 2**20)
         found = read_job_stream(_Endless(b"x"), source="zero", folder=Path()).problems
         assert "lines below this one were not read" in found[-1].accepted
 

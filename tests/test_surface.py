@@ -32,6 +32,7 @@ def subcommand(*names: str) -> click.Command:
 def test_commands():
     assert cli.list_commands(click.Context(cli)) == [
         "run",
+        "check",
         "serve",
         "profile",
         "simulate",
@@ -47,9 +48,13 @@ def test_commands():
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
         "--device",
+        "--dry-run",
+        "--failed",
+        "--force",
         "--frames",
         "--grace",
         "--graphs",
+        "--limit",
         "--log-file",
         "--log-json",
         "--lookahead",
@@ -57,9 +62,11 @@ def test_options_of_run():
         "--memory",
         "--model",
         "--no-graphs",
+        "--only",
         "--output",
         "--overwrite",
         "--policy",
+        "--prompt",
         "--quiet",
         "--random-weights",
         "--ranks",
@@ -69,14 +76,48 @@ def test_options_of_run():
         "--size",
         "--skip-invalid",
         "--steps",
+        "--tag",
         "--trace",
         "--until",
         "--vae-dtype",
         "--vary",
         "--watch",
         "-o",
+        "-p",
         "-q",
     ]
+
+
+def test_check_has_the_options_of_run_that_decide_what_it_does():
+    left_out = {
+        "--dry-run",
+        "--grace",
+        "--log-file",
+        "--log-json",
+        "--lookahead",
+        "--quiet",
+        "-q",
+        "--trace",
+        "--watch",
+    }
+    shared = set(options_of(subcommand("run"))) - left_out
+    assert options_of(subcommand("check")) == sorted(shared | {"--json"})
+
+
+JOBS = [
+    "--frames",
+    "--limit",
+    "--only",
+    "--prompt",
+    "--seed",
+    "--set",
+    "--size",
+    "--steps",
+    "--tag",
+    "--vary",
+    "-p",
+]
+"""Of all commands that take jobs."""
 
 
 def test_options_of_serve():
@@ -129,27 +170,23 @@ def test_options_of_the_other_commands():
         "--vae-dtype",
         "-o",
     ]
-    assert options_of(subcommand("simulate")) == [
-        "--json",
-        "--memory",
-        "--model",
-        "--output",
-        "--policy",
-        "--profile",
-        "--ranks",
-        "-o",
-    ]
-    assert options_of(subcommand("plan")) == [
-        "--at",
-        "--by",
-        "--chart",
-        "--json",
-        "--memory",
-        "--model",
-        "--policy",
-        "--profile",
-        "--ranks",
-    ]
+    assert options_of(subcommand("simulate")) == sorted(
+        ["--json", "--memory", "--model", "--output", "--policy", "--profile", "--ranks", "-o", *JOBS]
+    )
+    assert options_of(subcommand("plan")) == sorted(
+        [
+            "--at",
+            "--by",
+            "--chart",
+            "--json",
+            "--memory",
+            "--model",
+            "--policy",
+            "--profile",
+            "--ranks",
+            *JOBS,
+        ]
+    )
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "workload")) == [

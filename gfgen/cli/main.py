@@ -20,6 +20,7 @@ from gfgen.errors import GfgenError, InputError, InterruptedRunError, RunError
 
 _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate the pictures and videos of a job file."),
+    "check": ("gfgen.cli.run:check", "Check a job file: problems, what a run would do, memory and time."),
     "serve": ("gfgen.cli.serve:serve", "Generate pictures and videos on request over HTTP."),
     "profile": ("gfgen.cli.profile:profile", "Measure how long tasks take on this machine."),
     "simulate": ("gfgen.cli.simulate:simulate", "Run a job file in virtual time to compare policies."),

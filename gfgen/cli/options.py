@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from gfgen import log
 from gfgen.job.fields import parse_duration
 from gfgen.job.shared import parse_overrides
+from gfgen.job.source import JobSource
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.models.geometry.weights import VAE_DTYPES
@@ -283,38 +284,66 @@ def _is_debug() -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverrideOptions:
-    """Fields of all jobs that the command line sets."""
+class JobOptions:
+    """The jobs that the command line asks for."""
 
+    jobs: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     vary: bool = False
     size: str | None = None
     steps: str | None = None
     seed: str | None = None
     frames: str | None = None
+    only: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    limit: int | None = None
 
     @property
-    def pairs(self) -> Sequence[tuple[str, str]]:
-        """Each option with FIELD=VALUE."""
+    def given(self) -> str | None:
+        """The first of these options that was given."""
+        named = {"--prompt": self.prompts, "--vary": self.vary, "--only": self.only, "--tag": self.tags}
+        named["--limit"] = self.limit
+        pairs = self._pairs
+        return pairs[0][0] if pairs else next((name for name, value in named.items() if value), None)
+
+    def source(self) -> JobSource:
+        """Raises UsageError without jobs, InputError for a value that its field does not accept."""
+        if not (self.jobs or self.prompts):
+            raise click.UsageError(
+                'name a job file, - for standard input, or give a prompt: -p "a red circle"'
+            )
+        return JobSource(
+            files=self.jobs,
+            prompts=self.prompts,
+            overrides=parse_overrides(self._pairs) | ({"vary": True} if self.vary else {}),
+            only=self.only,
+            tags=self.tags,
+            limit=self.limit,
+        )
+
+    @property
+    def _pairs(self) -> Sequence[tuple[str, str]]:
+        """Each option that sets a field, with FIELD=VALUE."""
         short = {"size": self.size, "steps": self.steps, "seed": self.seed, "frames": self.frames}
         pairs = [("--set", text) for text in self.settings]
         return pairs + [
             (f"--{name}", f"{name}={value}") for name, value in short.items() if value is not None
         ]
 
-    @property
-    def given(self) -> str | None:
-        """The first of these options that was given."""
-        return self.pairs[0][0] if self.pairs else "--vary" if self.vary else None
 
-    def fields(self) -> Mapping[str, Any]:
-        """Raises InputError for a value that its field does not accept."""
-        return parse_overrides(self.pairs) | ({"vary": True} if self.vary else {})
-
-
-override_options = taken_as(
-    "overrides",
-    OverrideOptions,
+job_options = taken_as(
+    "jobs",
+    JobOptions,
+    click.argument("jobs", metavar="[JOBS]...", nargs=-1),
+    click.option(
+        "--prompt",
+        "-p",
+        "prompts",
+        multiple=True,
+        metavar="TEXT",
+        help="Make a job of this prompt. May be repeated.",
+    ),
     click.option(
         "--set",
         "settings",
@@ -331,4 +360,16 @@ override_options = taken_as(
     click.option("--steps", metavar="N", help="The same as --set steps=N."),
     click.option("--seed", metavar="N", help="The same as --set seed=N."),
     click.option("--frames", metavar="N", help="The same as --set frames=N."),
+    click.option(
+        "--only",
+        multiple=True,
+        metavar="ID",
+        help='Take only the job with this id, or those of a pattern, such as "fox-*". May be repeated.',
+    ),
+    click.option(
+        "--tag", "tags", multiple=True, metavar="TAG", help="Take only jobs with this tag. May be repeated."
+    ),
+    click.option(
+        "--limit", type=click.IntRange(1), metavar="N", help="Take only the first N of the selected jobs."
+    ),
 )

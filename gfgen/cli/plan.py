@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from gfgen.cli.options import configure_log, model_option, profile_option
+from gfgen.cli.options import JobOptions, configure_log, job_options, model_option, profile_option
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import (
     RankCounts,
@@ -39,7 +39,7 @@ NO_CHOICE = ("legacy",)
 
 
 @click.command()
-@click.argument("jobs")
+@job_options
 @click.option(
     "--policy",
     "policies",
@@ -73,7 +73,7 @@ NO_CHOICE = ("legacy",)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def plan(
     *,
-    jobs: str,
+    jobs: JobOptions,
     policies: tuple[str, ...],
     ranks: tuple[int, ...] | None,
     by: str | None,
@@ -94,8 +94,9 @@ def plan(
     now = time.time()
     started_at = now if at is None else closing_at(at, now=now, option="--at")
     by_s = None if by is None else closing_at(by, now=started_at, option="--by") - started_at
-    admitted = admit_weightless(jobs, default_model=model, has_bar=has_cursor(sys.stderr))
-    room = SimulatedMemory.of(admitted, memory, source=jobs)
+    source = jobs.source()
+    admitted = admit_weightless(source, default_model=model, has_bar=has_cursor(sys.stderr))
+    room = SimulatedMemory.of(admitted, memory, source=source.name)
     num_ranks = max(ranks or default_ranks(profile_path, admitted))
     profile = choose_profile(profile_path, admitted, num_ranks=num_ranks)
     rank_counts = ranks or range(1, profile.num_ranks + 1)

@@ -22,19 +22,18 @@ from gfgen.bench.profiling import Measurement, Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
 from gfgen.cli.options import RankOptions, configure_log, rank_options
 from gfgen.cli.shown.board import Board, Line, has_cursor
+from gfgen.cli.shown.prediction import known_here
 from gfgen.errors import InputError, InterruptedRunError
+from gfgen.job.source import JobSource
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import DEFAULT_MODEL, PACKAGED, TINY_NAMES
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import ProfileRow
 from gfgen.runtime.predict.profile_store import (
     check_replaceable,
     default_path,
-    find_profile,
-    first_fitting,
     save_profile,
-    shipped_profiles,
 )
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import warm_up
@@ -65,17 +64,6 @@ BUDGET_S = 90.0
 """For the built-in model without JOBS: two minutes with loading."""
 _LOADING_S = 15.0
 """To start workers with small models on two cores; large models take longer."""
-
-
-def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | None:
-    """This machine's profile, or on GPUs a shipped one that has the jobs' models."""
-    calibrate = any(job.spec.model in PACKAGED for job in jobs)
-    found = find_profile(options.device_name, calibrate=calibrate and not options.are_on_gpus)
-    own = None if found is None else found[1]
-    if not options.are_on_gpus:
-        return own
-    known = [*([own] if own else []), *shipped_profiles()]
-    return first_fitting(known, jobs, num_ranks=options.num_ranks) or own
 
 
 @click.command()
@@ -124,12 +112,14 @@ def profile(
     options = ranks.found(cpu_ranks=CPU_RANKS)
     if jobs is not None:
         admission = options.admission(models[0] if models else DEFAULT_MODEL)
-        admitted, _ = admit_file(jobs, admission, skip_invalid=False, are_models_together=True)
+        admitted, _ = admit_file(
+            JobSource(files=(jobs,)), admission, skip_invalid=False, are_models_together=True
+        )
     else:
         admitted = _default_jobs(models or _MEASURED_MODELS[options.are_on_gpus], sizes, options)
     path = output or default_path(options.device_name)
     most = _widest(options)
-    costs = CostModel(_known_profile(admitted, options))
+    costs = CostModel(known_here(admitted, options))
     plan = profiling.plan_measurements(admitted, num_ranks=most, are_on_gpus=options.are_on_gpus)
     if jobs is None and not options.are_on_gpus and all(job.spec.model in PACKAGED for job in admitted):
         num_ranks = options.num_ranks

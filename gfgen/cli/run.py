@@ -7,30 +7,31 @@ import logging
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from gfgen import log
+from gfgen.cli.check import check_jobs
 from gfgen.cli.options import (
+    JobOptions,
     LogOptions,
     NamedPath,
-    OverrideOptions,
     RankOptions,
     grace_option,
+    job_options,
     log_options,
     lookahead_option,
     max_step_time_option,
     memory_option,
     model_option,
-    override_options,
     policy_option,
     rank_options,
     ranks_per_gpu_option,
 )
-from gfgen.cli.run_files import admit_jobs, check_records, check_watched, check_written, resolved
+from gfgen.cli.run_files import RunOptions, admit_jobs, check_records, check_watched, check_written, resolved
 from gfgen.cli.shown.progress import make_file_progress, make_progress
 from gfgen.errors import InputError, InterruptedRunError, LockedError, Problem
 from gfgen.policies.catalog import load_policy
@@ -44,31 +45,25 @@ from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.comparison import numbers
 from gfgen.session.admission import with_time
-from gfgen.session.session import Arrivals, Session, SessionOptions, try_to_write
+from gfgen.session.session import Arrivals, Session, try_to_write
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(SessionOptions):
-    trace: Path | None
-    logs: LogOptions
-    skip_invalid: bool = False
-    overwrite: bool = False
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of all jobs, from --set and its short forms."""
-
-
 @click.command()
-@click.argument("jobs", metavar="[JOBS]", required=False)
+@job_options
+@click.option("--failed", is_flag=True, help="Take only jobs that failed in the last run of this folder.")
+@click.option("--force", is_flag=True, help="Make finished jobs again, too, and replace their files.")
+@click.option(
+    "--dry-run", is_flag=True, help="Start nothing; print what the run would do, as 'gfgen check' does."
+)
 @click.option(
     "--output",
     "-o",
     type=NamedPath(),
     help="Folder for results and the manifest. [outputs/NAME, after JOBS or DIR; a suffix if that is taken]",
 )
-@override_options
 @click.option(
     "--overwrite",
     is_flag=True,
@@ -98,9 +93,11 @@ class RunOptions(SessionOptions):
 @log_options
 def run(
     *,
-    jobs: str | None,
+    jobs: JobOptions,
+    failed: bool,
+    force: bool,
+    dry_run: bool,
     output: Path | None,
-    overrides: OverrideOptions,
     overwrite: bool,
     ranks: RankOptions,
     policy: str,
@@ -114,19 +111,18 @@ def run(
     max_step_time: float | None,
     logs: LogOptions,
 ) -> int:
-    """Generate the pictures and videos of JOBS, a file of JSON lines (- reads standard input).
+    """Generate the pictures and videos of JOBS: files of JSON lines, CSV or prompts (- reads standard input).
 
     Run the same command again to continue: it skips finished jobs and retries failed ones.
     """
     logs.configure(file=None)
     name = _name_of(jobs, watch)
-    if overrides.given and watch is not None:
-        raise click.UsageError(
-            f"{overrides.given} goes with JOBS; with --watch, write defaults in the job files"
-        )
-    source = watch or (None if jobs in (None, "-") else Path(jobs or ""))
-    output_dir = output or default_folder(Path("outputs"), name, source)
-    check_written(jobs, output_dir, {"--trace": trace, "--log-file": logs.log_file})
+    if watch is not None:
+        _check_watching(jobs, {"--failed": failed, "--force": force, "--dry-run": dry_run})
+    source = None if watch is not None else jobs.source()
+    first = watch or (Path(jobs.jobs[0]) if jobs.jobs and jobs.jobs[0] != "-" else None)
+    output_dir = output or default_folder(Path("outputs"), name, first)
+    check_written(source.paths if source else (), output_dir, {"--trace": trace, "--log-file": logs.log_file})
     logs.configure(file=logs.log_file)
     if output is None and output_dir.name != name:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
@@ -137,8 +133,9 @@ def run(
         model=model,
         skip_invalid=skip_invalid,
         overwrite=overwrite,
-        overrides=overrides.fields(),
-        job_file=job_file_name(source, output_dir),
+        failed=failed,
+        force=force,
+        job_file=job_file_name(first, output_dir),
         lookahead_s=lookahead / 1000,
         grace_s=grace,
         trace=trace,
@@ -146,16 +143,19 @@ def run(
         job_bounds=JobBounds(step_s=max_step_time),
         logs=logs,
     )
+    if dry_run:
+        assert source is not None
+        return check_jobs(source, options)
     problems: Sequence[Problem] = ()
     with Session(options) as session:
-        if output is None and default_folder(Path("outputs"), name, source) != output_dir:
+        if output is None and default_folder(Path("outputs"), name, first) != output_dir:
             raise LockedError(f"another job file has just taken {output_dir}: run the same command again")
         check_records(output_dir)
-        if watch is not None:
+        if source is None:
+            assert watch is not None
             summary = watch_folder(session, watch, options)
         else:
-            assert jobs is not None
-            admitted, done, problems = admit_jobs(jobs, session.admission, options)
+            admitted, done, problems = admit_jobs(source, session.admission, options)
             summary = run_jobs(session, admitted, options, done=done)
     _report(summary, options)
     return 1 if summary.num_failed or problems else 0
@@ -226,13 +226,22 @@ def _run(
     return summary
 
 
-def _name_of(jobs: str | None, watch: Path | None) -> str:
+def _name_of(jobs: JobOptions, watch: Path | None) -> str:
     """The default name of the output folder. Raises UsageError without a source of jobs."""
-    if (jobs is None) == (watch is None):
+    if bool(jobs.jobs or jobs.prompts) == (watch is not None):
         raise click.UsageError("give either JOBS, a job file, or --watch DIR, a folder of job files")
     if watch is not None:
         return resolved(watch).name
-    return "stdin" if jobs == "-" else Path(jobs or "").stem
+    if not jobs.jobs:
+        return "prompts"
+    return "stdin" if jobs.jobs[0] == "-" else Path(jobs.jobs[0]).stem
+
+
+def _check_watching(jobs: JobOptions, others: Mapping[str, bool]) -> None:
+    """Raises UsageError for options that need JOBS."""
+    given = jobs.given or next((name for name, is_given in others.items() if is_given), None)
+    if given is not None:
+        raise click.UsageError(f"{given} goes with JOBS; with --watch, write defaults in the job files")
 
 
 def check_trace(trace: Path | None) -> None:
@@ -288,3 +297,26 @@ def _tell_of_end(summary: Summary, options: RunOptions, *, stopped_by: str | Non
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):  # a closed pipe or terminal does not fail a run that has ended
         click.echo(line)
+
+
+def _check(as_json: bool, **params: Any) -> int:
+    context = click.get_current_context()
+    found: int = context.invoke(run, dry_run=True, quiet=True, log_json=as_json, **params)
+    return found
+
+
+_NOT_CHECKED = ("dry_run", "watch", "trace", "grace", "lookahead", "log_file", "quiet", "log_json")
+
+check = click.Command(
+    "check",
+    callback=_check,
+    params=[
+        *(param for param in run.params if param.name not in _NOT_CHECKED),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print JSON instead of text."),
+    ],
+    help="""Check JOBS and print what 'gfgen run' would do with the same options. Starts nothing.
+
+    Lists every problem, what is rounded, which jobs are new, done, changed or made again, the memory, and
+    when the run would end. The exit code is 0, or 2 if the run would start nothing.
+    """,
+)

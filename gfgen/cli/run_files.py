@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from gfgen.cli.options import LogOptions
 from gfgen.cli.shown.board import has_cursor
 from gfgen.errors import InputError, Problem
+from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
+from gfgen.job.source import JobSource
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.inbox import WATCHED_NAME
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.lock import LOCK_NAME
-from gfgen.runtime.files.manifest import MANIFEST_NAME, check_own, finished_jobs
-from gfgen.runtime.files.ownership import claim_files
-from gfgen.session.admission import Admission, admit_file, check_source
-
-if TYPE_CHECKING:
-    from gfgen.cli.run import RunOptions
+from gfgen.runtime.files.manifest import (
+    MANIFEST_NAME,
+    SIMULATED,
+    ManifestLine,
+    check_own,
+    finished_jobs,
+    read_manifest,
+)
+from gfgen.runtime.files.ownership import claim_files, job_file_name
+from gfgen.session.admission import Admission, admit_file
+from gfgen.session.session import SessionOptions
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".mp4")
 """Of outputs, and of images that jobs begin with."""
 
 
-def check_written(jobs: str | None, output_dir: Path, written: Mapping[str, Path | None]) -> None:
-    """Check the job file, and that no option names a file that has another purpose."""
+def check_written(files: Sequence[Path], output_dir: Path, written: Mapping[str, Path | None]) -> None:
+    """Check the job files, and that no option names a file that has another purpose."""
     named: dict[Path, str] = {}
-    if jobs is not None and jobs != "-":
-        check_source(jobs)
-        if _is_record(Path(jobs), output_dir):
-            raise InputError(f"{jobs}: is a record of the runs in {output_dir}, not a job file")
-        named[Path(jobs)] = "the job file itself"
+    for file in files:
+        if _is_record(file, output_dir):
+            raise InputError(f"{file}: is a record of the runs in {output_dir}, not a job file")
+        named[file] = "the job file itself"
     for option, path in written.items():
         if path is None:
             continue
@@ -59,43 +67,117 @@ def check_records(output_dir: Path) -> None:
         check_own(output_dir / name)
 
 
+STATUSES = ("new", "done", "changed", "again")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(SessionOptions):
+    trace: Path | None
+    logs: LogOptions
+    skip_invalid: bool = False
+    overwrite: bool = False
+    failed: bool = False
+    """Take only jobs that failed before."""
+    force: bool = False
+    """Make finished jobs again."""
+
+
+class KnownJobs:
+    """What the output folder's manifest says of jobs, and which files they may replace."""
+
+    def __init__(self, source: JobSource, options: RunOptions) -> None:
+        self._source, self._options = source, options
+        self.done_ids: set[str] = set()
+
+    @functools.cached_property
+    def _entries(self) -> Mapping[str, ManifestLine]:
+        return read_manifest(self._options.output_dir / MANIFEST_NAME)
+
+    def done(self, jobs: Sequence[AdmittedJob]) -> Collection[str]:
+        """Ids of the jobs that need not run again; none with --force."""
+        if not self._options.force:
+            path = self._options.output_dir / MANIFEST_NAME
+            infos = [job.info for job in jobs]
+            self.done_ids |= finished_jobs(path, infos, entries=self._entries)
+        return self.done_ids
+
+    def claim(self, jobs: Sequence[AdmittedJob]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+        """The jobs with the files that they may replace, and problems for those whose file name is taken.
+
+        With --failed, only jobs that failed before.
+        """
+        options = self._options
+        if options.failed:
+            jobs = [job for job in jobs if self._entries.get(job.job_id, {}).get("status") == "failed"]
+        done = self.done(jobs)
+        claimed: list[AdmittedJob] = []
+        problems: list[Problem] = []
+        for file, group in _by_file(jobs).items():
+            found, taken = claim_files(
+                group,
+                output_dir=options.output_dir,
+                job_file=options.job_file if file is None else _name_in(options.output_dir, file),
+                done=done,
+                inputs=dict.fromkeys(self._source.paths, "the job file"),
+                overwrite=options.overwrite,
+            )
+            claimed, problems = claimed + found, problems + taken
+        return claimed, problems
+
+    def status(self, job: AdmittedJob) -> tuple[str, str]:
+        """One of STATUSES, and for a job that is made again the reason."""
+        entry = self._entries.get(job.job_id)
+        if job.job_id in self.done_ids:
+            return "done", ""
+        if entry is None or entry.get(SIMULATED):
+            return "new", ""
+        if entry.get("spec_hash") != job.info.spec_hash or entry.get("file") not in (None, job.info.file):
+            return "changed", ""
+        if entry.get("status") != "done":
+            return "again", f"it {entry.get('status')}" if entry.get(
+                "status"
+            ) == "failed" else "it was cancelled"
+        path = self._options.output_dir / job.info.file
+        if not path.exists():
+            return "again", "its file is gone"
+        return "again", "--force" if self._options.force else "its file has changed"
+
+
+def _by_file(jobs: Sequence[AdmittedJob]) -> Mapping[str | None, list[AdmittedJob]]:
+    """The jobs by job file; None if there is only one."""
+    groups: dict[str | None, list[AdmittedJob]] = {}
+    for job in jobs:
+        line = job.spec.line
+        groups.setdefault(line.file if isinstance(line, FileLine) else None, []).append(job)
+    return groups
+
+
+def _name_in(output_dir: Path, file: str) -> str:
+    return job_file_name(None if file in (STDIN_NAME, PROMPTS_NAME) else Path(file), output_dir)
+
+
 def admit_jobs(
-    source: str, admission: Admission, options: RunOptions
+    source: JobSource, admission: Admission, options: RunOptions
 ) -> tuple[Sequence[AdmittedJob], Collection[str], Sequence[Problem]]:
-    """The jobs of a file, the ids of the finished ones, and the problems of the others.
+    """The jobs of a source, the ids of the finished ones, and the problems of the others.
 
     Raises: as `admit_file`.
     """
-    done: set[str] = set()
-
-    def find_done(jobs: Sequence[AdmittedJob]) -> Collection[str]:
-        done.update(finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in jobs]))
-        return done
-
+    known = KnownJobs(source, options)
     admitted, problems = admit_file(
         source,
         admission,
         skip_invalid=options.skip_invalid,
-        overrides=options.overrides,
-        has_bar=has_cursor(sys.stderr) and not (options.logs.quiet or options.logs.log_json),
-        done=find_done,
-        claim=lambda jobs: _claim(jobs, source, options, done=find_done(jobs)),
+        has_bar=has_bar(options),
+        done=known.done,
+        claim=known.claim,
     )
-    return admitted, done, problems
+    return admitted, known.done_ids, problems
 
 
-def _claim(
-    jobs: Sequence[AdmittedJob], source: str, options: RunOptions, *, done: Collection[str]
-) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-    """The jobs with the files that they may replace, and problems for those whose file name is taken."""
-    return claim_files(
-        jobs,
-        output_dir=options.output_dir,
-        job_file=options.job_file,
-        done=done,
-        inputs={} if source == "-" else {Path(source): "the job file"},
-        overwrite=options.overwrite,
-    )
+def has_bar(options: RunOptions) -> bool:
+    """Whether bars may show how far long files are."""
+    return has_cursor(sys.stderr) and not (options.logs.quiet or options.logs.log_json)
 
 
 def _is_record(path: Path, output_dir: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from gfgen.cli.options import configure_log, model_option, profile_option
+from gfgen.cli.options import JobOptions, configure_log, job_options, model_option, profile_option
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
 from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
@@ -39,7 +39,7 @@ TRACE_NAME = "trace.json"
 
 
 @click.command()
-@click.argument("jobs")
+@job_options
 @click.option(
     "--policy",
     "policies",
@@ -61,7 +61,7 @@ TRACE_NAME = "trace.json"
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 def simulate(
     *,
-    jobs: str,
+    jobs: JobOptions,
     policies: tuple[str, ...],
     ranks: tuple[int, ...] | None,
     profile_path: Path | None,
@@ -76,8 +76,9 @@ def simulate(
     """
     configure_log("warning")
     named = [load_policy(text) for text in dict.fromkeys(policies)]
-    admitted = admit_weightless(jobs, default_model=model, has_bar=has_cursor(sys.stderr))
-    room = SimulatedMemory.of(admitted, memory, source=jobs)
+    source = jobs.source()
+    admitted = admit_weightless(source, default_model=model, has_bar=has_cursor(sys.stderr))
+    room = SimulatedMemory.of(admitted, memory, source=source.name)
     counts = ranks or default_ranks(profile_path, admitted)
     profile = choose_profile(profile_path, admitted, num_ranks=max(counts))
     now = time.time()  # the same for all policies, since deadlines may be times of day

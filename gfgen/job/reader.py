@@ -1,50 +1,54 @@
-"""The job file: JSON Lines to `JobSpec`, with every problem reported at once.
+"""The job file: its bytes become `JobSpec`s, with every problem reported at once.
 
-    bytes -> raw lines -> objects -> fields (fields.py) -> ids and file names (spec.py)
+    bytes -> objects (inputs.py) -> fields (fields.py) -> ids and file names (spec.py)
 
-Line length, file size, jobs and problems are bounded: an endless file, or one that is not a job
-file, gives a report and does not fill memory.
+Jobs and problems are bounded, like lines and files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, TypeVar
 
 from gfgen.errors import InputError, JobError, Problem
-from gfgen.job.fields import FIELDS, RepeatedKeys, parse_fields, printable, shown
+from gfgen.job.fields import FIELDS, parse_fields, shown
 from gfgen.job.images import ImageReader
+from gfgen.job.inputs import (
+    EXAMPLE,
+    JSON_LINES,
+    PROMPTS_NAME,
+    STDIN_NAME,
+    Entry,
+    FileLine,
+    ReadingEnded,
+    entries_of,
+    json_lines,
+    raw_lines,
+)
 from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over
 from gfgen.job.spec import JobSpec, default_id, file_names, name_key
 from gfgen.job.variations import variations
 
-MAX_LINE_BYTES = 2**20
-MAX_FILE_BYTES = 2**30
 MAX_PROBLEMS = 1_000
 BAR_FROM = 10_000
 """Lines that are read, or jobs that are admitted, without a progress bar."""
-MAX_INT_DIGITS = 1_000
-"""Python does not read integers of more than 4,300 digits; no field needs that many."""
 
-BYTE_ORDER_MARK = "\ufeff"
-UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 T = TypeVar("T")
-EXAMPLE = '{"prompt": "a red circle falls"}'
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedJobs:
-    """The valid jobs of a job file, and all problems.
+    """The valid jobs of job files, and all problems.
 
     `specs` has no job of a line with a problem. `source` is the name of the file in messages.
     """
@@ -52,62 +56,100 @@ class ParsedJobs:
     source: str
     specs: tuple[JobSpec, ...]
     problems: tuple[Problem, ...]
+    kinds: tuple[tuple[str, str], ...] = ()
+    """Each file that is not JSON Lines, and what it is."""
+    defaults: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    """Each file with defaults, and these."""
 
 
 def read_jobs(
-    source: Path | Literal["-"], *, overrides: Mapping[str, Any] = NOTHING, has_bar: bool = False
+    *files: Path | Literal["-"],
+    prompts: Sequence[str] = (),
+    overrides: Mapping[str, Any] = NOTHING,
+    has_bar: bool = False,
 ) -> ParsedJobs:
-    """Every job and every problem of a job file, or of standard input for "-".
+    """Every job and every problem of job files, with "-" for standard input, and of single prompts.
 
     `overrides` has fields that replace those of each line (shared.py).
 
     With `has_bar`, a bar on the terminal counts the lines of a long file.
 
-    Raises: InputError when the file cannot be read at all.
+    Raises: InputError when a file cannot be read at all.
     """
-    if source == "-":
-        return _read(
-            sys.stdin.buffer, "standard input", _JobList(ImageReader(Path()), overrides, Path()), has_bar
-        )
-    path = Path(source)
+    jobs = _JobList(overrides)
+    kinds: list[tuple[str, str]] = []
+    defaults: list[tuple[str, Mapping[str, Any]]] = []
+    are_several = len(files) + bool(prompts) > 1
     try:
-        with path.open("rb") as stream:
-            return _read(
-                stream, str(path), _JobList(ImageReader(path.parent), overrides, path.parent), has_bar
-            )
+        for file_idx, file in enumerate(files):
+            with _opened(file) as stream:
+                name, path = _name_of(file), Path() if file == "-" else Path(file)
+                kind, entries = entries_of(stream, suffix=path.suffix)
+                kinds += [] if kind == JSON_LINES else [(name, kind)]
+                entries = _of_file(entries, name, file_idx) if are_several else entries
+                entries = with_bar(entries, "reading", is_shown=has_bar, unit=" lines")
+                jobs.add_file(entries, name, folder=path.parent)
+                defaults += [(name, jobs.defaults)] if jobs.defaults else []
+        of_prompts = ((number, {"prompt": text}) for number, text in enumerate(prompts, start=1))
+        if prompts:
+            entries = _of_file(of_prompts, PROMPTS_NAME, len(files)) if are_several else of_prompts
+            jobs.add_file(entries, PROMPTS_NAME, folder=Path())
+    except _ListEnded:
+        pass
+    return ParsedJobs(
+        source_name(files), tuple(jobs.specs), tuple(jobs.problems), tuple(kinds), tuple(defaults)
+    )
+
+
+def source_name(files: Sequence[Path | str]) -> str:
+    """The name of several files, of one, or of single prompts in messages."""
+    return f"{len(files)} job files" if len(files) > 1 else _name_of(files[0]) if files else PROMPTS_NAME
+
+
+def _name_of(file: Path | str) -> str:
+    return STDIN_NAME if file == "-" else str(file)
+
+
+@contextlib.contextmanager
+def _opened(file: Path | Literal["-"]) -> Iterator[BinaryIO]:
+    """Raises: InputError when the file cannot be read."""
+    if file == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        with Path(file).open("rb") as stream:
+            yield stream
     except FileNotFoundError:
         raise InputError(
-            f"job file {path}: no such file; name a file of JSON lines, or - for standard input"
+            f"job file {file}: no such file; name a file of JSON lines, or - for standard input"
         ) from None
     except IsADirectoryError:
-        raise InputError(f"job file {path}: this is a folder; name a file of JSON lines in it") from None
+        raise InputError(f"job file {file}: this is a folder; name a file of JSON lines in it") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"job file {str(path)!r}: cannot be read ({reason})") from None
+        raise InputError(f"job file {str(file)!r}: cannot be read ({reason})") from None
+
+
+def _of_file(entries: Iterable[Entry], name: str, file_idx: int) -> Iterator[Entry]:
+    """The same entries, whose lines name the file."""
+    try:
+        for number, entry in entries:
+            line = FileLine(number, name, file_idx)
+            yield line, replace(entry, line=line) if isinstance(entry, Problem) else entry
+    except ReadingEnded as end:
+        raise ReadingEnded(FileLine(end.line, name, file_idx), end.accepted) from None
 
 
 def read_job_stream(
     stream: BinaryIO, *, source: str, folder: Path, images: ImageReader | None = None
 ) -> ParsedJobs:
-    """As `read_jobs`, from an open binary stream; relative image paths start at `folder`.
+    """The jobs of JSON Lines from an open binary stream; relative image paths start at `folder`.
 
     `images` checks the images; by default an `ImageReader` does. With it, lines cannot vary.
     """
-    jobs = _JobList(images or ImageReader(folder), NOTHING, folder if images is None else None)
-    return _read(stream, source, jobs, False)
-
-
-def _read(stream: BinaryIO, source: str, jobs: _JobList, has_bar: bool) -> ParsedJobs:
-    lines = with_bar(_raw_lines(stream), "reading", is_shown=has_bar, unit=" lines")
-    try:
-        for number, content in lines:
-            jobs.add_line(number, content)
-    except _ReadingEnded as end:
-        jobs.problems.append(end.problem)
-    if not jobs.specs and not jobs.problems:
-        jobs.problems.append(
-            Problem(None, None, None, f"no jobs in {source}; write one job per line, such as {EXAMPLE}")
-        )
+    jobs = _JobList(NOTHING)
+    with contextlib.suppress(_ListEnded):
+        jobs.add_file(json_lines(raw_lines(stream)), source, folder=folder, images=images)
     return ParsedJobs(source, tuple(jobs.specs), tuple(jobs.problems))
 
 
@@ -181,36 +223,54 @@ def passed_deadlines(
     return tuple(late)
 
 
+class _ListEnded(Exception):
+    """No further line is read; the last problem says why."""
+
+
 @dataclass(slots=True)
 class _JobList:
     """Collects jobs line by line, and records which line uses which id and file name."""
 
-    images: ImageReader
     overrides: Mapping[str, Any]
-    folder: Path | None
+    images: ImageReader = field(default_factory=lambda: ImageReader(Path()))
+    folder: Path | None = None
     """Of lists of texts; None for jobs that come from other machines, whose lines cannot vary."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    is_first: bool = True
     specs: list[JobSpec] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     occurrences: Counter[str] = field(default_factory=Counter)
     id_lines: dict[str, int] = field(default_factory=dict)
     file_lines: dict[str, int] = field(default_factory=dict)
 
-    def add_line(self, line: int, content: bytes) -> None:
-        """Add one line of the file, valid or not."""
+    def add_file(
+        self, entries: Iterable[Entry], source: str, *, folder: Path, images: ImageReader | None = None
+    ) -> None:
+        """Add all jobs of a file. Raises _ListEnded."""
+        self.images, self.folder = images or ImageReader(folder), folder if images is None else None
+        self.defaults = {}
+        num_before = len(self.specs) + len(self.problems)
+        try:
+            for place, (line, entry) in enumerate(entries):
+                self._add(line, entry, is_first=place == 0)
+        except ReadingEnded as end:
+            # A problem of the file, not of a line: sorting by lines puts it first, where everyone sees it.
+            self.problems.append(Problem(None, None, None, f"line {end.line}: {end.accepted}"))
+            raise _ListEnded from None
+        if len(self.specs) + len(self.problems) == num_before:
+            accepted = f"no jobs in {source}; write one job per line, such as {EXAMPLE}"
+            self.problems.append(Problem(None, None, None, accepted))
+
+    def _add(self, line: int, entry: Mapping[str, object] | Problem, *, is_first: bool) -> None:
         if len(self.problems) >= MAX_PROBLEMS:
-            raise _ReadingEnded(
+            raise ReadingEnded(
                 line, f"this line and those below it were not read, after {len(self.problems):,} problems"
             )
-        decoded = _decode_line(line, content)
-        if isinstance(decoded, Problem):
-            self.problems.append(decoded)
-        elif decoded is not None and self.is_first and is_defaults(decoded):
-            self._take_defaults(line, decoded["defaults"])
-        elif decoded is not None:
-            self._add_line_of_jobs(line, over(over(self.defaults, decoded), self._overrides_of(decoded)))
-        self.is_first = self.is_first and decoded is None
+        if isinstance(entry, Problem):
+            self.problems.append(entry)
+        elif is_first and is_defaults(entry):
+            self._take_defaults(line, entry["defaults"])
+        else:
+            self._add_line_of_jobs(line, over(over(self.defaults, entry), self._overrides_of(entry)))
 
     def _take_defaults(self, line: int, defaults: Any) -> None:
         if problems := check_defaults(defaults):
@@ -232,7 +292,7 @@ class _JobList:
         try:
             for job in variations(mapping, fixed=self.overrides, folder=self.folder):
                 if len(self.specs) + len(specs) >= MAX_JOBS:
-                    raise _ReadingEnded(line, f"a file has at most {MAX_JOBS:,} jobs; split it here")
+                    raise ReadingEnded(line, f"a file has at most {MAX_JOBS:,} jobs; split it here")
                 spec, found = self._parse(line, job)
                 problems |= dict.fromkeys(found)
                 if spec is not None:
@@ -287,96 +347,3 @@ class _JobList:
                     shown(value),
                     f"line {taken_by} already writes {name}; rename one of them",
                 )
-
-
-class _ReadingEnded(Exception):
-    """The rest of the file is not read; the problem says why."""
-
-    def __init__(self, line: int, accepted: str) -> None:
-        # A problem of the file, not of a line: sorting by lines puts it first, where everyone sees it.
-        self.problem = Problem(None, None, None, f"line {line}: {accepted}")
-        super().__init__(accepted)
-
-
-def _raw_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines; if a line is too long, its first MAX_LINE_BYTES + 1 bytes.
-
-    Holds at most two pieces of that size, and stops after MAX_FILE_BYTES.
-    """
-    num_read = 0
-    for number in itertools.count(1):
-        content = piece = stream.readline(MAX_LINE_BYTES + 1)
-        if not content:
-            return
-        num_read += len(content)
-        while (
-            len(content) > MAX_LINE_BYTES
-            and piece
-            and not piece.endswith(b"\n")
-            and num_read <= MAX_FILE_BYTES
-        ):
-            piece = stream.readline(MAX_LINE_BYTES)
-            num_read += len(piece)
-        yield number, content
-        if num_read > MAX_FILE_BYTES:
-            raise _ReadingEnded(
-                number, f"the file has more than {MAX_FILE_BYTES:,} bytes; lines below this one were not read"
-            )
-
-
-def _decode_line(line: int, content: bytes) -> Mapping[str, object] | Problem | None:
-    """The object on the line, or its problem, or None for a blank line or a comment."""
-    if line == 1 and content.startswith(UTF16_MARKS):
-        raise _ReadingEnded(line, "the file is UTF-16; save it as UTF-8")
-    if len(content) > MAX_LINE_BYTES:
-        return Problem(
-            line,
-            None,
-            None,
-            f"the line has more than {MAX_LINE_BYTES:,} bytes; write each job on one shorter line",
-        )
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        place = f"byte {error.start + 1} of the line (0x{content[error.start]:02x})"
-        return Problem(line, None, None, f"{place} is not UTF-8; save the file as UTF-8")
-    text = (text.removeprefix(BYTE_ORDER_MARK) if line == 1 else text).strip()
-    return None if not text or text.startswith("#") else _decode_object(line, text)
-
-
-def _decode_object(line: int, text: str) -> Mapping[str, object] | Problem:
-    try:
-        value = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        reason = f"not JSON ({error.msg} at column {error.colno})"
-        return Problem(
-            line,
-            None,
-            printable(text),
-            f"{reason}; write each job as one object on one line, such as {EXAMPLE}",
-        )
-    except RecursionError:
-        return Problem(
-            line, None, shown(text), "nested too deeply; the fields of a job are strings and numbers"
-        )
-    if not isinstance(value, dict):
-        return Problem(
-            line, None, shown(value), f"not an object; write each job as one object, such as {EXAMPLE}"
-        )
-    return value
-
-
-def _parse_int(digits: str) -> int | float:
-    """The number; one with too many digits becomes infinity, which no field accepts."""
-    return int(digits) if len(digits) <= MAX_INT_DIGITS else float(digits)
-
-
-def _parse_object(pairs: list[tuple[str, Any]]) -> RepeatedKeys:
-    decoded = RepeatedKeys(pairs)
-    if len(decoded) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        decoded.repeated = tuple(name for name, count in counts.items() if count > 1)
-    return decoded
-
-
-_DECODER = json.JSONDecoder(parse_int=_parse_int, object_pairs_hook=_parse_object)

@@ -5,6 +5,8 @@ overrides (--set) count before a line's own fields, and these before the file's 
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
@@ -90,13 +92,24 @@ def parse_overrides(options: Iterable[tuple[str, str]]) -> dict[str, Any]:
             raise InputError(f"{option}: {plain_name(name)}: not a field; {hint}")
         if name in OWN_FIELDS:
             raise InputError(f"{option}: {name}: each job needs its own; write it in the job file")
-        is_text = field.schema.get("type") == "string"
-        found = dict(over(found, {name: value if is_text else number_of(value)}))
+        found = dict(over(found, {name: value_of(name, value)}))
         try:
             field.parse(found[name])
         except Refused as refused:
             raise InputError(f"{option}: {field.refusal(found[name], str(refused))}") from None
     return found
+
+
+def value_of(name: str, text: str) -> Any:
+    """The value of a field that a command line or a table gives as a text."""
+    field = FIELDS.get(name)
+    if field is not None and field.schema.get("type") == "string":
+        return text
+    value = number_of(text)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def number_of(text: str) -> int | float | str:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
 from gfgen.gfc.cuda.device_arena import arena_bytes
-from gfgen.job.reader import NOTHING, ParsedJobs, passed_deadlines, read_jobs, with_bar
+from gfgen.job.reader import ParsedJobs, passed_deadlines, with_bar
+from gfgen.job.source import JobSource
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import (
     DEFAULT_MODEL,
@@ -60,46 +60,79 @@ def no_collection() -> Iterator[None]:
 Claim = Callable[[Sequence[AdmittedJob]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
 
 
-@no_collection()
+@dataclass(frozen=True, slots=True)
+class AdmittedSource:
+    """The jobs of a source that can run, and the problems of the others."""
+
+    parsed: ParsedJobs
+    jobs: Sequence[AdmittedJob]
+    problems: Sequence[Problem]
+    """All of them, by line."""
+    num_colliding: int = 0
+    """Jobs whose file is in the way."""
+
+
 def admit_file(
-    source: str,
+    source: JobSource,
     admission: Admission,
     *,
     skip_invalid: bool,
     are_models_together: bool = False,
     has_bar: bool = False,
-    overrides: Mapping[str, Any] = NOTHING,
     done: Callable[[Sequence[AdmittedJob]], Collection[str]] = lambda jobs: (),
     claim: Claim = lambda jobs: (jobs, ()),
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-    """The jobs to run, and the problems of the others if `skip_invalid`.
+    """The jobs to run, and the problems of the others if `skip_invalid`; for the rest see `judge`.
 
-    `overrides` has fields of all jobs. With `has_bar`, bars on the terminal show how far a long file is.
+    Raises: JobFileError with every problem; InputError as `judge`.
+    """
+    found = judge(
+        source, admission, are_models_together=are_models_together, has_bar=has_bar, done=done, claim=claim
+    )
+    name, problems = found.parsed.source, found.problems
+    if problems and not (skip_invalid and found.jobs):
+        raise JobFileError(name, tuple(problems))
+    if problems:
+        logger.warning("%s: %s; these jobs are skipped", name, counted(len(problems), "problem"))
+    for line in listed(problems):
+        logger.warning("%s: %s", name, line)
+    tell_of_rounding(found.jobs)
+    return found.jobs, problems
+
+
+@no_collection()
+def judge(
+    source: JobSource,
+    admission: Admission,
+    *,
+    are_models_together: bool = False,
+    has_bar: bool = False,
+    done: Callable[[Sequence[AdmittedJob]], Collection[str]] = lambda jobs: (),
+    claim: Claim = lambda jobs: (jobs, ()),
+) -> AdmittedSource:
+    """The jobs that can run, and the problems of the others.
+
+    With `has_bar`, bars on the terminal show how far a long file is.
     `done` returns the ids of finished jobs, to which no bound applies. `claim` gives the jobs their files,
     and returns problems for those that cannot have them.
 
-    Raises: JobFileError with every problem; InputError when a model does not fit into memory, or
-            when all of them must fit together and do not.
+    Raises: InputError when a file cannot be read, when a model does not fit into memory, or when all of
+            them must fit together and do not.
     """
-    parsed = _read(source, admission.default_model, has_bar=has_bar, overrides=overrides)
+    parsed = _read(source, admission.default_model, has_bar=has_bar)
     specs = _with_bar(parsed.specs, has_bar=has_bar)
     fitting, refused = admission.fitting(specs, are_models_together=are_models_together)
     fitting, beyond_bounds = admission.keep_bounds(fitting, done=done)
     fitting, without_file = claim(fitting)
     problems = _by_line(parsed.problems, refused, beyond_bounds, without_file)
-    if problems and not (skip_invalid and fitting):
-        raise JobFileError(parsed.source, problems)
-    if problems:
-        logger.warning("%s: %s; these jobs are skipped", parsed.source, counted(len(problems), "problem"))
-    for line in listed(problems):
-        logger.warning("%s: %s", parsed.source, line)
-    tell_of_rounding(fitting)
-    return fitting, problems
+    return AdmittedSource(parsed, fitting, problems, num_colliding=len(without_file))
 
 
 @no_collection()
-def admit_weightless(source: str, *, default_model: str, has_bar: bool = False) -> Sequence[AdmittedJob]:
-    """The jobs of a file for a simulation, which needs no weights. Raises JobFileError with every problem."""
+def admit_weightless(
+    source: JobSource, *, default_model: str, has_bar: bool = False
+) -> Sequence[AdmittedJob]:
+    """The jobs for a simulation, which needs no weights. Raises JobFileError with every problem."""
     parsed = _read(source, default_model, has_bar=has_bar)
     specs = _with_bar(parsed.specs, has_bar=has_bar)
     admitted, refused = admit(specs, default_model=default_model, find_model=find_weightless)
@@ -108,12 +141,11 @@ def admit_weightless(source: str, *, default_model: str, has_bar: bool = False) 
     return admitted
 
 
-def _read(
-    source: str, default_model: str, *, has_bar: bool, overrides: Mapping[str, Any] = NOTHING
-) -> ParsedJobs:
-    check_source(source)
-    parsed = read_jobs("-" if source == "-" else Path(source), overrides=overrides, has_bar=has_bar)
+def _read(source: JobSource, default_model: str, *, has_bar: bool) -> ParsedJobs:
+    parsed = source.read(has_bar=has_bar)
     tell_of_unused(default_model, parsed.specs)
+    for name, kind in parsed.kinds:
+        logger.info("%s: read as %s", name, kind)
     if (num_lines := len({spec.line for spec in parsed.specs})) < len(parsed.specs):
         lines, jobs = counted(num_lines, "line"), counted(len(parsed.specs), "job")
         logger.info("%s: %s with variations: %s", parsed.source, lines, jobs)
@@ -126,12 +158,6 @@ def _with_bar(specs: Sequence[JobSpec], *, has_bar: bool) -> Iterator[JobSpec]:
 
 def _by_line(*problems: Sequence[Problem]) -> tuple[Problem, ...]:
     return tuple(sorted(itertools.chain(*problems), key=lambda problem: problem.line or 0))
-
-
-def check_source(source: str) -> None:
-    """Raises InputError for an empty name, as a script with an unset variable gives."""
-    if not source:
-        raise InputError("JOBS is empty; name a job file, or - for standard input")
 
 
 def tell_of_unused(default_model: str, specs: Sequence[JobSpec]) -> None:

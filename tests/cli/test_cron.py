@@ -264,7 +264,7 @@ def test_a_trace_and_a_log_are_not_written_into_one_file(capsys, monkeypatch, ni
     "name", ["out/trace.json", "out/manifest.jsonl.log", "fox.txt", "other/journal.jsonl"]
 )
 def test_any_other_file_may_be_named(tmp_path, name):
-    check_written("-", tmp_path / "out", {"--trace": tmp_path / name, "--log-file": None})
+    check_written((), tmp_path / "out", {"--trace": tmp_path / name, "--log-file": None})
 
 
 def test_runs_that_start_at_the_same_time_find_one_folder_writable(tmp_path):

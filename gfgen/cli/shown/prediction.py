@@ -15,6 +15,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import find_gpus
 from gfgen.runtime.predict.profile_file import Profile, check_profile
 from gfgen.runtime.predict.profile_store import find_profile, first_fitting, open_profile, shipped_profiles
+from gfgen.session.ranks import Ranks
 from gfgen.system.machine import cpu_name
 from gfgen.system.wording import counted
 
@@ -51,6 +52,17 @@ def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks:
     profile = (_fitting(jobs, num_ranks=num_ranks) if path is None else None) or open_profile(path)
     check_profile(profile, jobs, num_ranks=num_ranks)
     return profile
+
+
+def known_here(jobs: Sequence[AdmittedJob], ranks: Ranks) -> Profile | None:
+    """This machine's profile for these ranks, or on GPUs a shipped one that has the jobs' models."""
+    calibrate = not ranks.are_on_gpus and any(job.model_in() in PACKAGED for job in jobs)
+    found = find_profile(ranks.device_name, calibrate=calibrate)
+    own = None if found is None else found[1]
+    if not ranks.are_on_gpus:
+        return own
+    known = [*([own] if own else []), *shipped_profiles()]
+    return first_fitting(known, jobs, num_ranks=ranks.num_ranks) or own
 
 
 def default_ranks(path: Path | None, jobs: Sequence[AdmittedJob]) -> tuple[int, ...]:

@@ -1,0 +1,266 @@
+"""What `gfgen check` and `gfgen run --dry-run` report: problems, what a run would do, memory and time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from gfgen.cli.run_files import STATUSES, KnownJobs, RunOptions, check_records, has_bar
+from gfgen.cli.shown.prediction import known_here, machine
+from gfgen.errors import InputError, Problem, listed
+from gfgen.job.inputs import FileLine
+from gfgen.job.source import JobSource
+from gfgen.runtime.core.admission import AdmittedJob, tell_of_rounding
+from gfgen.runtime.core.devices import CUDA
+from gfgen.runtime.core.memory_check import gpu_work_bytes, job_bytes
+from gfgen.runtime.predict.profile_file import check_profile
+from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
+from gfgen.session.admission import Admission, AdmittedSource, judge, warn_of_passed_deadlines
+from gfgen.system.timelimit import DecisionTimeout
+from gfgen.system.wording import counted, in_words
+
+MAX_IDS = 20
+"""The text names this many jobs; JSON has all."""
+WORDS = {"again": "to make again", "colliding": "colliding with other files"}
+
+
+def check_jobs(source: JobSource, options: RunOptions) -> int:
+    """Print the report; returns 2 if a run would start nothing because of a problem."""
+    if options.output_dir.exists():
+        check_records(options.output_dir)
+    known, now = KnownJobs(source, options), time.time()
+    with _collected() as logged:
+        admission = options.ranks.admission(options.model, bounds=options.job_bounds)
+        found = judge(source, admission, has_bar=has_bar(options), done=known.done, claim=known.claim)
+        tell_of_rounding(found.jobs)
+        todo = [job for job in found.jobs if job.job_id not in known.done_ids]
+        warn_of_passed_deadlines(todo, now=now)
+        memory = _memory(todo, admission)
+        prediction = _prediction(todo, options, now=now)
+    report = _Report(source, options, known, found, memory, prediction, logged)
+    text = json.dumps(report.as_json(), indent=1) if options.logs.log_json else "\n".join(report.lines())
+    click.echo(text)
+    return 2 if found.problems and not (options.skip_invalid and found.jobs) else 0
+
+
+@contextlib.contextmanager
+def _collected() -> Iterator[list[tuple[str, str]]]:
+    """The level and text of what a run would log before it starts."""
+    logger, logged = logging.getLogger("gfgen"), list[tuple[str, str]]()
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append((record.levelname, record.getMessage()))
+
+    handlers, level = logger.handlers, logger.level
+    logger.handlers = [Collector(logging.INFO)]
+    logger.setLevel(logging.INFO)
+    try:
+        yield logged
+    finally:
+        logger.handlers = handlers
+        logger.setLevel(level)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Bytes that the jobs take at least: of each GPU, or of main memory."""
+
+    weights: Mapping[str, int]
+    """By model; zero if the size is not known."""
+    largest_job: int
+    room: int | None
+    is_gpu: bool
+
+    def in_words(self) -> str:
+        weights = ", ".join(f"{name} {_size(size)}" for name, size in self.weights.items() if size)
+        where = "each GPU" if self.is_gpu else "main memory"
+        room = "" if self.room is None else f"; {_size(self.room)} of {where} is available"
+        return f"weights of {weights or 'unknown size'}, largest job {_size(self.largest_job)}{room}"
+
+
+def _memory(jobs: Sequence[AdmittedJob], admission: Admission) -> _Memory | None:
+    if not jobs:
+        return None
+    checkpoints = {job.checkpoint: job.spec.model or "" for job in jobs}
+    needed = admission.check(checkpoints)
+    is_gpu = admission.devices.kind == CUDA
+    largest = max(map(gpu_work_bytes if is_gpu else job_bytes, jobs))
+    weights = {checkpoints[path]: size for path, size in needed.items()}
+    return _Memory(weights, largest, admission.room_bytes, is_gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prediction:
+    """When a run that starts now ends; only a reason if that cannot be predicted."""
+
+    reason: str | None = None
+    machine: str = ""
+    started_at: float = 0.0
+    seconds: float = 0.0
+    late: tuple[str, ...] = ()
+    num_deadlines: int = 0
+
+    def in_words(self) -> str:
+        if self.reason is not None:
+            return f"unknown: {self.reason}"
+        form = "%H:%M" if self.seconds < 43_200 else "%a %Y-%m-%d %H:%M"
+        ends = time.strftime(form, time.localtime(self.started_at + self.seconds))
+        text = (
+            f"about {in_words(self.seconds)} on {self.machine}, plus loading; done at {ends} if it starts now"
+        )
+        if not self.num_deadlines:
+            return text
+        if not self.late:
+            return f"{text}; all {counted(self.num_deadlines, 'deadline')} met"
+        return f"{text}; {len(self.late)} of {self.num_deadlines} deadlines missed: {_named(self.late)}"
+
+
+def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float) -> _Prediction | None:
+    if not jobs:
+        return None
+    num_ranks = options.ranks.num_ranks
+    profile = known_here(jobs, options.ranks)
+    if profile is None:
+        return _Prediction("this machine has no profile; 'gfgen profile JOBS' measures one")
+    try:
+        check_profile(profile, jobs, num_ranks=num_ranks)
+    except InputError as error:
+        return _Prediction(str(error))
+    snapshot = everything_open(jobs, num_ranks=num_ranks, profile=profile, started_at=now)
+    try:
+        outcomes = estimate(jobs, snapshot, decides_first(options.policy, snapshot))
+    except DecisionTimeout as error:
+        return _Prediction(str(error))
+    if outcomes is None:
+        return _Prediction(f"{options.policy.name} fails in an estimate; 'gfgen simulate' shows the details")
+    due = [outcome for outcome in outcomes if outcome.deadline_s is not None]
+    return _Prediction(
+        machine=machine(profile, jobs, num_ranks=num_ranks),
+        started_at=now,
+        seconds=outcomes[-1].ended_s,
+        late=tuple(outcome.info.job_id for outcome in due if not outcome.met_deadline),
+        num_deadlines=len(due),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    source: JobSource
+    options: RunOptions
+    known: KnownJobs
+    found: AdmittedSource
+    memory: _Memory | None
+    prediction: _Prediction | None
+    logged: Sequence[tuple[str, str]]
+
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        counts, (changed, again) = self._counts(), self._made_again()
+        jobs, num_problems = counted(len(self.found.parsed.specs), "job"), len(self.found.problems)
+        problems = counted(num_problems, "problem") if num_problems else "no problem"
+        yield f"{self.source.name}: {jobs}, {problems}"
+        yield from (f"  {line}" for line in listed(self.found.problems))
+        shown = [f"{count:,} {WORDS.get(name, name)}" for name, count in counts.items() if count]
+        yield f"jobs      {', '.join(shown) or 'none'}"
+        if changed:
+            yield f"changed   {_named(changed)}: made again, since the job differs from the finished one"
+        if again:
+            named = [f"{job_id} ({why})" for job_id, why in again.items()]
+            yield f"again     {_named(named)}"
+        yield f"output    {self.options.output_dir}/"
+        yield from self._field_lines()
+        if self.memory is not None:
+            yield f"memory    {self.memory.in_words()}"
+        if self.prediction is not None:
+            yield f"time      {self.prediction.in_words()}"
+        for level, text in self.logged:
+            yield f"{'note' if level == 'INFO' else level.lower():<10}{text}"
+
+    def as_json(self) -> dict[str, Any]:
+        changed, again = self._made_again()
+        memory, prediction = self.memory, self.prediction
+        return {
+            "source": self.source.name,
+            "jobs": len(self.found.parsed.specs),
+            "problems": [_problem_as_json(problem) for problem in self.found.problems],
+            "counts": self._counts(),
+            "changed": changed,
+            "again": again,
+            "output": str(self.options.output_dir),
+            "overrides": dict(self.source.overrides),
+            "defaults": {name: dict(defaults) for name, defaults in self.found.parsed.defaults},
+            "rounded": {
+                job.job_id: job.info.rounding for job in self.found.jobs if job.info.rounding is not None
+            },
+            "memory": None
+            if memory is None
+            else {
+                "weights_bytes": dict(memory.weights),
+                "largest_job_bytes": memory.largest_job,
+                "available_bytes": memory.room,
+                "of": "each GPU" if memory.is_gpu else "main memory",
+            },
+            "prediction": None
+            if prediction is None
+            else {
+                "unknown": prediction.reason,
+                "machine": prediction.machine,
+                "seconds": round(prediction.seconds, 3),
+                "ends_at": prediction.started_at + prediction.seconds,
+                "late": list(prediction.late),
+                "deadlines": prediction.num_deadlines,
+            },
+            "notes": [text for level, text in self.logged if level == "INFO"],
+            "warnings": [text for level, text in self.logged if level != "INFO"],
+        }
+
+    def _counts(self) -> Mapping[str, int]:
+        counts = Counter(self.known.status(job)[0] for job in self.found.jobs)
+        return {status: counts[status] for status in STATUSES} | {"colliding": self.found.num_colliding}
+
+    def _made_again(self) -> tuple[list[str], dict[str, str]]:
+        """Ids of changed jobs, and of the others that are made again with the reason."""
+        statuses = {job.job_id: self.known.status(job) for job in self.found.jobs}
+        changed = [job_id for job_id, (status, _) in statuses.items() if status == "changed"]
+        return changed, {job_id: why for job_id, (status, why) in statuses.items() if status == "again"}
+
+    def _field_lines(self) -> Iterator[str]:
+        """The fields of all jobs, in the order in which they count."""
+        if self.source.overrides:
+            yield f"fields    {_fields(self.source.overrides)} on all jobs, by options"
+        for name, defaults in self.found.parsed.defaults:
+            yield f"fields    {_fields(defaults)} where a line of {name} has no value, by its defaults"
+
+
+def _problem_as_json(problem: Problem) -> dict[str, Any]:
+    line = problem.line
+    return {
+        "file": line.file if isinstance(line, FileLine) else None,
+        "line": line.line if isinstance(line, FileLine) else line,
+        "field": problem.field,
+        "value": problem.value,
+        "accepted": problem.accepted,
+        "text": str(problem),
+    }
+
+
+def _fields(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items())
+
+
+def _named(ids: Sequence[str]) -> str:
+    more = len(ids) - MAX_IDS
+    return ", ".join(ids[:MAX_IDS]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

@@ -1,0 +1,194 @@
+"""`gfgen check` and `gfgen run --dry-run`: what a run would do, without starting anything."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gfgen.cli import run as run_module
+from gfgen.cli.main import main
+from gfgen.runtime.control.metrics import Summary
+
+FOX = {"id": "fox", "prompt": "a red fox", "model": "tiny-qwen-image", "size": "64x64", "steps": 2}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, tiny_models):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def put(path: Path, *jobs: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+
+
+def gfgen(capsys, *arguments: object) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(list(map(str, arguments)))
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
+
+
+def checked(capsys, *arguments: object) -> dict[str, Any]:
+    code, out, err = gfgen(capsys, "check", *arguments, "--device", "cpu", "--json")
+    report: dict[str, Any] = json.loads(out)
+    assert code == (2 if report["problems"] else 0), err
+    return report
+
+
+def finished(folder: Path, monkeypatch, capsys, *jobs: dict[str, Any], status: str = "done") -> None:
+    """Make the manifest that a run of jobs.jsonl leaves in outputs/jobs, with one file of 4 bytes per job."""
+    put(folder / "jobs.jsonl", *jobs)
+    found = []
+
+    def run_jobs(session: object, admitted: Any, options: object, *, done: object) -> Summary:
+        found.extend(admitted)
+        return Summary()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "run_jobs", run_jobs)
+        gfgen(capsys, "run", "jobs.jsonl", "--device", "cpu")
+    lines = []
+    for job in found:
+        info = job.info
+        line = {"version": 1, "id": info.job_id, "status": status, "spec_hash": info.spec_hash}
+        line |= {"file": info.file, "size_bytes": 4, "job_file": "../../jobs.jsonl"}
+        lines.append(line | {"sha256": hashlib.sha256(b"done").hexdigest()})
+        (folder / "outputs/jobs").mkdir(parents=True, exist_ok=True)
+        if status == "done":
+            (folder / "outputs/jobs" / info.file).write_bytes(b"done")
+    put(folder / "outputs/jobs/manifest.jsonl", *lines)
+
+
+def test_nothing_is_started_and_nothing_is_written(capsys, folder):
+    put(folder / "jobs.jsonl", FOX)
+    for command in (("check", "jobs.jsonl"), ("run", "--dry-run", "jobs.jsonl")):
+        code, out, _ = gfgen(capsys, *command, "--device", "cpu")
+        assert code == 0
+        assert out.splitlines()[:3] == [
+            "jobs.jsonl: 1 job, no problem",
+            "jobs      1 new",
+            "output    outputs/jobs/",
+        ]
+        assert "memory    weights of tiny-qwen-image" in out
+    assert os.listdir() == ["jobs.jsonl"]
+
+
+def test_every_problem_is_listed_with_the_jobs_that_are_right(capsys, folder):
+    put(folder / "jobs.jsonl", FOX, {"stpes": 4}, FOX | {"id": "owl", "frames": 3})
+    report = checked(capsys, "jobs.jsonl")
+    assert [(each["line"], each["field"]) for each in report["problems"]] == [
+        (2, "stpes"),
+        (2, "prompt"),
+        (3, "frames"),
+    ]
+    assert report["counts"]["new"] == 1
+    code, out, _ = gfgen(capsys, "check", "jobs.jsonl", "--skip-invalid", "--device", "cpu")
+    assert code == 0
+    assert "jobs.jsonl: 2 jobs, 3 problems" in out
+
+
+def test_jobs_are_counted_by_what_a_run_does_with_them(capsys, folder, monkeypatch):
+    owl, hen, cat = (FOX | {"id": name} for name in ("owl", "hen", "cat"))
+    finished(folder, monkeypatch, capsys, FOX, owl, hen, cat)
+    (folder / "outputs/jobs/hen.png").unlink()
+    (folder / "outputs/jobs/cat.png").write_bytes(b"edited")
+    (folder / "outputs/jobs/elk.png").write_bytes(b"mine")
+    put(folder / "jobs.jsonl", FOX, owl | {"steps": 3}, hen, FOX | {"id": "new"}, FOX | {"id": "elk"}, cat)
+    report = checked(capsys, "jobs.jsonl")
+    assert report["counts"] == {"new": 1, "done": 1, "changed": 1, "again": 1, "colliding": 2}
+    assert (report["changed"], report["again"]) == (["owl"], {"hen": "its file is gone"})
+    assert [each["line"] for each in report["problems"]] == [5, 6]
+    report = checked(capsys, "jobs.jsonl", "--overwrite", "--force")
+    assert report["again"] == {"fox": "--force", "hen": "its file is gone", "cat": "--force"}
+
+
+def test_failed_jobs_are_made_again_and_can_be_selected(capsys, folder, monkeypatch):
+    finished(folder, monkeypatch, capsys, FOX, status="failed")
+    put(folder / "jobs.jsonl", FOX, FOX | {"id": "owl"})
+    assert checked(capsys, "jobs.jsonl")["counts"]["new"] == 1
+    report = checked(capsys, "jobs.jsonl", "--failed")
+    assert report["counts"] == {"new": 0, "done": 0, "changed": 0, "again": 1, "colliding": 0}
+    assert report["again"] == {"fox": "it failed"}
+
+
+def test_rounding_warnings_and_fields_of_all_jobs_are_shown(capsys, folder):
+    defaults = {"defaults": {"model": "tiny-qwen-image", "steps": 4}}
+    late = {"id": "late", "prompt": "a fox", "size": "70x64", "deadline": "2020-01-01T00:00+00:00"}
+    put(folder / "jobs.jsonl", defaults, late)
+    report = checked(capsys, "jobs.jsonl", "--seed", "3")
+    assert report["overrides"] == {"seed": 3}
+    assert report["defaults"] == {"jobs.jsonl": {"model": "tiny-qwen-image", "steps": 4}}
+    assert report["rounded"] == {"late": "70x64 -> 64x64"}
+    assert any("has passed; late runs anyway" in text for text in report["warnings"])
+    assert any("rounds 70x64 -> 64x64" in text for text in report["notes"])
+    code, out, _ = gfgen(capsys, "check", "jobs.jsonl", "--seed", "3", "--device", "cpu")
+    assert code == 0
+    lines = out.splitlines()
+    assert "fields    seed = 3 on all jobs, by options" in lines
+    assert any("steps = 4 where a line of jobs.jsonl has no value, by its defaults" in line for line in lines)
+
+
+def test_the_end_is_predicted_where_a_profile_knows_the_models(capsys, folder):
+    put(
+        folder / "jobs.jsonl",
+        {"prompt": "a red circle", "deadline": "9h"},
+        {"prompt": "x", "deadline": 0.001},
+    )
+    prediction = checked(capsys, "jobs.jsonl")["prediction"]
+    assert prediction["unknown"] is None
+    assert prediction["seconds"] > 0
+    assert (len(prediction["late"]), prediction["deadlines"]) == (1, 2)
+    put(folder / "jobs.jsonl", FOX)
+    assert "tiny-qwen-image" in checked(capsys, "jobs.jsonl")["prediction"]["unknown"]
+
+
+def test_prompts_texts_and_several_files_are_checked_too(capsys, folder):
+    (folder / "more.txt").write_text("a {red|blue} star\n")
+    put(folder / "jobs.jsonl", {"prompt": "a red circle"})
+    report = checked(capsys, "more.txt", "jobs.jsonl", "-p", "a square", "--vary", "--steps", 2)
+    assert report["counts"]["new"] == 4
+    assert report["output"] == "outputs/more"
+    assert "more.txt: read as one prompt per line" in report["notes"]
+    code, out, _ = gfgen(capsys, "check", "-p", "a star", "--device", "cpu")
+    assert (code, out.splitlines()[0]) == (0, "-p: 1 job, no problem")
+    assert "outputs/prompts/" in out
+
+
+def test_each_of_several_files_owns_the_files_of_its_jobs(capsys, folder, monkeypatch):
+    finished(folder, monkeypatch, capsys, FOX)
+    put(folder / "more.jsonl", FOX | {"id": "owl"})
+    put(folder / "jobs.jsonl", FOX | {"steps": 3})
+    assert checked(capsys, "jobs.jsonl", "more.jsonl")["counts"]["changed"] == 1
+    put(folder / "jobs.jsonl", FOX | {"id": "hen"})
+    put(folder / "more.jsonl", FOX | {"steps": 3})
+    (problem,) = checked(capsys, "jobs.jsonl", "more.jsonl")["problems"]
+    assert (problem["file"], problem["line"]) == ("more.jsonl", 1)
+    assert "job fox of jobs.jsonl made it" in problem["text"]
+
+
+@pytest.mark.parametrize("option", [("--only", "fox"), ("-p", "a fox"), ("--failed",), ("--dry-run",)])
+def test_options_for_job_files_are_refused_for_a_watched_folder(capsys, folder, option):
+    (folder / "inbox").mkdir()
+    code, _, err = gfgen(capsys, "run", "--watch", "inbox", *option)
+    assert code == 2
+    assert "--watch" in err
+
+
+def test_without_jobs_there_is_a_hint(capsys, folder):
+    code, _, err = gfgen(capsys, "check")
+    assert code == 2
+    assert "JOBS" in err
+
+
+def test_a_simulated_line_of_a_manifest_is_no_finished_job(capsys, folder):
+    put(folder / "jobs.jsonl", FOX)
+    line = {"version": 1, "id": "fox", "status": "done", "simulated": True, "spec_hash": "x", "file": None}
+    put(folder / "outputs/jobs/manifest.jsonl", line)
+    assert checked(capsys, "jobs.jsonl")["counts"]["new"] == 1
