@@ -11,7 +11,9 @@ from typing import Any
 from gfgen.errors import InputError
 from gfgen.job.reader import ParsedJobs, read_jobs, source_name
 from gfgen.job.spec import JobSpec
-from gfgen.system.wording import first_of
+
+MAX_IDS = 10
+"""Messages name this many jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class JobSource:
 
     def _mismatch(self, specs: Sequence[JobSpec]) -> str:
         asked = [f"--only {pattern}" for pattern in self.only] + [f"--tag {tag}" for tag in self.tags]
-        ids = ", ".join(first_of([spec.id for spec in specs], "job"))
+        more = f" and {len(specs) - MAX_IDS:,} more" if len(specs) > MAX_IDS else ""
+        ids = ", ".join(spec.id for spec in specs[:MAX_IDS]) + more
         tags = ", ".join(sorted({spec.tag for spec in specs if spec.tag}))
         return f"no job matches {' '.join(asked)}; ids are {ids}; tags are {tags or 'not given'}"
