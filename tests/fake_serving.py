@@ -3,7 +3,7 @@
     python -m fake_serving PORT FOLDER [option=value ...]
 
 serves `fake-video` and `fake-image` on two ranks. A step takes `flow_shift` seconds if a job gives it,
-and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key` and `ranks`. With
+and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key`, `ranks` and `strict`. With
 FAKE_HASTE in the environment jobs have eight steps at most, which take no time.
 """
 
@@ -41,7 +41,7 @@ from gfgen.runtime.processes.starting import wait_ready
 from gfgen.server.bridge.loop_hooks import SwitchableChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
-from gfgen.server.protocol.limits import ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.served_model import served_model
 from gfgen.session.ranks import Ranks
 from gfgen.session.session import Session
@@ -161,6 +161,7 @@ def _write_all(channel: Channel) -> None:
 def serve_fakes(port: int, folder: Path, **options: str) -> None:
     """Until a signal comes."""
     ranks, key = int(options.pop("ranks", "2")), options.pop("key", None)
+    api = ApiOptions(strict=bool(options.pop("strict", "")))
     limits = ServerLimits(
         **{name: float(value) if name.endswith("_s") else int(value) for name, value in options.items()}
     )
@@ -173,6 +174,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         port=port,
         api_key=key,
         limits=limits,
+        api=api,
     )
     chosen.output_dir.mkdir(parents=True, exist_ok=True)
     (folder / "faults").mkdir(exist_ok=True)

@@ -150,6 +150,7 @@ def test_options_of_serve():
         "--random-weights",
         "--ranks",
         "--ranks-per-gpu",
+        "--strict",
         "--vae-dtype",
         "-o",
         "-q",

@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from gfgen.cli.options import (
     policy_option,
     rank_options,
     ranks_per_gpu_option,
+    taken_as,
 )
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.errors import InputError, InterruptedRunError
@@ -42,7 +43,7 @@ from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.server.bridge.loop_hooks import SwitchableChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
-from gfgen.server.protocol.limits import ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.schemas import ServedModel
 from gfgen.server.protocol.served_model import served_model
@@ -69,6 +70,7 @@ class ServeOptions(SessionOptions):
     port: int
     api_key: str | None
     limits: ServerLimits
+    api: ApiOptions = field(default_factory=ApiOptions)
     models: tuple[str, ...] = (DEFAULT_MODEL,)
     log_level: str = "info"
     log_json: bool = False
@@ -120,6 +122,15 @@ class _Size(click.ParamType[int]):
     metavar="NAME",
     help="Model to serve: a name from 'gfgen models', a directory or a hub id. Repeatable. "
     f"[{DEFAULT_MODEL}]",
+)
+@taken_as(
+    "api",
+    ApiOptions,
+    click.option(
+        "--strict",
+        is_flag=True,
+        help="Refuse requests with unknown fields, in place of ignoring these fields.",
+    ),
 )
 @rank_options(ranks_per_gpu_option, memory_option)
 @policy_option
@@ -181,6 +192,7 @@ def serve(
     no_key: bool,
     output: Path,
     models: tuple[str, ...],
+    api: ApiOptions,
     ranks: RankOptions,
     policy: str,
     lookahead: float,
@@ -219,6 +231,7 @@ def serve(
             keep_s=keep,
             keep_bytes=keep_bytes,
         ),
+        api=api,
         job_bounds=JobBounds(max_pixels, max_frames, max_steps, max_step_time),
         model=(models or (DEFAULT_MODEL,))[0],
         models=models or (DEFAULT_MODEL,),
@@ -330,6 +343,7 @@ def settings_of(options: ServeOptions) -> FrontSettings:
         is_loopback=_is_loopback(options.host),
         limits=options.limits,
         version=_own_version(),
+        api=options.api,
         log_level=options.log_level,
         log_json=options.log_json,
         log_file=None if options.log_file is None else options.log_file.absolute(),

@@ -19,8 +19,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
 from gfgen.server.http import routes_server
+from gfgen.server.http.app import install_errors
 from gfgen.server.http.guard import COOKIE, ApiKeys, RequestGuard
-from gfgen.server.protocol import problems, schemas
+from gfgen.server.protocol import schemas
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.problems import ApiError
 
@@ -106,13 +107,14 @@ class FakeServer:
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
         app.state.page = routes_server.read_page()
-        problems.install(app)
+        install_errors(app)
         app.get("/")(routes_server.page)
         app.get("/page/{name}")(routes_server.page_file)
         app.get(STATE_PATH)(self._follow)
         app.post("/v1/session")(self._session)
         app.post("/v1/policy")(self._set_policy)
         app.post("/v1/jobs")(self._create)
+        app.post("/v1/jobs/{job_id}/cancel")(self._cancel)
         app.delete("/v1/jobs/{job_id}")(self._delete)
         app.api_route("/v1/jobs/{job_id}", methods=["GET"])(self._job)
         app.api_route("/v1/jobs/{job_id}/content", methods=["GET", "HEAD"])(self._content)
@@ -158,6 +160,12 @@ class FakeServer:
             raise self.refusal
         assert self.accepted is not None
         return Response(self.accepted.model_dump_json(), media_type="application/json")
+
+    async def _cancel(self, job_id: str) -> Response:
+        self.asked.append(RequestedJob("POST", f"/v1/jobs/{job_id}/cancel"))
+        if self.refusal is not None:
+            raise self.refusal
+        return Response("{}", media_type="application/json")
 
     async def _delete(self, job_id: str) -> Response:
         self.asked.append(RequestedJob("DELETE", f"/v1/jobs/{job_id}"))

@@ -286,7 +286,7 @@ def test_cancelling_keeps_the_focus_in_the_queue(browser, fake):
             removed=[],
         )
         expect(page.get_by_role("button", name="Cancel prompt of whale")).to_be_focused()
-    assert [(asked.method, asked.path) for asked in fake.asked] == [("DELETE", "/v1/jobs/fox")]
+    assert [(asked.method, asked.path) for asked in fake.asked] == [("POST", "/v1/jobs/fox/cancel")]
 
 
 def test_a_result_opens_and_its_settings_can_be_used_again(browser, fake):

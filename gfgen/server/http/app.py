@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import compile_path
 
+from gfgen.errors import OutputError
 from gfgen.server.http import routes_batches, routes_images, routes_jobs, routes_server
 from gfgen.server.http.guard import ApiKeys, RequestGuard
 from gfgen.server.http.streams import StateFeed
 from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.jobs.service import JobService
-from gfgen.server.protocol import problems, schemas
+from gfgen.server.protocol import schemas
+from gfgen.server.protocol.problems import ApiError, responses
+from gfgen.server.protocol.validation import invalid
 
 TITLE = "gfgen"
 _TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error response is an `Error`."
@@ -38,16 +45,57 @@ def make_app(
         redoc_url=None,
         generate_unique_id_function=_operation_id,
         redirect_slashes=False,
-        responses=problems.responses(401, 403),
+        responses=responses(401, 403),
     )
     app.state.service, app.state.feed, app.state.metrics = service, feed, metrics
     app.state.keys, app.state.page = keys, routes_server.read_page()
     for router in (*routes_jobs.ROUTERS, routes_images.router, routes_batches.router, routes_server.router):
         app.include_router(router)
-    problems.install(app)
+    install_errors(app)
     app.add_middleware(RequestGuard, keys=keys, limits=service.limits, is_loopback=is_loopback)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app
+
+
+def install_errors(app: FastAPI) -> None:
+    """Answer every error of this app in OpenAI's shape."""
+
+    async def ours(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def not_valid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return invalid(error.errors(), (), is_body=False).response()
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        what = {404: "there is no such path", 405: "this path does not accept that method"}
+        message, headers = what.get(error.status_code, str(error.detail)), dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_methods(app, request.url.path)) or headers.get("Allow", "")
+        return ApiError(error.status_code, message, headers=headers).response()
+
+    async def full(_: Request, error: Exception) -> Response:
+        return ApiError(507, str(error)).response()
+
+    async def unexpected(_: Request, error: Exception) -> Response:
+        return ApiError(500, "internal error; see the server log").response()
+
+    app.add_exception_handler(ApiError, ours)
+    app.add_exception_handler(RequestValidationError, not_valid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(OutputError, full)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _methods(app: FastAPI, path: str) -> list[str]:
+    """The methods of a path, from the OpenAPI document: starlette's Allow header names only one route."""
+    for template, operations in app.openapi()["paths"].items():
+        pattern, _, _ = compile_path(template)
+        if pattern.match(path):
+            return sorted(name.upper() for name in operations)
+    return []
 
 
 def _operation_id(route: APIRoute) -> str:

@@ -1,4 +1,4 @@
-"""Reads request bodies (JSON, forms with a picture, job files) and Idempotency-Key.
+"""Reads request bodies (JSON, forms, job files) and Idempotency-Key.
 
 A picture may be large, the other fields are small. Parsing JSON blocks this process, so the picture is cut
 out of a large body first.
@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -59,14 +60,14 @@ class Body:
 async def read_body(request: Request, *, service: JobService, picture_name: str = "input_reference") -> Body:
     """Read JSON or a form; raises ApiError for any other content type."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "application/x-www-form-urlencoded":  # what curl -d says, whatever it sends
-        raise ApiError(400, "send JSON with -H 'Content-Type: application/json', or a form with -F")
     if kind == "multipart/form-data":
         return await _from_form(request, service, picture_name)
-    if kind not in ("application/json", ""):
-        raise ApiError(400, f"{kind[:80]}: send application/json or multipart/form-data")
+    if kind not in ("application/json", "application/x-www-form-urlencoded", ""):
+        raise ApiError(400, f"{kind[:80]}: send application/json or a form")
     content = await _content(request, service.limits.body_bytes)
     address, json_bytes = _address(request), service.limits.json_bytes
+    if kind == "application/x-www-form-urlencoded" and content[:1] != b"{":  # curl -d sends JSON as this too
+        return await _parse(content, lambda: _from_fields(content, address, json_bytes=json_bytes))
     return await _parse(
         content, lambda: _from_json(content, address, picture_name=picture_name, json_bytes=json_bytes)
     )
@@ -180,17 +181,43 @@ async def _from_form(request: Request, service: JobService, file_name: str) -> B
                         400, f"{name[:80]!r}: not a file of this form; send {file_name}", param=file_name
                     )
                 picture = await value.read()
-            elif name in values:
-                raise ApiError(400, f"{name}: given more than once", param=name)
-            elif value != "":
-                values[name] = float(value) if name in _NUMERIC and _NUMBER.fullmatch(value) else value
-    for name in _PICTURE_URL:
-        if name in values:
-            picture = await asyncio.to_thread(data_url_content, values.pop(name))
-    if sum(len(value) for value in values.values() if isinstance(value, str)) > service.limits.json_bytes:
-        raise _too_large(service.limits.json_bytes)
+            else:
+                _add_field(values, name, value)
+    if any(name in values for name in _PICTURE_URL):
+        picture = await asyncio.to_thread(_picture_of_form, values)
+    _check_size(values, service.limits.json_bytes)
     address, content = _address(request), picture or b""
     return Body(values, picture, await _parse(content, lambda: _fingerprint(address, values, content)))
+
+
+def _from_fields(content: bytes, address: list[str], *, json_bytes: int) -> Body:
+    """The fields of a URL-encoded form, all strings."""
+    values: dict[str, Any] = {}
+    try:
+        pairs = parse_qsl(
+            content.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=MAX_FIELDS
+        )
+    except ValueError:
+        raise ApiError(400, f"the body is not a URL-encoded form with at most {MAX_FIELDS} fields") from None
+    for name, value in pairs:
+        _add_field(values, name, value)
+    picture = _picture_of_form(values)
+    _check_size(values, json_bytes)
+    return Body(values, picture, _fingerprint(address, values, picture or b""))
+
+
+def _add_field(values: dict[str, Any], name: str, value: str) -> None:
+    """Add a field of a form; an empty one says as much as leaving it out."""
+    if name in values:
+        raise ApiError(400, f"{name[:80]}: given more than once", param=name[:80])
+    if value != "":
+        values[name] = float(value) if name in _NUMERIC and _NUMBER.fullmatch(value) else value
+
+
+def _picture_of_form(values: dict[str, Any]) -> bytes | None:
+    """Take the picture's data: URL out of a form."""
+    urls = [values.pop(name) for name in _PICTURE_URL if name in values]
+    return data_url_content(urls[-1]) if urls else None
 
 
 def _from_json(content: bytes, address: list[str], *, picture_name: str, json_bytes: int) -> Body:
@@ -238,6 +265,11 @@ def _text(quoted: bytes) -> str:
         return str(json.loads(quoted)) if b"\\" in quoted else quoted[1:-1].decode()
     except ValueError:
         raise ApiError(400, "the body is not JSON in UTF-8") from None
+
+
+def _check_size(values: Mapping[str, Any], json_bytes: int) -> None:
+    if sum(len(value) for value in values.values() if isinstance(value, str)) > json_bytes:
+        raise _too_large(json_bytes)
 
 
 def _too_large(json_bytes: int) -> ApiError:

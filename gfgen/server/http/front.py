@@ -104,7 +104,9 @@ class Front:
         mirror = RunMirror(version=settings.version, max_open=limits.open_jobs, observer=metrics)
         metrics.mirror = mirror
         folder = JobFolder(settings.output_dir)
-        service = JobService(store=store, mirror=mirror, folder=folder, limits=limits, send=self._send)
+        service = JobService(
+            store=store, mirror=mirror, folder=folder, limits=limits, api=settings.api, send=self._send
+        )
         folder.prepare(store)
         self._service, self._feed = service, StateFeed(mirror)
         app = make_app(

@@ -9,13 +9,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from gfgen.server.http.bodies import documented, read_body, request_key
-from gfgen.server.http.routes_jobs import Service, results
+from gfgen.server.http.routes_jobs import Service, log_ignored, results
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import image_jobs
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import StoredJob
 from gfgen.server.protocol import schemas
-from gfgen.server.protocol.problems import ApiError, checked, responses
+from gfgen.server.protocol.problems import ApiError, responses
+from gfgen.server.protocol.validation import opened
 
 router = APIRouter(prefix="/v1/images", tags=["images"])
 
@@ -30,11 +31,14 @@ router = APIRouter(prefix="/v1/images", tags=["images"])
 async def create_images(request: Request, service: Service) -> Response:
     """Waits for the pictures. A client that disconnects cancels them, unless it sent an Idempotency-Key."""
     body = await read_body(request, service=service)
-    asked_for = checked(schemas.ImageRequest, body.values)
+    is_strict = service.api.strict
+    asked_for, warnings = opened(schemas.ImageRequest, body.values, is_strict=is_strict)
     if body.picture is not None:
         raise ApiError(400, "input_reference: pictures are made from text here", param="input_reference")
-    requested = image_jobs(asked_for, models=service.check_ready().models)
+    models, ignored = service.check_ready().models, None if is_strict else warnings
+    requested = image_jobs(asked_for, models=models, ignored=ignored)
     ids = await service.take(requested, key=request_key(request, body.fingerprint))
+    log_ignored(ids, warnings)
     await results(request, service, ids)
     pictures = [_done(service, job_id) for job_id in ids]
     data = [await _image(request, service, stored, asked_for) for stored in pictures]
@@ -43,6 +47,7 @@ async def create_images(request: Request, service: Service) -> Response:
         data=data,
         output_format=asked_for.output_format,
         size=pictures[0].facts.size,
+        warnings=warnings or None,
     )
     return await asyncio.to_thread(answer.response)
 

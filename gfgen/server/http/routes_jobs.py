@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -16,9 +17,12 @@ from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import RequestedJob, plain_job, video_job
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import StoredJob
+from gfgen.server.jobs.store import JobFacts, StoredJob
 from gfgen.server.protocol import schemas
-from gfgen.server.protocol.problems import ApiError, checked, responses
+from gfgen.server.protocol.problems import ApiError, responses
+from gfgen.server.protocol.validation import checked, opened
+
+logger = logging.getLogger(__name__)
 
 jobs = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 videos = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -40,6 +44,8 @@ Variant = Annotated[
     Query(description="The file itself or its thumbnail; sprite sheets are not supported."),
 ]
 
+Purge = Annotated[bool, Query(description="Remove the job even if it was cancelled.")]
+
 _CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
 
 
@@ -48,7 +54,7 @@ _CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
 
 @videos.post(
     "",
-    response_model=schemas.Job,
+    response_model=schemas.Video,
     responses=_CREATE,
     openapi_extra=documented(schemas.VideoRequest, picture="input_reference"),
     summary="Make a video",
@@ -56,8 +62,8 @@ _CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
 async def create_video(request: Request, service: Service) -> Response:
     """Accepts a job and answers at once. `input_reference` is the first picture of the video."""
     body = await read_body(request, service=service)
-    (job_id,) = await _take(request, service, _video(service, body), body)
-    return _found(service, job_id).job().response()
+    (job_id,), warnings = await _take_video(request, service, body)
+    return schemas.Video.of(_found(service, job_id).job(), warnings=warnings).response()
 
 
 @videos.post(
@@ -74,7 +80,7 @@ async def create_video(request: Request, service: Service) -> Response:
 async def create_video_and_wait(request: Request, service: Service) -> Response:
     """Waits for the file. A client that disconnects cancels the job, unless it sent an Idempotency-Key."""
     body = await read_body(request, service=service)
-    ids = await _take(request, service, _video(service, body), body)
+    ids, _ = await _take_video(request, service, body)
     await results(request, service, ids)
     return _file(service, _completed(service, ids[0]))
 
@@ -97,11 +103,13 @@ async def create_job(request: Request, service: Service) -> Response:
 # Reading --------------------------------------------------------------------------------------------
 
 
-@videos.get("", response_model=schemas.JobList, responses=responses(400), summary="List videos")
+@videos.get("", response_model=schemas.VideoList, responses=responses(400), summary="List videos")
 async def list_videos(
     service: Service, limit: Limit = 20, order: Order = "desc", after: After = None
 ) -> Response:
-    return _list(service, limit=limit, order=order, after=after, kind="video")
+    page = _list(service, limit=limit, order=order, after=after, kind="video")
+    data = [schemas.Video.of(job) for job in page.data]
+    return schemas.VideoList(**dict(page) | {"data": data}).response()
 
 
 @jobs.get("", response_model=schemas.JobList, responses=responses(400), summary="List jobs")
@@ -113,12 +121,14 @@ async def list_jobs(
     batch_id: Annotated[str | None, Query(max_length=120)] = None,
     ended: Annotated[bool | None, Query(description="Only jobs that have ended, or only open ones.")] = None,
 ) -> Response:
-    return _list(service, limit=limit, order=order, after=after, batch_id=batch_id, has_ended=ended)
+    return _list(
+        service, limit=limit, order=order, after=after, batch_id=batch_id, has_ended=ended
+    ).response()
 
 
-@videos.get("/{job_id}", response_model=schemas.Job, responses=responses(400, 404), summary="Get a video")
+@videos.get("/{job_id}", response_model=schemas.Video, responses=responses(400, 404), summary="Get a video")
 async def get_video(service: Service, job_id: JobId) -> Response:
-    return _found(service, job_id, kind="video").job().response()
+    return schemas.Video.of(_found(service, job_id, only_videos=True).job()).response()
 
 
 @jobs.get("/{job_id}", response_model=schemas.Job, responses=responses(400, 404), summary="Get a job")
@@ -163,7 +173,7 @@ _FILE: dict[str, Any] = {
 @videos.head("/{job_id}/content", include_in_schema=False)
 async def get_video_content(service: Service, job_id: JobId, variant: Variant = None) -> Response:
     """The finished video or its thumbnail."""
-    return await _content(service, _completed(service, job_id, kind="video"), variant)
+    return await _content(service, _completed(service, job_id, only_videos=True), variant)
 
 
 @jobs.get("/{job_id}/content", **_FILE)
@@ -186,27 +196,43 @@ async def get_job_content(
 
 # Cancelling and removing ----------------------------------------------------------------------------
 
+_CANCEL = responses(400, 404, 503, 507)
+
+
+@videos.post("/{job_id}/cancel", response_model=schemas.Video, responses=_CANCEL, summary="Cancel a video")
+async def cancel_video(service: Service, job_id: JobId) -> Response:
+    """Cancels the job if it is open; a job that has ended keeps its status, record and file."""
+    return schemas.Video.of(await _cancel(service, job_id, only_videos=True)).response()
+
+
+@jobs.post("/{job_id}/cancel", response_model=schemas.Job, responses=_CANCEL, summary="Cancel a job")
+async def cancel_job(service: Service, job_id: JobId) -> Response:
+    """Cancels the job if it is open; a job that has ended keeps its status, record and file."""
+    return (await _cancel(service, job_id)).response()
+
 
 @videos.delete(
     "/{job_id}",
     response_model=schemas.Deleted,
-    responses=responses(400, 404, 503, 507),
+    responses=_CANCEL,
     summary="Cancel or remove a video",
 )
-async def delete_video(service: Service, job_id: JobId) -> Response:
-    """Cancels an open job, which stays as cancelled; removes a job that has ended, with its file."""
-    return await _delete(service, job_id, kind="video")
+async def delete_video(service: Service, job_id: JobId, purge: Purge = False) -> Response:
+    """Cancels an open job, which stays as cancelled; removes a completed or failed one with its file. A
+    cancelled job stays, so that a repeated request removes nothing; `purge` removes it too."""
+    return await _delete(service, job_id, purge=purge, only_videos=True)
 
 
 @jobs.delete(
     "/{job_id}",
     response_model=schemas.Deleted,
-    responses=responses(400, 404, 503, 507),
+    responses=_CANCEL,
     summary="Cancel or remove a job",
 )
-async def delete_job(service: Service, job_id: JobId) -> Response:
-    """Cancels an open job, which stays as cancelled; removes a job that has ended, with its file."""
-    return await _delete(service, job_id)
+async def delete_job(service: Service, job_id: JobId, purge: Purge = False) -> Response:
+    """Cancels an open job, which stays as cancelled; removes a completed or failed one with its file. A
+    cancelled job stays, so that a repeated request removes nothing; `purge` removes it too."""
+    return await _delete(service, job_id, purge=purge)
 
 
 # Parts ----------------------------------------------------------------------------------------------
@@ -239,8 +265,19 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _video(service: JobService, body: Body) -> RequestedJob:
-    return video_job(checked(schemas.VideoRequest, body.values), models=service.check_ready().models)
+async def _take_video(request: Request, service: JobService, body: Body) -> tuple[list[str], list[str]]:
+    """The id of the accepted video, and warnings about ignored fields."""
+    models, is_strict = service.check_ready().models, service.api.strict
+    asked_for, warnings = opened(schemas.VideoRequest, body.values, is_strict=is_strict)
+    requested = video_job(asked_for, models=models, ignored=None if is_strict else warnings)
+    ids = await _take(request, service, requested, body)
+    log_ignored(ids, warnings)
+    return ids, warnings
+
+
+def log_ignored(ids: Sequence[str], warnings: Sequence[str]) -> None:
+    if warnings:
+        logger.info("%s: %s", ", ".join(ids), "; ".join(warnings))
 
 
 async def _take(request: Request, service: JobService, requested: RequestedJob, body: Body) -> list[str]:
@@ -248,22 +285,27 @@ async def _take(request: Request, service: JobService, requested: RequestedJob, 
     return await service.take([requested], key=request_key(request, body.fingerprint))
 
 
-def _found(service: JobService, job_id: str, *, kind: str | None = None) -> ServedJob:
+def _is_video(facts: JobFacts) -> bool:
+    """Whether /v1/videos has this job: also a single frame, if it was requested there."""
+    return facts.kind == "video" or facts.id.startswith("video_")
+
+
+def _found(service: JobService, job_id: str, *, only_videos: bool = False) -> ServedJob:
     record = service.job(job_id)
-    if record is None or kind not in (None, record.facts.kind):
+    if record is None or (only_videos and not _is_video(record.facts)):
         raise ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
     return record
 
 
-def _stored(service: JobService, job_id: str, *, kind: str | None = None) -> StoredJob:
+def _stored(service: JobService, job_id: str, *, only_videos: bool = False) -> StoredJob:
     stored = service.store.job(job_id)
-    if stored is None or kind not in (None, stored.facts.kind):
+    if stored is None or (only_videos and not _is_video(stored.facts)):
         raise ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
     return stored
 
 
-def _completed(service: JobService, job_id: str, *, kind: str | None = None) -> StoredJob:
-    stored = _stored(service, job_id, kind=kind)
+def _completed(service: JobService, job_id: str, *, only_videos: bool = False) -> StoredJob:
+    stored = _stored(service, job_id, only_videos=only_videos)
     if stored.ending is None:
         raise ApiError(409, f"{job_id} is not done yet", code="not_done")
     if stored.ending.status != "completed":
@@ -274,7 +316,7 @@ def _completed(service: JobService, job_id: str, *, kind: str | None = None) -> 
     return stored
 
 
-def _list(service: JobService, *, limit: int, order: str, after: str | None, **which: Any) -> Response:
+def _list(service: JobService, *, limit: int, order: str, after: str | None, **which: Any) -> schemas.JobList:
     if after is not None and service.store.job(after) is None:
         raise ApiError(400, f"after: there is no job {after!r}", param="after")
     stored = service.store.jobs(limit=limit + 1, is_ascending=order == "asc", after=after, **which)
@@ -284,7 +326,7 @@ def _list(service: JobService, *, limit: int, order: str, after: str | None, **w
         first_id=data[0].id if data else None,
         last_id=data[-1].id if data else None,
         has_more=len(stored) > limit,
-    ).response()
+    )
 
 
 def _file(service: JobService, stored: StoredJob) -> Response:
@@ -302,17 +344,26 @@ async def _content(service: JobService, stored: StoredJob, variant: str | None) 
     return files.StoredFile(await service.folder.thumbnail(stored.facts))
 
 
-async def _delete(service: JobService, job_id: str, *, kind: str | None = None) -> Response:
-    _stored(service, job_id, kind=kind)
-    cancelled = await service.cancel([job_id])
-    stored = _stored(service, job_id)
-    if stored.ending is None:  # a server that is loading or stopping knows it from the store alone
+async def _cancel(service: JobService, job_id: str, *, only_videos: bool = False) -> schemas.Job:
+    _found(service, job_id, only_videos=only_videos)
+    await service.cancel([job_id])
+    record = _found(service, job_id)
+    if not record.has_ended:  # a server that is loading or stopping knows it from the store alone
         raise service.not_ready()
-    if not cancelled:
+    return record.job()
+
+
+async def _delete(service: JobService, job_id: str, *, purge: bool, only_videos: bool = False) -> Response:
+    was_open = _stored(service, job_id, only_videos=only_videos).ending is None
+    await _cancel(service, job_id)
+    stored = _stored(service, job_id)
+    assert stored.ending is not None
+    is_removed = not was_open and (purge or stored.ending.status != "cancelled")
+    if is_removed:
         await service.remove([stored])
     return schemas.Deleted(
         id=job_id,
-        object="video.deleted" if stored.facts.kind == "video" else "image.deleted",
-        deleted=not cancelled,
+        object="video.deleted" if _is_video(stored.facts) else "image.deleted",
+        deleted=is_removed,
         status=stored.ending.status,
     ).response()

@@ -15,7 +15,8 @@ from gfgen.server.http.routes_jobs import Service
 from gfgen.server.http.streams import state_stream
 from gfgen.server.jobs.prometheus import CONTENT_TYPE
 from gfgen.server.protocol import schemas
-from gfgen.server.protocol.problems import ApiError, checked, responses
+from gfgen.server.protocol.problems import ApiError, responses
+from gfgen.server.protocol.validation import checked
 
 router = APIRouter(tags=["server"])
 

@@ -21,7 +21,7 @@ from gfgen.errors import JobFileError, Problem
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import ImageError, NoImages, check_content
 from gfgen.job.reader import read_job_stream
-from gfgen.job.spec import JobSpec, default_seed
+from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.jobs.store import JobFacts, NewJob
 from gfgen.server.protocol import schemas
@@ -36,6 +36,9 @@ _DATA_URL = re.compile(r"data:image/[a-z.+-]{1,20};base64,", re.IGNORECASE)
 _DECODED_AT_ONCE = 1 << 20
 """Characters of base64 decoded per call, a multiple of 4: other threads wait during each call."""
 _MIN_TIMEOUT_S = 0.001
+_MODEL_FIELDS = (*SCALE_FIELDS, "fps")
+"""Fields that only some models use. Requests have been checked against their ranges, so a problem with one
+of them means that the model does not use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class RequestedJob:
     """The kind that the endpoint produces."""
     words: Mapping[str, str] | None = None
     """The request's name of a job file field, where they differ."""
+    ignored: list[str] | None = None
+    """Collects a warning for each field that the model does not use; None refuses such fields."""
 
 
 def new_id(kind: str) -> str:
@@ -60,23 +65,31 @@ def new_id(kind: str) -> str:
 # Endpoints ---------------------------------------------------------------------------------------
 
 
-def video_job(request: schemas.VideoRequest, *, models: Sequence[schemas.ServedModel]) -> RequestedJob:
-    """The job of a video request; the caller adds the picture."""
+def video_job(
+    request: schemas.VideoRequest, *, models: Sequence[schemas.ServedModel], ignored: list[str] | None
+) -> RequestedJob:
+    """The job of a video request; the caller adds the picture.
+
+    A video model may make a single frame, a picture: warm-up requests ask for that.
+    """
     model = chosen_model(request.model, models, kind="video")
-    values = _job_words(request, _VIDEO_WORDS, leave_out=("seconds", "model"))
+    values = _job_words(request, _VIDEO_WORDS, leave_out=("seconds", "model", "num_outputs_per_prompt"))
     if request.seconds is not None:
         if request.num_frames is not None:
             raise ApiError(400, "num_frames and seconds exclude each other; give one", param="seconds")
         values["frames"] = _frames(request.seconds, request.fps or _default_fps(model))
     words = {ours: theirs for theirs, ours in _VIDEO_WORDS.items()}
     spec = _spec(values | {"model": model.id}, "video", words)
-    return RequestedJob(spec, must_be="video", words=words)
+    must_be: schemas.MediaKind | None = None if model.kind == "video" else "video"
+    return RequestedJob(spec, must_be=must_be, words=words, ignored=ignored)
 
 
-def image_jobs(request: schemas.ImageRequest, *, models: Sequence[schemas.ServedModel]) -> list[RequestedJob]:
+def image_jobs(
+    request: schemas.ImageRequest, *, models: Sequence[schemas.ServedModel], ignored: list[str] | None
+) -> list[RequestedJob]:
     """One job per picture; each after the first has the next seed."""
     model = chosen_model(request.model, models, kind="image")
-    left_out = ("n", "model", "response_format", "output_format")
+    left_out = ("n", "num_outputs_per_prompt", "model", "response_format", "output_format")
     values = _job_words(request, _IMAGE_WORDS, leave_out=left_out)
     if values.get("size") == "auto":
         del values["size"]
@@ -85,10 +98,10 @@ def image_jobs(request: schemas.ImageRequest, *, models: Sequence[schemas.Served
     words = {ours: theirs for theirs, ours in _IMAGE_WORDS.items()}
     first = _spec(values | {"model": model.id}, "image", words)
     specs = [first]
-    for number in range(1, request.n):
+    for number in range(1, request.n or request.num_outputs_per_prompt or 1):
         seed = None if request.seed is None else (request.seed + number) % 2**63
         specs.append(replace(first, id=new_id("image"), seed=seed))
-    return [RequestedJob(spec, must_be="image", words=words) for spec in specs]
+    return [RequestedJob(spec, must_be="image", words=words, ignored=ignored) for spec in specs]
 
 
 def plain_job(request: schemas.JobRequest, *, models: Sequence[schemas.ServedModel]) -> RequestedJob:
@@ -186,12 +199,27 @@ def checked_picture(content: bytes, *, param: str) -> str:
 def admitted(requested: Sequence[RequestedJob], admit: Admit) -> list[tuple[RequestedJob, AdmittedJob]]:
     """Each request with its admitted job; raises ApiError if the model or this machine cannot do one."""
     jobs, problems = admit([one.spec for one in requested])
+    if problems and (ignored := requested[0].ignored) is not None:
+        requested, warnings = _without_unused(requested, problems)
+        if warnings:
+            ignored += warnings
+            jobs, problems = admit([one.spec for one in requested])
     if problems:
         raise refused(problems, requested[0].words or {}, status=422)
     pairs = list(zip(requested, jobs, strict=True))
     for one, job in pairs:
         _check_kind(one, job)
     return pairs
+
+
+def _without_unused(
+    requested: Sequence[RequestedJob], problems: Sequence[Problem]
+) -> tuple[list[RequestedJob], list[str]]:
+    """The requests of one model without the fields that it does not use, and a warning for each field."""
+    unused = {problem.field: f"{problem}; ignored" for problem in problems if problem.field in _MODEL_FIELDS}
+    nothing: dict[str, Any] = dict.fromkeys(unused)
+    without = [replace(one, spec=replace(one.spec, **nothing)) for one in requested]
+    return without, list(unused.values())
 
 
 def admitted_of_file(
@@ -293,8 +321,8 @@ def _check_kind(requested: RequestedJob, job: AdmittedJob) -> None:
     if requested.must_be in (None, kind):
         return
     if kind == "image":
-        what = "makes pictures" if requested.spec.frames is None else "makes a picture from a single frame"
-        raise ApiError(422, f"model {job.spec.model} {what}: use /v1/images/generations", param="model")
+        where = "use /v1/images/generations"
+        raise ApiError(422, f"model {job.spec.model} makes pictures: {where}", param="model")
     raise ApiError(422, f"model {job.spec.model} makes videos: use /v1/videos", param="model")
 
 

@@ -21,7 +21,7 @@ from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.store import Ending, KeyTakenError, RequestKey, Store, StoredJob
-from gfgen.server.protocol.limits import ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.link import CancelJobs, RunInfo, SetPolicy, SubmitJobs
 from gfgen.server.protocol.problems import ApiError
 from gfgen.system.wording import counted
@@ -42,6 +42,7 @@ class JobService:
         mirror: RunMirror,
         folder: JobFolder,
         limits: ServerLimits,
+        api: ApiOptions | None = None,
         send: Callable[[Any], None],
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -49,6 +50,7 @@ class JobService:
         self.mirror = mirror
         self.folder = folder
         self.limits = limits
+        self.api = api or ApiOptions()
         self.send = send
         self.now = now
         self.hidden_folders = {str(folder.path)}

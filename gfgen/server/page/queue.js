@@ -122,7 +122,7 @@ export class Queue {
     mark(button, "aria-disabled", "true");
     button.firstChild.data = "Cancelling";
     try {
-      await ask("DELETE", `/v1/jobs/${encodeURIComponent(job.id)}`);
+      await ask("POST", `/v1/jobs/${encodeURIComponent(job.id)}/cancel`);
       say(`Cancelled: ${job.prompt}`);
     } catch (problem) {
       mark(button, "aria-disabled", null);

@@ -164,7 +164,7 @@ export class Results {
       return write(button, "Remove the file?");
     }
     try {
-      await ask("DELETE", `/v1/jobs/${encodeURIComponent(job.id)}`);
+      await ask("DELETE", `/v1/jobs/${encodeURIComponent(job.id)}?purge=true`);
     } catch (problem) {
       this.#askFirst();
       return write(byId("viewer-wrong"), problem.message);

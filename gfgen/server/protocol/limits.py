@@ -1,4 +1,4 @@
-"""Limits of the server; what exceeds them is refused."""
+"""Limits of the server, beyond which it refuses requests, and options of its HTTP interface."""
 
 from __future__ import annotations
 
@@ -36,3 +36,11 @@ class ServerLimits:
     """Interval between two searches for expired jobs."""
     keep_bytes: int = 100 * 10**9
     """Total size of finished files; beyond it the oldest are removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiOptions:
+    """How the HTTP interface treats its clients."""
+
+    strict: bool = False
+    """Refuse fields that are unknown or that the model does not use, in place of ignoring them."""

@@ -21,7 +21,7 @@ import pickle
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from gfgen.errors import Problem
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.server.protocol.limits import ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.schemas import ServedModel
 
 Admit = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
@@ -51,6 +51,7 @@ class FrontSettings:
     """Only this machine can connect; then foreign Host headers are refused."""
     limits: ServerLimits
     version: str
+    api: ApiOptions = field(default_factory=ApiOptions)
     log_level: str = "info"
     log_json: bool = False
     log_file: Path | None = None

@@ -9,11 +9,11 @@ docs/serving.md describes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from starlette.responses import Response
 
@@ -59,6 +59,8 @@ Prompt = Annotated[str, JobField("prompt")]
 NegativePrompt = Annotated[str, JobField("negative_prompt")]
 Model = Annotated[str, JobField("model")]
 Size = Annotated[str, JobField("size")]
+Width = Annotated[int, JobField("width")]
+Height = Annotated[int, JobField("height")]
 Fps = Annotated[int, JobField("fps")]
 Frames = Annotated[int, JobField("frames")]
 Steps = Annotated[int, JobField("steps")]
@@ -71,8 +73,20 @@ Seed = Annotated[int, JobField("seed")]
 Deadline = Annotated[float | str, JobField("deadline")]
 Priority = Annotated[int, JobField("priority")]
 Tag = Annotated[str, JobField("tag")]
-Unused = Annotated[str | None, Field(description="Accepted and ignored.", exclude=True)]
+Unused = Annotated[Any, Field(description="Accepted and ignored.", exclude=True)]
 """A field of OpenAI's API without a meaning here; `model_dump` leaves it out."""
+
+
+def _no_stream(value: bool | None) -> None:
+    if value:
+        raise PydanticCustomError("no_stream", "streaming is not supported; leave it out")
+
+
+NoStream = Annotated[
+    bool | None,
+    AfterValidator(_no_stream),
+    Field(description="Only false: streaming is not supported.", exclude=True),
+]
 
 
 class ResponseModel(BaseModel):
@@ -93,9 +107,9 @@ class RequestModel(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_no_bool(cls, value: object) -> object:
-        """pydantic accepts booleans as numbers; no field here is a boolean."""
-        if isinstance(value, bool):
+    def _is_no_bool(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic accepts booleans as numbers; no field with a meaning is a boolean."""
+        if isinstance(value, bool) and not cls.model_fields[str(info.field_name)].exclude:
             raise PydanticCustomError("no_bool", "true and false are not accepted")
         return value
 
@@ -158,6 +172,24 @@ class Job(ResponseModel):
     thumbnail_url: str | None = Field(None, description="Path of its thumbnail.")
 
 
+class Video(Job):
+    """A job in OpenAI's terms: one that was cancelled has failed with the error code `cancelled`, because
+    clients know no other final status."""
+
+    object: Literal["video"] = "video"
+    status: Literal["queued", "in_progress", "completed", "failed"]
+    warnings: list[str] | None = Field(
+        None, description="Fields that were ignored; only in the response that creates the video."
+    )
+
+    @classmethod
+    def of(cls, job: Job, *, warnings: Sequence[str] = ()) -> Video:
+        values = dict(job) | {"object": "video", "warnings": list(warnings) or None}
+        if job.status == "cancelled":
+            values |= {"status": "failed", "error": JobFailure(code="cancelled", message="cancelled")}
+        return cls(**values)
+
+
 class JobList(ResponseModel):
     object: Literal["list"] = "list"
     data: list[Job]
@@ -166,8 +198,12 @@ class JobList(ResponseModel):
     has_more: bool
 
 
+class VideoList(JobList):
+    data: list[Video]  # type: ignore[assignment]  # a list of jobs that nobody appends to
+
+
 class Deleted(ResponseModel):
-    """Result of a DELETE: an ended job is removed; an open one is cancelled and kept."""
+    """Result of a DELETE: an open job is cancelled and kept; a completed or failed one is removed."""
 
     id: str
     object: Literal["video.deleted", "image.deleted"]
@@ -175,8 +211,18 @@ class Deleted(ResponseModel):
     status: JobStatus
 
 
-class VideoRequest(RequestModel):
-    """POST /v1/videos."""
+class OpenRequest(RequestModel):
+    """Base of the requests that clients of other servers send. Without `--strict`, validation.py removes
+    unknown fields first; `extra_args` and `extra_body` hold more fields."""
+
+    width: Width | None = Field(None, description="With `height`, in place of `size`.")
+    height: Height | None = None
+    user: Unused = None
+    safety_identifier: Unused = None
+
+
+class VideoRequest(OpenRequest):
+    """POST /v1/videos: fields of OpenAI, vLLM-Omni and SGLang, and gfgen's own."""
 
     prompt: Prompt
     model: Model | None = Field(None, description="One of GET /v1/models. [the first one]")
@@ -193,7 +239,9 @@ class VideoRequest(RequestModel):
     guidance_scale_2: Guidance2 | None = None
     boundary_ratio: BoundaryRatio | None = None
     flow_shift: FlowShift | None = None
+    true_cfg_scale: TrueCfg | None = None
     negative_prompt: NegativePrompt | None = None
+    num_outputs_per_prompt: int | None = Field(None, ge=1, le=1, description="One video per request.")
     seed: Seed | None = None
     deadline: Deadline | None = None
     priority: Priority | None = None
@@ -207,8 +255,8 @@ class JobRequest(RequestModel):
     negative_prompt: NegativePrompt | None = None
     model: Model | None = None
     size: Size | None = None
-    width: Annotated[int, JobField("width")] | None = None
-    height: Annotated[int, JobField("height")] | None = None
+    width: Width | None = None
+    height: Height | None = None
     frames: Frames | None = None
     fps: Fps | None = None
     steps: Steps | None = None
@@ -226,18 +274,20 @@ class JobRequest(RequestModel):
     tag: Tag | None = None
 
 
-class ImageRequest(RequestModel):
+class ImageRequest(OpenRequest):
     """POST /v1/images/generations."""
 
     prompt: Prompt
     model: Model | None = Field(None, description="[the first one that makes pictures]")
-    n: int = Field(1, ge=1, le=10)
+    n: int | None = Field(None, ge=1, le=10, description="Number of pictures. [1]")
+    num_outputs_per_prompt: int | None = Field(None, ge=1, le=10, description="The same as `n`.")
     size: Size | Literal["auto"] | None = None
     response_format: Literal["b64_json", "url"] = "b64_json"
     output_format: Literal["png", "jpeg", "webp"] = "png"
     negative_prompt: NegativePrompt | None = None
     num_inference_steps: Steps | None = None
     guidance_scale: Guidance | None = None
+    guidance_scale_2: Guidance2 | None = None
     true_cfg_scale: TrueCfg | None = None
     seed: Seed | None = Field(None, description="Seed of the first picture; further ones count up.")
     deadline: Deadline | None = None
@@ -247,7 +297,9 @@ class ImageRequest(RequestModel):
     style: Unused = None
     background: Unused = None
     moderation: Unused = None
-    user: Unused = None
+    output_compression: Unused = None
+    partial_images: Unused = None
+    stream: NoStream = None
 
 
 class Image(ResponseModel):
@@ -265,6 +317,7 @@ class Images(ResponseModel):
     data: list[Image]
     output_format: Literal["png", "jpeg", "webp"]
     size: str
+    warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 
 # Batches ------------------------------------------------------------------------------------------

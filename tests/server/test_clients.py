@@ -1,0 +1,174 @@
+"""Requests exactly as clients of other servers send them. The shapes were read from these programs:
+
+vLLM-Omni   benchmarks/diffusion/backends.py: forms without a file are URL-encoded, all values are strings
+SGLang      multimodal_gen/benchmarks/bench_serving.py: JSON, or a multipart form with `extra_body` as JSON
+OpenAI      unset optional fields as null, and fields that have no meaning here
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+from fake_serving import MOVIE
+from serving import ROOT, fake_server
+
+PICTURE = (ROOT / "jobs/lighthouse.png").read_bytes()
+WAN = {
+    "num_inference_steps": "2",
+    "guidance_scale": "4.0",
+    "guidance_scale_2": "4.0",
+    "boundary_ratio": "0.875",
+    "flow_shift": "0.01",
+    "user": "me",
+    "num_outputs_per_prompt": "1",
+    "extra_args": '{"cache_backend": "none"}',
+    "negative_prompt": "blurry",
+    "prompt": "a fox",
+    "height": "64",
+    "width": "96",
+    "num_frames": "9",
+    "seed": "42",
+    "fps": "8",
+}
+"""The fields of vLLM-Omni's video client with everything that its users pass as `extra_body`."""
+
+
+def downloaded(server, answer):
+    """The video, polled and downloaded as vLLM-Omni's client does."""
+    assert answer.status_code == 200, answer.text
+    video = answer.json()
+    server.wait_for(video["id"])
+    assert server.http.get(f"/v1/videos/{video['id']}").json()["status"] == "completed"
+    content = server.http.get(f"/v1/videos/{video['id']}/content")
+    assert content.status_code == 200
+    assert server.http.delete(f"/v1/videos/{video['id']}").json()["deleted"] is True
+    return video, content
+
+
+def test_vllm_omni_text_to_video(server):
+    video, content = downloaded(server, server.http.post("/v1/videos", data=WAN))
+    assert content.content == MOVIE
+    assert (video["size"], video["frames"], video["fps"], video["seed"]) == ("96x64", 9, 8, 42)
+    assert video["warnings"] == ["cache_backend: not a field, ignored"]
+    assert f"{video['id']}: cache_backend: not a field, ignored" in server.log
+
+
+def test_vllm_omni_image_to_video(server):
+    files = {"input_reference": ("x.png", PICTURE, "image/png")}
+    video, content = downloaded(server, server.http.post("/v1/videos", data=WAN, files=files))
+    assert content.content == MOVIE
+    assert video["steps"] == 2
+
+
+def test_vllm_omni_warms_up_with_a_single_frame(server):
+    fields = {
+        "prompt": "warmup",
+        "height": "64",
+        "width": "64",
+        "num_frames": "1",
+        "num_inference_steps": "1",
+    }
+    video, content = downloaded(server, server.http.post("/v1/videos", data=fields))
+    assert (video["object"], content.headers["content-type"]) == ("video", "image/png")
+
+
+def test_vllm_omni_text_to_image(server):
+    payload = {
+        "model": "fake-image",
+        "prompt": "a fox",
+        "n": 1,
+        "size": "64x64",
+        "response_format": "b64_json",
+        "seed": 3,
+        "num_inference_steps": 1,
+        "true_cfg_scale": 4.0,
+        "guidance_scale": 1.0,
+        "num_outputs_per_prompt": 1,
+    }
+    answer = server.http.post(
+        "/v1/images/generations", json=payload, headers={"Authorization": "Bearer EMPTY"}
+    ).json()
+    assert len(answer["data"]) == 1
+    assert answer["warnings"] == ["true_cfg_scale = 4.0: this model has no use for it; ignored"]
+
+
+def test_sglang_text_to_video(server):
+    payload = {"model": "fake-video", "prompt": "a fox", "size": "64x64", "num_frames": 9, "fps": 8}
+    payload |= {"num_inference_steps": 1, "enable_teacache": False}
+    video, _ = downloaded(server, server.http.post("/v1/videos", json=payload))
+    assert video["warnings"] == ["enable_teacache: not a field, ignored"]
+
+
+def test_sglang_image_to_video(server):
+    fields = {"model": "fake-video", "prompt": "a fox", "size": "64x64", "num_frames": "9", "fps": "8"}
+    fields["extra_body"] = json.dumps({"num_inference_steps": 3, "seed": 5, "fps": 30})
+    files = {"input_reference": ("x.png", PICTURE, "application/octet-stream")}
+    video, _ = downloaded(server, server.http.post("/v1/videos", data=fields, files=files))
+    assert (video["steps"], video["seed"], video["fps"], video["warnings"]) == (3, 5, 8, None)
+
+
+def test_openais_unset_fields_and_those_without_a_meaning_pass(server):
+    unset = dict.fromkeys(("n", "response_format", "output_format", "model", "size", "stream", "user"))
+    no_ops = {"stream": False, "output_compression": 100, "safety_identifier": "me", "partial_images": 0}
+    for fields in (unset, no_ops):
+        answer = server.post("/v1/images/generations", prompt="a fox", num_inference_steps=1, **fields)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["warnings"] is None
+
+
+def test_openais_curl_without_a_content_type(server):
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    body = b'{"prompt": "a fox", "num_inference_steps": 1}'
+    answer = server.http.post("/v1/videos", content=body, headers=headers)
+    assert answer.json()["prompt"] == "a fox"
+    url = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
+    fields = {"prompt": "a fox", "num_inference_steps": "1", "input_reference[image_url]": url}
+    downloaded(server, server.http.post("/v1/videos", data=fields))
+
+
+def test_streaming_is_refused_because_a_client_would_wait_for_events(server):
+    error = server.post("/v1/images/generations", prompt="a fox", stream=True)
+    assert (error.status_code, error.json()["error"]["param"]) == (400, "stream")
+
+
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        ({"sice": "64x64"}, "sice: not a field, ignored; did you mean size?"),
+        ({"extra_args": "{'a': 1}"}, "extra_args: not a JSON object, ignored"),
+        ({"true_cfg_scale": 3}, "true_cfg_scale = 3.0: this model has no use for it; ignored"),
+        ({"lora": None}, None),
+    ],
+)
+def test_a_field_without_effect_is_a_warning(server, fields, warning):
+    video = server.post("/v1/videos", prompt="a fox", num_inference_steps=1, **fields).json()
+    assert video["warnings"] == (None if warning is None else [warning])
+    assert "warnings" not in server.job(video["id"])
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory):
+    running = fake_server(tmp_path_factory.mktemp("strict"), strict=1)
+    try:
+        yield running.wait_ready()
+    finally:
+        running.stop()
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "words"),
+    [
+        ({"sice": "64x64"}, 400, "sice: not a field; did you mean size?"),
+        ({"extra_args": {"cache": 1}}, 400, "cache: not a field; the fields are"),
+        ({"extra_args": "x"}, 400, "extra_args: not a JSON object"),
+        ({"true_cfg_scale": 3}, 422, "this model has no use for it"),
+        ({"user": "me", "extra_body": {"seed": 1}}, 200, ""),
+    ],
+)
+def test_a_strict_server_refuses_a_field_without_effect(strict, fields, status, words):
+    for path in ("/v1/videos", "/v1/images/generations"):
+        answer = strict.post(path, prompt="a fox", num_inference_steps=1, **fields)
+        assert answer.status_code == status
+        assert words in answer.text
