@@ -1,4 +1,4 @@
-"""`gfgen bench gfc`: group-free collectives beside NCCL, on this machine's GPUs, in one run.
+"""`gfgen bench gfc`: group-free collectives compared with NCCL on this machine's GPUs, in one run.
 
 This process touches no GPU; the ranks do (gfgen/gfc/cuda/measure.py).
 """
@@ -279,7 +279,7 @@ def _bytes(size: int) -> str:
 
 
 def chart(content: dict[str, Any], path: Path) -> None:
-    """Both patterns on all GPUs, NCCL beside ours, from a report's JSON. Needs matplotlib."""
+    """Draw both patterns on all GPUs, with NCCL, from a report's JSON. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

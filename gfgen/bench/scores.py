@@ -68,11 +68,9 @@ def score(
     outcomes: Sequence[JobOutcome],
     *,
     slack_s: float,
-    deadlines_s: Mapping[str, float] | None = None,
     replaced_by: str | None = None,
 ) -> Score:
-    """The numbers of a run; `deadlines_s` (after arrival, by job) replaces the jobs' own deadlines."""
-    jobs = [_job_score(outcome, deadlines_s) for outcome in outcomes]
+    jobs = [_job_score(outcome) for outcome in outcomes]
     done = [outcome for outcome in outcomes if outcome.status == "done"]
     latencies_s = [outcome.ended_s - outcome.arrival_s for outcome in done]
     end_s = max((outcome.ended_s for outcome in outcomes), default=0.0)
@@ -103,10 +101,7 @@ def _attainment(jobs: Sequence[JobScore], slack_s: float) -> float:
     return sum(verdicts) / len(verdicts) if verdicts else 1.0
 
 
-def _job_score(outcome: JobOutcome, deadlines_s: Mapping[str, float] | None) -> JobScore:
-    due_s = outcome.deadline_s
-    if deadlines_s is not None:
-        due_s = outcome.arrival_s + deadlines_s[outcome.info.job_id]
+def _job_score(outcome: JobOutcome) -> JobScore:
     return JobScore(
         id=outcome.info.job_id,
         tag=outcome.info.spec.tag,
@@ -114,7 +109,7 @@ def _job_score(outcome: JobOutcome, deadlines_s: Mapping[str, float] | None) -> 
         arrival_s=outcome.arrival_s,
         started_s=outcome.started_s,
         ended_s=outcome.ended_s,
-        due_s=due_s,
+        due_s=outcome.deadline_s,
         busy_s=outcome.busy_s,
         layouts=outcome.layouts,
     )

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -107,7 +107,7 @@ def run_stock(
     Raises: WorkerError when a process dies, when diffusers refuses the jobs with these options, or when jobs
             are left at `ends_s` on the monotonic clock.
     """
-    with _AcceptedGroups(jobs, options, ranks, tell, ends_s=ends_s) as (groups, way):
+    with _accepted_groups(jobs, options, ranks, tell, ends_s=ends_s) as (groups, way):
         for group in groups:
             group.tell(*[StockWarmUp(job.spec) for job in _kinds(jobs)])
         for error in (error for group in groups for error in group.answers(len(_kinds(jobs)))):
@@ -185,92 +185,85 @@ def _lost(what: str, error: str | None) -> WorkerError:
     return WorkerError(f"{NAME}: {what}{others}")
 
 
-class _AcceptedGroups:
-    """Starts groups of the largest degree at which every kind of job runs."""
-
-    def __init__(
-        self,
-        jobs: Sequence[AdmittedJob],
-        options: StockOptions,
-        ranks: StockRanks,
-        tell: Callable[[str], None],
-        *,
-        ends_s: float | None = None,
-    ) -> None:
-        self._jobs, self._options, self._ranks, self._tell = jobs, options, ranks, tell
-        self._ends_s = math.inf if ends_s is None else ends_s
-        self._stack = ExitStack()
-
-    def __enter__(self) -> tuple[list[_StockGroup], str]:
-        try:
-            return self._accepting()
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def _accepting(self) -> tuple[list[_StockGroup], str]:
-        options, refusal = self._options, None
-        degrees = [options.degree] if options.degree else _degrees(self._ranks.num_ranks)
-        for degree in degrees:
-            usual = bool(options.is_uneven)
-            for is_uneven in (False, True) if degree > 1 and options.is_uneven is None else (usual,):
-                groups = self._start(degree, is_uneven=is_uneven)
-                refusal = self._refusal(groups[0], is_uneven=is_uneven)
+@contextmanager
+def _accepted_groups(
+    jobs: Sequence[AdmittedJob],
+    options: StockOptions,
+    ranks: StockRanks,
+    tell: Callable[[str], None],
+    *,
+    ends_s: float | None = None,
+) -> Iterator[tuple[list[_StockGroup], str]]:
+    """Groups of the largest degree at which every kind of job runs, and a description of them."""
+    refusal = None
+    for degree in [options.degree] if options.degree else _degrees(ranks.num_ranks):
+        is_given = degree == 1 or options.is_uneven is not None
+        for is_uneven in [bool(options.is_uneven)] if is_given else [False, True]:
+            with ExitStack() as stack:
+                groups = _started(stack, options, ranks, degree, is_uneven=is_uneven, ends_s=ends_s)
+                refusal = _refusal(jobs, groups[0], is_uneven=is_uneven)
                 if refusal is None:
-                    return groups, _words(degree, len(groups), options, is_uneven=is_uneven)
-                shards = " with uneven shards" if is_uneven else ""
-                self._tell(f"{options.text}: refused on {degree}{shards}: {refusal}")
-                self._stack.close()
-        raise WorkerError(f"{options.text}: not accepted: {refusal}")
+                    yield groups, _words(degree, len(groups), options, is_uneven=is_uneven)
+                    return
+            shards = " with uneven shards" if is_uneven else ""
+            tell(f"{options.text}: refused on {degree}{shards}: {refusal}")
+    raise WorkerError(f"{options.text}: not accepted: {refusal}")
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
-    def _start(self, degree: int, *, is_uneven: bool) -> list[_StockGroup]:
-        """Start all groups, each with its own process group."""
-        ranks, context = self._ranks, multiprocessing.get_context("spawn")
-        stores = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-stock-")))
-        visible = _visible_devices(ranks.num_ranks) if ranks.device != "cpu" else None
-        groups = []
-        for first in range(0, ranks.num_ranks - degree + 1, degree):
-            group = _StockGroup([], [], ends_s=self._ends_s)
-            self._stack.callback(group.close)
-            groups.append(group)
-            for rank in range(degree):
-                ours, theirs = context.Pipe()
-                settings = StockSettings(
-                    ranks.checkpoint,
-                    rank,
-                    degree,
-                    store=str(stores / f"store-{first}"),
-                    device=ranks.device,
-                    visible=None if visible is None else ",".join(visible[first : first + degree]),
-                    is_uneven=is_uneven,
-                    is_compiled=self._options.is_compiled,
-                    has_random_weights=ranks.has_random_weights,
-                    vae_dtype=ranks.vae_dtype,
-                    num_threads=_threads_of(ranks),
-                )
-                process = context.Process(target=serve, args=(theirs, settings), daemon=True)
-                process.start()
-                theirs.close()
-                group.processes.append(process)
-                group.connections.append(ours)
-        _require(error for group in groups for error in group.answers())
-        return groups
+def _started(
+    stack: ExitStack,
+    options: StockOptions,
+    ranks: StockRanks,
+    degree: int,
+    *,
+    is_uneven: bool,
+    ends_s: float | None,
+) -> list[_StockGroup]:
+    """All groups, each with its own process group; the stack closes them."""
+    context = multiprocessing.get_context("spawn")
+    stores = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-stock-")))
+    visible = _visible_devices(ranks.num_ranks) if ranks.device != "cpu" else None
+    groups = []
+    for first in range(0, ranks.num_ranks - degree + 1, degree):
+        group = _StockGroup([], [], ends_s=math.inf if ends_s is None else ends_s)
+        stack.callback(group.close)
+        groups.append(group)
+        for rank in range(degree):
+            ours, theirs = context.Pipe()
+            settings = StockSettings(
+                ranks.checkpoint,
+                rank,
+                degree,
+                store=str(stores / f"store-{first}"),
+                device=ranks.device,
+                visible=None if visible is None else ",".join(visible[first : first + degree]),
+                is_uneven=is_uneven,
+                is_compiled=options.is_compiled,
+                has_random_weights=ranks.has_random_weights,
+                vae_dtype=ranks.vae_dtype,
+                num_threads=_threads_of(ranks),
+            )
+            process = context.Process(target=serve, args=(theirs, settings), daemon=True)
+            process.start()
+            theirs.close()
+            group.processes.append(process)
+            group.connections.append(ours)
+    _require(error for group in groups for error in group.answers())
+    return groups
 
-    def _refusal(self, group: _StockGroup, *, is_uneven: bool) -> str | None:
-        """Try each kind of job on one group; returns the first error.
 
-        Uneven shards must only not be empty, so the shortest text is enough.
-        """
-        texts = sorted(_texts(self._jobs), key=lambda job: len(job.spec.prompt))
-        for job in [*_kinds(self._jobs), *(texts[:1] if is_uneven else texts)]:
-            group.tell(TryJob(job.spec))
-            for error in group.answers():
-                if error is not None:
-                    return error
-        return None
+def _refusal(jobs: Sequence[AdmittedJob], group: _StockGroup, *, is_uneven: bool) -> str | None:
+    """Try each kind of job on one group; returns the first error.
+
+    Uneven shards must only not be empty, so the shortest text is enough.
+    """
+    texts = sorted(_texts(jobs), key=lambda job: len(job.spec.prompt))
+    for job in [*_kinds(jobs), *(texts[:1] if is_uneven else texts)]:
+        group.tell(TryJob(job.spec))
+        for error in group.answers():
+            if error is not None:
+                return error
+    return None
 
 
 def _require(errors: Iterator[str | None]) -> None:

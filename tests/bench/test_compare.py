@@ -43,11 +43,6 @@ def test_the_clients_slack_counts_for_the_client_alone():
     assert (found.attainment, found.attainment_client) == (0.0, 1.0)
 
 
-def test_deadlines_can_be_replaced_by_others():
-    found = score("p", [outcome("a", ended_s=12.0)], slack_s=0, deadlines_s={"a": 13.0})
-    assert found.attainment == 1.0
-
-
 def test_ratios_are_to_the_first_policy():
     slow = PolicyRun("legacy", [outcome("a", ended_s=8.0), outcome("b", ended_s=40.0)])
     fast = PolicyRun("auto", [outcome("a", ended_s=4.0), outcome("b", ended_s=8.0)])

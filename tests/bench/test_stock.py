@@ -170,11 +170,11 @@ class Pickier:
 def test_the_largest_degree_that_is_accepted_is_taken(monkeypatch, most, text, way, started):
     picky = Pickier(most)
     monkeypatch.setattr(
-        stock._AcceptedGroups, "_start", lambda _, *args, **named: picky.start(*args, **named)
+        stock, "_started", lambda *args, is_uneven, **_: picky.start(args[3], is_uneven=is_uneven)
     )
-    monkeypatch.setattr(stock._AcceptedGroups, "_refusal", lambda _, group, **__: picky.refusal(group))
+    monkeypatch.setattr(stock, "_refusal", lambda _, group, **__: picky.refusal(group))
     ranks = stock.StockRanks(Path("."), 4, "cpu")
-    with stock._AcceptedGroups([make_job("a")], stock_options(text), ranks, lambda line: None) as found:
+    with stock._accepted_groups([make_job("a")], stock_options(text), ranks, lambda line: None) as found:
         assert found[1] == way
     assert picky.started == started
 
@@ -298,6 +298,5 @@ def test_no_more_is_tried_than_tells_whether_all_jobs_run(is_uneven, refuses, tr
     jobs = [make_job("a"), make_job("b"), make_job("c", shape="large")]
     jobs = [replace(job, info=replace(job.info, family="qwen-image")) for job in jobs]
     group: Any = Answering(refuses)
-    groups = stock._AcceptedGroups(jobs, StockOptions(), stock.StockRanks(Path("."), 4, "cpu"), print)
-    assert groups._refusal(group, is_uneven=is_uneven) == refusal
+    assert stock._refusal(jobs, group, is_uneven=is_uneven) == refusal
     assert group.tried == tried

@@ -86,7 +86,7 @@ def test_other_shapes_and_degrees_of_a_profiled_model_are_no_mistake():
             2,
             "no row of fake for prepare, decode in any layout",
         ),
-        (profile(), 4, "--ranks 4: the profile of '2 cores' knows 1 to 2 ranks; take so many, or measure"),
+        (profile(), 4, "--ranks 4: the profile of '2 cores' knows 1 to 2 ranks; use at most 2, or measure"),
     ],
 )
 def test_a_profile_that_cannot_tell_is_refused_with_what_to_do(given, num_ranks, what):

@@ -239,7 +239,6 @@ class CudaEndpoint:
         dispatch: int,
         label: int = 0,
         timeout_s: float | None = None,
-        stream: int | None = None,
         begun: torch.cuda.Event | None = None,
     ) -> Tensor:
         """Enqueues the arrival of the tensor that `source` sends under this dispatch and label.
@@ -247,7 +246,7 @@ class CudaEndpoint:
         begun: an event, recorded on torch's current stream when the first chunk has arrived.
         """
         x = torch.empty(tuple(shape), dtype=dtype, device=f"cuda:{self.device}")
-        stream = self.stream() if stream is None else stream
+        stream = self.stream()
         for chunk in self._chunks(x, source, dispatch, label, timeout_s):
             if begun is not None or chunk.bytes > _ONE_BLOCK_BYTES:
                 self._run_chunk("recv", chunk, AWAIT, stream)

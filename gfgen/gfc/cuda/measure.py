@@ -131,9 +131,13 @@ def cell(
     nccl = _groups()[ranks]
     in_arena, fresh, theirs = _calls(pattern, x, out, nccl)
     copies, repeats = (20, 15) if num_bytes <= 4 * MIB else (5, 7)
+
+    def late() -> None:
+        _start_late(group)
+
     times = {
         "nccl_eager": eager_us(group, lambda: theirs(group), copies, repeats),
-        "nccl_graph": _nccl_graph_us(group, lambda: theirs(group), copies, repeats),
+        "nccl_graph": captured_us(lambda: theirs(group), late, copies=copies, repeats=repeats),
         "ours_eager": eager_us(group, lambda: fresh(group), copies, repeats),
         "ours_graph": graph_us(group, fresh, copies, repeats),
         "ours_arena_eager": eager_us(group, lambda: in_arena(group), copies, repeats),
@@ -186,7 +190,7 @@ def fused_cell(
         "ours_graph": graph_us(group, ours, 10, 15),
         "ours_there_graph": graph_us(group, there, 10, 15),
         "ours_eager": eager_us(group, lambda: ours(group), 10, 15),
-        "nccl_graph": _nccl_graph_us(group, lambda: theirs(), 10, 15),
+        "nccl_graph": captured_us(theirs, lambda: _start_late(group), copies=10, repeats=15),
         "nccl_eager": eager_us(group, lambda: theirs(), 10, 15),
     }
     expected, expected_back = theirs()
@@ -277,10 +281,6 @@ def graph_us(group: CudaGroup, call: _GroupCall, copies: int, repeats: int) -> f
         captured.match_banks(group)
 
     return _event_us(lambda: captured.replay(group), align, warmups=2, repeats=repeats) / copies
-
-
-def _nccl_graph_us(group: CudaGroup, call: Callable[[], object], copies: int, repeats: int) -> float:
-    return captured_us(call, lambda: _start_late(group), copies=copies, repeats=repeats)
 
 
 def captured_us(

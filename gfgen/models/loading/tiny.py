@@ -112,28 +112,25 @@ def _make_wan(directory: Path) -> dict[str, Any]:
 
 def _make_wan_moe(directory: Path) -> dict[str, Any]:
     """Like Wan2.2-T2V-A14B: two experts, the VAE of Wan 2.1."""
-    WanPipeline(
-        tokenizer=tiny_text.t5_tokenizer(),
-        text_encoder=tiny_text.umt5(),
-        vae=_wan21_vae(),
-        scheduler=_unipc(flow_shift=3.0),
-        transformer=_wan_transformer(in_channels=16, out_channels=16),
-        transformer_2=_wan_transformer(in_channels=16, out_channels=16),
-        boundary_ratio=0.875,
-    ).save_pretrained(str(directory))
-    return VIDEO_DEFAULTS
+    return _make_two_experts(WanPipeline, directory, in_channels=16, boundary_ratio=0.875)
 
 
 def _make_wan_moe_i2v(directory: Path) -> dict[str, Any]:
-    """Like Wan2.2-I2V-A14B: 20 channels of condition beside the 16 of the latents."""
-    WanImageToVideoPipeline(
+    """Like Wan2.2-I2V-A14B: 20 channels of condition in addition to the 16 of the latents."""
+    return _make_two_experts(WanImageToVideoPipeline, directory, in_channels=36, boundary_ratio=0.9)
+
+
+def _make_two_experts(
+    pipeline_class: Any, directory: Path, *, in_channels: int, boundary_ratio: float
+) -> dict[str, Any]:
+    pipeline_class(
         tokenizer=tiny_text.t5_tokenizer(),
         text_encoder=tiny_text.umt5(),
         vae=_wan21_vae(),
         scheduler=_unipc(flow_shift=3.0),
-        transformer=_wan_transformer(in_channels=36, out_channels=16),
-        transformer_2=_wan_transformer(in_channels=36, out_channels=16),
-        boundary_ratio=0.9,
+        transformer=_wan_transformer(in_channels=in_channels, out_channels=16),
+        transformer_2=_wan_transformer(in_channels=in_channels, out_channels=16),
+        boundary_ratio=boundary_ratio,
     ).save_pretrained(str(directory))
     return VIDEO_DEFAULTS
 

@@ -69,11 +69,6 @@ class ThreadedChooser:
         self._last = choice or self._last
         return choice
 
-    def wait(self) -> None:
-        """Wait until the choice in progress has ended."""
-        if self._thread is not None:
-            self._thread.join()
-
     def abandon(self) -> None:
         """Stop a choice in progress without waiting."""
         self._is_closed = True

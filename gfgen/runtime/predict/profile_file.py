@@ -169,7 +169,7 @@ def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: i
         raise InputError(
             f"--ranks {num_ranks}: the profile of {profile.device!r} knows "
             f"{'1 rank' if profile.num_ranks == 1 else f'1 to {profile.num_ranks} ranks'}; "
-            f"take so many, or measure with 'gfgen profile --ranks {num_ranks}'"
+            f"use at most {profile.num_ranks}, or measure with 'gfgen profile --ranks {num_ranks}'"
         )
 
 

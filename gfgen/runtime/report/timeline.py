@@ -93,8 +93,8 @@ def place_of(path: Path) -> int | None:
             entries = _complete_lines("".join(itertools.islice(stream, MAX_LINES_BEFORE_RUN)))
     except (OSError, UnicodeDecodeError):
         return None  # read_timeline reports the problem
-    told = next((entry.get("args") for entry in entries if entry.get("name") == "run"), None)
-    place = told.get("place") if isinstance(told, dict) else None
+    args = next((entry.get("args") for entry in entries if entry.get("name") == "run"), None)
+    place = args.get("place") if isinstance(args, dict) else None
     return place if isinstance(place, int) else None
 
 
