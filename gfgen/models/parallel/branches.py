@@ -1,0 +1,208 @@
+"""A pipeline's step on several ranks, without knowledge of the pipeline's code.
+
+The ranks share the tokens of each forward (hooks.py). A layout with two halves also cuts the guidance: the
+samples of all of a step's calls of transformers, in order, are cut in two, each half evaluates its samples,
+and the halves exchange results. So guidance in two calls, in a batch of two, or with more branches is alike.
+
+Such a step runs twice. In the first run its calls return NaN in the shapes of their results, so that all
+calls are known; the second run gets the results. A step must therefore change nothing that it is given. If a
+call depends on the result of another one of the same step, its result is NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from gfgen.errors import ModelError
+from gfgen.gfc.group import Collectives
+from gfgen.layout import shard_bounds
+from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.plans import Plan, own_plan
+from gfgen.models.parallel.rehearsal import rehearsal
+from gfgen.models.parallel.sequence_parallel import active
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A transformer's forward that a step asks for."""
+
+    transformer: nn.Module
+    arguments: inspect.BoundArguments
+    results: dict[object, Any]
+    """What calls of this transformer return, on the device `meta`, by `_form`."""
+
+    @property
+    def samples(self) -> Any:
+        """What is denoised: a tensor with a batch, or a list of samples."""
+        return next(iter(self.arguments.arguments.values()))
+
+    def evaluate(self, start: int, stop: int) -> Any:
+        """The result of some of the samples."""
+        part = inspect.BoundArguments(self.arguments.signature, self.arguments.arguments.copy())
+        if stop - start < len(self.samples):
+            unbatched = (own_plan(self.transformer) or Plan()).unbatched
+            for name, value in part.arguments.items():
+                if name not in unbatched:
+                    part.arguments[name] = self._part(value, slice(start, stop))
+        return self.transformer(*part.args, **part.kwargs)
+
+    def _part(self, value: Any, own: slice) -> Any:
+        """An argument for some of the samples."""
+        size = len(self.samples)
+        if isinstance(value, Tensor):
+            return value[own] if value.dim() and len(value) == size else value
+        if isinstance(value, dict):
+            return {name: self._part(each, own) for name, each in value.items()}
+        if not isinstance(value, (list, tuple)):
+            return value
+        has_batches = not isinstance(self.samples, list) and any(isinstance(each, Tensor) for each in value)
+        if has_batches or isinstance(value, tuple):
+            return type(value)(self._part(each, own) for each in value)
+        return value[own] if len(value) == size else value
+
+    def result_on_meta(self, parallel: Parallel) -> Any:
+        """The result's shapes. The first call of its shape is evaluated for them, by this rank alone."""
+        form = _form(self.arguments.arguments)
+        if form not in self.results:
+            with active(rehearsal(parallel)), _answering(None):
+                result = self.evaluate(0, len(self.samples))
+            self.results[form] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), result)
+        return self.results[form]
+
+    def joined(self, own: Any, sizes: Sequence[int], parallel: Parallel) -> Any:
+        """The whole result, from the parts of both halves; `own` is None if this one has no sample."""
+        leaves, structure = tree_flatten(self.result_on_meta(parallel))
+        own_leaves: list[Any] = [None] * len(leaves) if own is None else tree_flatten(own)[0]
+        if isinstance(self.samples, list):  # and so is the result
+            part = None if own is None else torch.stack(own_leaves)
+            joined = self._gathered(torch.stack(leaves), part, sizes, parallel.cfg)
+            return tree_unflatten(list(joined.unbind()), structure)
+        parts = zip(leaves, own_leaves, strict=True)
+        return tree_unflatten(
+            [
+                leaf if leaf is None else self._gathered(leaf, part, sizes, parallel.cfg)
+                for leaf, part in parts
+            ],
+            structure,
+        )
+
+    def _gathered(self, whole: Any, part: Tensor | None, sizes: Sequence[int], halves: Collectives) -> Tensor:
+        """One tensor of a result, from the parts of each half; `whole` is on the device `meta`."""
+        if not isinstance(whole, Tensor) or not whole.dim() or len(whole) != len(self.samples):
+            raise ModelError(
+                f"{type(self.transformer).__name__} returns more than tensors with a batch, so two "
+                "halves of a layout cannot share its calls"
+            )
+        if part is None:
+            part = torch.empty((0, *whole.shape[1:]), dtype=whole.dtype, device=_device_of(self.samples))
+        return halves.all_gather(part.contiguous(), dim=0, sizes=sizes)
+
+
+_Answer = Callable[[_Call], Any]
+# Per context and so per thread: ranks may be threads around one model.
+_ANSWER: ContextVar[_Answer | None] = ContextVar("answer", default=None)
+
+
+def watch(transformer: nn.Module) -> None:
+    """Let `shared_step` see the calls of a transformer, permanently; once for each instance."""
+    forward, signature = transformer.forward, inspect.signature(transformer.forward)
+    results: dict[object, Any] = {}
+
+    @functools.wraps(forward)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        answer = _ANSWER.get()
+        if answer is None:
+            return forward(*args, **kwargs)
+        return answer(_Call(transformer, signature.bind(*args, **kwargs), results))
+
+    transformer.forward = watched
+
+
+def shared_step(step: Callable[[], T], parallel: Parallel | None) -> T:
+    """What a step returns, on every rank of the layout.
+
+    All ranks call it with the same step. Transformers that the step calls have hooks if ranks share tokens,
+    and are watched if the layout has two halves.
+    """
+    if parallel is None:
+        return step()
+    if parallel.cfg.size == 1:
+        with active(parallel):
+            return step()
+    calls: list[_Call] = []
+
+    def note(call: _Call) -> Any:
+        # What the step changes in place later is not what it has called with.
+        given = tree_map_only(Tensor, torch.clone, dict(call.arguments.arguments))
+        calls.append(
+            _Call(call.transformer, inspect.BoundArguments(call.arguments.signature, given), call.results)
+        )
+        return _unknown(call.result_on_meta(parallel), _device_of(call.samples))
+
+    with _answering(note):
+        step()
+    results = iter(_evaluated(calls, parallel))
+    with _answering(lambda call: next(results)):
+        return step()
+
+
+def _evaluated(calls: Sequence[_Call], parallel: Parallel) -> list[Any]:
+    """The results of all calls."""
+    halves, total, first = parallel.cfg, sum(len(call.samples) for call in calls), 0
+    bounds = [shard_bounds(total, halves.size, half) for half in range(halves.size)]
+    parts: list[tuple[_Call, Any, list[int]]] = []
+    with active(parallel):
+        for call in calls:
+            size = len(call.samples)
+            by_half = [[min(max(bound - first, 0), size) for bound in own] for own in bounds]
+            start, stop = by_half[halves.slot]
+            own = call.evaluate(start, stop) if start < stop else None
+            parts.append((call, own, [stop - start for start, stop in by_half]))
+            first += size
+    return [call.joined(own, sizes, parallel) for call, own, sizes in parts]
+
+
+@contextmanager
+def _answering(answer: _Answer | None) -> Iterator[None]:
+    """Inside, calls of watched transformers get this answer; None: their own."""
+    token = _ANSWER.set(answer)
+    try:
+        yield
+    finally:
+        _ANSWER.reset(token)
+
+
+def _unknown(result: Any, device: torch.device) -> Any:
+    def unknown(x: Tensor) -> Tensor:
+        is_number = x.is_floating_point() or x.is_complex()
+        return torch.full_like(x, torch.nan if is_number else 0, device=device)
+
+    return tree_map_only(Tensor, unknown, result)
+
+
+def _form(arguments: Any) -> object:
+    """What determines the shapes of a result."""
+    leaves, structure = tree_flatten(arguments)
+    kinds = [
+        (x.shape, x.dtype) if isinstance(x, Tensor) else x if isinstance(x, bool) else type(x) for x in leaves
+    ]
+    return str(structure), tuple(kinds)
+
+
+def _device_of(samples: Any) -> torch.device:
+    while isinstance(samples, list):
+        samples = samples[0]
+    device: torch.device = samples.device
+    return device
