@@ -608,7 +608,7 @@ class TestImage:
 
     def test_a_url_gets_a_hint(self) -> None:
         assert problem(image="https://example.org/fox.png").accepted.endswith(
-            "this is a URL; download the picture first"
+            "this is a URL; download the file first"
         )
 
     def test_one_image_of_many_jobs_is_opened_once(
@@ -642,6 +642,7 @@ class TestDocumentation:
 
     def test_the_fields_are_frozen(self) -> None:
         expected = """id prompt negative_prompt model size width height frames fps steps guidance_scale
-            guidance_scale_2 boundary_ratio flow_shift true_cfg_scale seed image deadline arrival timeout
+            guidance_scale_2 boundary_ratio flow_shift true_cfg_scale seed image args files scheduler sigmas
+            deadline arrival timeout
             priority tag output"""
         assert list(FIELDS) == expected.split()

@@ -10,7 +10,9 @@ models that call these parsers.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from datetime import datetime
 from typing import Any
 
 from gfgen.errors import Problem
-from gfgen.job.images import IMAGE_FORMATS, ImageError, ImageReader
+from gfgen.job.images import IMAGE_FORMATS, VIDEO_FORMATS, ImageError, ImageReader
 from gfgen.job.spec import SUFFIXES
 
 MIN_SIDE, MAX_SIDE = 16, 8192
@@ -31,6 +33,11 @@ MAX_FPS = 240
 MAX_SCALE = 100
 """Guidance scales; 1 turns guidance off, and pictures burn out above 20."""
 MAX_SHIFT = 100
+MAX_SIGMA = 1_000
+"""Schedulers of the EDM kind begin at 80; others at 1."""
+MAX_NAMED_VALUES, MAX_FILES = 100, 1_000
+"""Entries of `args`, `files` and `scheduler`; files of an argument."""
+MAX_PATH_CHARS = 4096
 MAX_VOLUME_PIXELS = 2**32
 """Width x height x frames; 13 GB of RGB, about 4,000 frames of 1280x720."""
 MAX_PROMPT_CHARS = 20_000
@@ -51,6 +58,7 @@ DURATION = re.compile(rf"(?:{NUMBER}d)? *(?:{NUMBER}h)? *(?:{NUMBER}m)? *(?:{NUM
 UNITS_S = (86_400, 3_600, 60, 1)
 INSTANT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}.*")
 SIZE = re.compile(r"([0-9]{1,9}) *[xX] *([0-9]{1,9})")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 ID = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
 
 STRING = {"type": "string"}
@@ -210,6 +218,63 @@ def _parse_output(value: object) -> str:
     return name
 
 
+def _object(name: str, accepted: str, parse_value: Callable[[str, Any], object]) -> Field:
+    """An object of names of Python and values."""
+
+    def parse(value: object) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise Refused("")
+        if not 1 <= len(value) <= MAX_NAMED_VALUES:
+            raise Refused(f"this one has {len(value):,} names; from 1 to {MAX_NAMED_VALUES} are accepted")
+        if repeated := getattr(value, "repeated", ()):
+            raise Refused(f"{plain_name(repeated[0])} is given more than once")
+        if bad := next((key for key in value if not NAME.fullmatch(key)), None):
+            raise Refused(f"{plain_name(bad)} is not a name")
+        return {key: parse_value(key, inner) for key, inner in value.items()}
+
+    return Field(name, accepted, parse, {"type": "object", "minProperties": 1})
+
+
+def _parse_plain(name: str, value: Any) -> Any:
+    """A JSON value without objects, of numbers that are finite."""
+    if isinstance(value, list):
+        return [_parse_plain(name, inner) for inner in value]
+    if isinstance(value, Mapping) or (isinstance(value, float) and not math.isfinite(value)):
+        raise Refused(f"{name} is {shown(value)}")
+    if isinstance(value, str) and not _is_unicode(value):
+        raise Refused(f"{name} contains an unpaired surrogate")
+    return value
+
+
+def _parse_paths(name: str, value: Any) -> str | list[str]:
+    if isinstance(value, list):
+        if not 1 <= len(value) <= MAX_FILES:
+            raise Refused(f"{name} has {len(value):,} files; from 1 to {MAX_FILES:,} are accepted")
+        return [_parse_path(name, item) for item in value]
+    return _parse_path(name, value)
+
+
+def _parse_path(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise Refused(f"{name} is {shown(value)}")
+    if len(value) > MAX_PATH_CHARS:
+        raise Refused(f"{name} has {len(value):,} characters; at most {MAX_PATH_CHARS:,} are accepted")
+    return value
+
+
+def _parse_sigmas(value: object) -> list[float]:
+    if not isinstance(value, list):
+        raise Refused("")
+    if not 1 <= len(value) <= MAX_STEPS:
+        raise Refused(f"this list has {len(value):,}")
+    numbers = [float(_number(item)) for item in value]
+    if not all(0 <= number <= MAX_SIGMA for number in numbers):
+        raise Refused("")
+    if any(later >= number for number, later in itertools.pairwise(numbers)):
+        raise Refused("each is smaller than the one before it")
+    return numbers
+
+
 DEADLINE_ACCEPTED = (
     'seconds after the arrival (more than 0, at most 365 days), a text like "90s", "1h30m" or "2d", '
     'or a time like "2026-11-20T18:00" or "2026-11-20T18:00+01:00"'
@@ -219,6 +284,17 @@ SIZE_ACCEPTED = f'a text like "832x480", each side from {MIN_SIDE} to {MAX_SIDE:
 OUTPUT_ACCEPTED = (
     f"a file name of at most {MAX_OUTPUT_BYTES} bytes that ends in {' or '.join(SUFFIXES.values())}"
 )
+ARGS_ACCEPTED = (
+    "an object of arguments of the pipeline's call: texts, numbers, true, false, null and lists of these"
+)
+FILES_ACCEPTED = (
+    "an object of arguments of the pipeline's call, each with a path or a list of paths of pictures "
+    f"({', '.join(IMAGE_FORMATS)}) or videos ({', '.join(VIDEO_FORMATS)})"
+)
+SCHEDULER_ACCEPTED = (
+    'an object of options of the scheduler, such as {"class": "UniPCMultistepScheduler", "flow_shift": 3}'
+)
+SIGMAS_ACCEPTED = f"a list of 1 to {MAX_STEPS:,} falling numbers from 0 to {MAX_SIGMA:,}"
 
 FIELDS: dict[str, Field] = {
     field.name: field
@@ -239,7 +315,11 @@ FIELDS: dict[str, Field] = {
         _real("flow_shift", 0.01, MAX_SHIFT),
         _real("true_cfg_scale", 0, MAX_SCALE),
         _whole("seed", 0, 2**63 - 1),
-        _label("image", 4096, f"the path of a picture ({', '.join(IMAGE_FORMATS)})"),
+        _label("image", MAX_PATH_CHARS, f"the path of a picture ({', '.join(IMAGE_FORMATS)})"),
+        _object("args", ARGS_ACCEPTED, _parse_plain),
+        _object("files", FILES_ACCEPTED, _parse_paths),
+        _object("scheduler", SCHEDULER_ACCEPTED, _parse_plain),
+        Field("sigmas", SIGMAS_ACCEPTED, _parse_sigmas, {"type": "array", "items": {"type": "number"}}),
         Field("deadline", DEADLINE_ACCEPTED, _parse_deadline, TIME),
         _duration("arrival", may_be_zero=True),
         _duration("timeout", may_be_zero=False),
@@ -281,6 +361,8 @@ def parse_fields(mapping: Mapping[str, Any], *, images: ImageReader) -> tuple[di
         problems.append(Problem(None, "prompt", None, f"missing; {FIELDS['prompt'].accepted}"))
     problems += _join_shape(values, mapping)
     problems += _join_image(values, images)
+    problems += _join_files(values, images)
+    problems += _join_sigmas(values)
     _rename_times(values)
     return values, problems
 
@@ -370,6 +452,37 @@ def _join_image(values: dict[str, Any], images: ImageReader) -> Iterator[Problem
         yield FIELDS["image"].refusal(name, str(error))
     else:
         values |= {"image": str(path), "image_sha256": sha256}
+
+
+def _join_files(values: dict[str, Any], images: ImageReader) -> Iterator[Problem]:
+    """`files` become absolute paths and hashes of files that could be read."""
+    named = values.pop("files", None)
+    if named is None:
+        return
+    paths: dict[str, str | list[str]] = {}
+    hashes: dict[str, str | list[str]] = {}
+    for argument, given in named.items():
+        found: list[tuple[str, str]] = []
+        for name in [given] if isinstance(given, str) else given:
+            try:
+                path, sha256 = images.check(name, may_be_video=True)
+                found.append((str(path), sha256))
+            except ImageError as error:
+                yield Problem(None, f"files.{argument}", shown(name), str(error))
+        if found and isinstance(given, str):
+            ((paths[argument], hashes[argument]),) = found
+        else:
+            paths[argument], hashes[argument] = [path for path, _ in found], [digest for _, digest in found]
+    if "image" in named and "image" in values:
+        yield Problem(None, "files.image", None, "image gives it, too; give only one of them")
+    values |= {"files": paths, "files_sha256": hashes}
+
+
+def _join_sigmas(values: dict[str, Any]) -> Iterator[Problem]:
+    """`sigmas` set the number of steps."""
+    if (sigmas := values.get("sigmas")) and values.setdefault("steps", len(sigmas)) != len(sigmas):
+        accepted = f"differs from the {len(sigmas)} numbers of sigmas; leave it out"
+        yield Problem(None, "steps", shown(values["steps"]), accepted)
 
 
 def _rename_times(values: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""Checks, before anything starts, that the image of a job is a picture that can be opened."""
+"""Checks, before anything starts, that the pictures and videos of a job can be opened."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -12,10 +13,14 @@ MAX_IMAGE_PIXELS = 50_000_000
 """150 MB decoded; no model here takes more than a few megapixels."""
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 """Only these decoders open the file, so other formats cannot reach less safe decoders."""
+VIDEO_FORMATS = ("MP4", "M4V", "MOV", "MKV", "WEBM", "AVI", "GIF")
+"""Endings of the names of videos; any other file is a picture."""
+MAX_VIDEO_BYTES = 2**30
+FFMPEG_TIMEOUT_S = 60.0
 
 
 class ImageError(Exception):
-    """The file cannot be used as a picture; the message says why in a few words."""
+    """The file cannot be used as a picture or video; the message says why in a few words."""
 
 
 class ImageReader:
@@ -23,22 +28,23 @@ class ImageReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
-        self._checked: dict[Path, str | ImageError] = {}
+        self._checked: dict[tuple[Path, bool], str | ImageError] = {}
 
-    def check(self, name: str) -> tuple[Path, str]:
+    def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:
         """Absolute path of the image, and the SHA-256 of its bytes.
 
         Raises: ImageError when it is missing, too large, broken, or no picture.
         """
         if "://" in name:
-            raise ImageError("this is a URL; download the picture first")
+            raise ImageError("this is a URL; download the file first")
         path = self._folder / name
-        if path not in self._checked:
+        key = (path, may_be_video and is_video(name))
+        if key not in self._checked:
             try:
-                self._checked[path] = _check_file(path)
+                self._checked[key] = (_check_video if key[1] else _check_file)(path)
             except ImageError as error:
-                self._checked[path] = error
-        outcome = self._checked[path]
+                self._checked[key] = error
+        outcome = self._checked[key]
         if isinstance(outcome, ImageError):
             raise ImageError(str(outcome))
         return path, outcome
@@ -51,8 +57,13 @@ class NoImages(ImageReader):
         super().__init__(Path())
         self._advice = advice
 
-    def check(self, name: str) -> tuple[Path, str]:
+    def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:
         raise ImageError(self._advice)
+
+
+def is_video(name: str | Path) -> bool:
+    """Whether a file is read as a video, by its name."""
+    return Path(name).suffix[1:].upper() in VIDEO_FORMATS
 
 
 def check_content(content: bytes) -> str:
@@ -65,12 +76,30 @@ def check_content(content: bytes) -> str:
 
 def _check_file(path: Path) -> str:
     """SHA-256 of a file that decodes to a picture; raises ImageError otherwise."""
-    content = _read(path)
+    content = _read(path, max_bytes=MAX_IMAGE_BYTES)
     _decode(content)
     return hashlib.sha256(content).hexdigest()
 
 
-def _read(path: Path) -> bytes:
+def _check_video(path: Path) -> str:
+    """SHA-256 of a file with a frame that decodes; raises ImageError otherwise."""
+    sha256 = hashlib.sha256(_read(path, max_bytes=MAX_VIDEO_BYTES)).hexdigest()
+    try:
+        import imageio_ffmpeg
+
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-nostdin", "-i", f"file:{path}"]
+        decode = [*command, "-map", "0:v:0", "-frames:v", "1", "-f", "null", "-"]
+        done = subprocess.run(decode, capture_output=True, check=False, timeout=FFMPEG_TIMEOUT_S)
+    except (ImportError, RuntimeError):
+        raise ImageError("reading videos needs ffmpeg; pip install imageio-ffmpeg") from None
+    except subprocess.TimeoutExpired:
+        raise ImageError(f"{path}: its first frame takes over {FFMPEG_TIMEOUT_S:.0f} s") from None
+    if done.returncode != 0:
+        raise ImageError(f"{path} is not a video that ffmpeg can read")
+    return sha256
+
+
+def _read(path: Path, *, max_bytes: int) -> bytes:
     try:
         if not path.exists():
             raise ImageError(f"{path} does not exist")
@@ -78,12 +107,12 @@ def _read(path: Path) -> bytes:
         if not path.is_file():
             raise ImageError(f"{path} is not a file")
         with path.open("rb") as file:
-            content = file.read(MAX_IMAGE_BYTES + 1)
+            content = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ImageError(f"{path} cannot be read ({reason})") from None
-    if len(content) > MAX_IMAGE_BYTES:
-        raise ImageError(f"{path} has more than {MAX_IMAGE_BYTES // 2**20} MiB")
+    if len(content) > max_bytes:
+        raise ImageError(f"{path} has more than {max_bytes // 2**20} MiB")
     return content
 
 

@@ -60,11 +60,11 @@ def check_defaults(defaults: object) -> list[Problem]:
         for name in OWN_FIELDS
         if name in defaults
     ]
-    # The lines check images, for which the folder counts, and the sides, which may come from both.
+    # The lines check files, for which the folder counts, and the sides, which may come from both.
     alone = {
         name: value
         for name, value in defaults.items()
-        if name not in ("image", *OWN_FIELDS, *VARIATION_FIELDS)
+        if name not in ("image", "files", *OWN_FIELDS, *VARIATION_FIELDS)
     }
     example_job = over({"prompt": "an example"}, alone)
     _, problems = parse_fields(example_job, images=NoImages(""))

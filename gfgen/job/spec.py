@@ -11,7 +11,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from gfgen.errors import JobError, Problem
 SHAPE_FIELDS = ("width", "height", "frames", "fps", "steps")
 SCALE_FIELDS = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift", "true_cfg_scale")
 """The numbers that a job may leave to its model."""
+PIPELINE_FIELDS = ("args", "files", "scheduler", "sigmas")
+"""What a job says to the call of its diffusers pipeline, beyond the fields of all models."""
 SUFFIXES = {"image": ".png", "video": ".mp4"}
 """File name endings by the kind of thing that a model makes."""
 
 HASHED_FIELDS = (
     *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
-    *("seed", "output", "image_sha256"),
+    *("seed", "output", "image_sha256", "args", "files_sha256", "scheduler", "sigmas"),
 )
 """What decides the file's content and name: the canonical spec."""
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
@@ -63,6 +65,16 @@ class JobSpec:
     """Absolute path of a picture that was readable when the job was admitted."""
     image_sha256: str | None = None
     """Hash of the image file's bytes at that time; it stands for the image in `spec_hash`."""
+    args: Mapping[str, Any] | None = field(default=None, hash=False)
+    """Arguments of the pipeline's call by name, as plain JSON values."""
+    files: Mapping[str, str | list[str]] | None = field(default=None, hash=False)
+    """Absolute paths of pictures and videos, by argument; a list where the argument gets a list."""
+    files_sha256: Mapping[str, str | list[str]] | None = field(default=None, hash=False)
+    """Hashes of these files when the job was admitted, in the shape of `files`."""
+    scheduler: Mapping[str, Any] | None = field(default=None, hash=False)
+    """Options of the scheduler, and its `class` if it is another one than the model's."""
+    sigmas: list[float] | None = field(default=None, hash=False)
+    """Noise levels of the steps, falling; as many as `steps`."""
     deadline_s: float | None = None
     """Seconds after the arrival."""
     deadline_at: float | None = None
@@ -122,6 +134,16 @@ def with_defaults(spec: JobSpec, *, model: str) -> JobSpec:
     return replace(spec, model=spec.model or model, seed=seed)
 
 
+def input_files(spec: JobSpec) -> tuple[tuple[str, Path], ...]:
+    """Every file that a job reads, with the name of its field or argument."""
+    if spec.image is None and spec.files is None:
+        return ()
+    given = [*(spec.files or {}).items(), *([("image", spec.image)] if spec.image else ())]
+    return tuple(
+        (name, Path(path)) for name, paths in given for path in ([paths] if isinstance(paths, str) else paths)
+    )
+
+
 def default_output(spec: JobSpec, kind: str) -> str:
     """The file name of a job that names none: its id and the kind's suffix."""
     return f"{spec.id}{SUFFIXES[kind]}"
@@ -162,8 +184,16 @@ def slug(text: str) -> str:
 def _canonical(said: Mapping[str, Any]) -> str:
     """5 and 5.0 are one value, however the spec was made."""
     present = {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        name: value if isinstance(value, str) else _plain(value)
         for name, value in said.items()
         if value is not None
     }
     return _ENCODER.encode(present)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return list(map(_plain, value)) if isinstance(value, list) else value

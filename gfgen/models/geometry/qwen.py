@@ -136,6 +136,7 @@ class QwenGeometry:
 
     def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
         unused = "has no effect on Qwen-Image; use true_cfg_scale"
+        yield from rules.no_pipeline_fields(spec)
         yield from rules.useless(spec, "guidance_scale", unused)
         yield from rules.useless(spec, "guidance_scale_2", unused)
         yield from rules.useless(spec, "boundary_ratio", "needs a model with two experts (Wan2.2-A14B)")

@@ -192,6 +192,7 @@ class WanGeometry:
         return max(frames // self.temporal_factor * self.temporal_factor + 1, 1)
 
     def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
+        yield from rules.no_pipeline_fields(spec)
         yield from rules.useless(spec, "true_cfg_scale", "belongs to Qwen-Image; use guidance_scale")
         if not self.has_two_experts:
             reason = "needs a model with two experts (Wan2.2-A14B); this one has a single transformer"

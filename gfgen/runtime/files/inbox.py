@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from gfgen.errors import OutputError, Problem, listed
 from gfgen.job.reader import read_job_stream
-from gfgen.job.spec import JobSpec, name_key
+from gfgen.job.spec import JobSpec, input_files, name_key
 from gfgen.runtime.core.admission import AdmittedJob, tell_of_rounding
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.manifest import MANIFEST_NAME, GrowingManifest, finished_jobs
@@ -68,7 +68,7 @@ class _WatchedJob:
     source: str
     spec_hash: str
     file: str
-    image: str | None
+    inputs: tuple[tuple[str, Path], ...]
     status: Literal["at work", "done", "failed"] = "at work"
 
 
@@ -286,13 +286,13 @@ class Inbox(Observer):
         self, path: Path, jobs: Sequence[AdmittedJob], todo: Collection[str]
     ) -> tuple[list[AdmittedJob], list[Problem]]:
         """The jobs with the files that they may replace, and problems for those whose file name is taken."""
-        at_work = [known.image for known in self._known.values() if known.status == "at work"]
+        at_work = [known.inputs for known in self._known.values() if known.status == "at work"]
         return claim_files(
             jobs,
             output_dir=self._output_dir,
             job_file=job_file_name(path, self._output_dir),
             done={job.job_id for job in jobs}.difference(todo),
-            inputs={Path(image): "the image of a job at work" for image in at_work if image},
+            inputs={path: f"the {name} of a job at work" for inputs in at_work for name, path in inputs},
             overwrite=self._overwrite,
         )
 
@@ -319,7 +319,7 @@ class Inbox(Observer):
         for job in jobs:
             if self._is_known(job):
                 continue
-            known = _WatchedJob(source, job.info.spec_hash, job.info.file, job.spec.image)
+            known = _WatchedJob(source, job.info.spec_hash, job.info.file, input_files(job.spec))
             known.status = "at work" if job.job_id in todo else "done"
             self._known[name_key(job.job_id)] = known
             self._owners[name_key(job.info.file)] = name_key(job.job_id)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError, OutputError
-from gfgen.job.spec import SCALE_FIELDS, JobSpec
+from gfgen.job.spec import PIPELINE_FIELDS, SCALE_FIELDS, JobSpec
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.content import remove_mark
 from gfgen.system.linefile import LineFile
@@ -65,7 +65,7 @@ class ManifestWriter(Observer):
 def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
     """The line of a job. Removing or redefining a key requires a new SCHEMA_VERSION."""
     info, spec, written = outcome.info, outcome.info.spec, outcome.written
-    return {
+    entry = {
         "version": SCHEMA_VERSION,
         "id": info.job_id,
         "status": outcome.status,
@@ -102,6 +102,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         "warnings": list(outcome.warnings),
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written_at)),
     }
+    return entry | {name: value for name in PIPELINE_FIELDS if (value := getattr(spec, name)) is not None}
 
 
 def read_manifest(path: Path) -> dict[str, ManifestLine]:

@@ -7,14 +7,14 @@ A file has them twice: as text that other tools read (`parameters_text`), and as
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
+from typing import Any
 
 from gfgen.job.reader import to_mapping
 from gfgen.job.spec import JobSpec
 
-Metadata = Mapping[str, str | int | float]
+Metadata = Mapping[str, Any]
 
 MAX_TEXT_CHARS = 4000
 """Longest prompt in metadata. Text encoders read 512 to 1024 tokens, and a JPEG's Exif block has at most
@@ -25,12 +25,13 @@ _TITLES = {"steps": "Steps", "guidance_scale": "CFG scale", "seed": "Seed", "mod
 _IN_WORDS = ("prompt", "negative_prompt", "width", "height")
 
 
-def describe(spec: JobSpec) -> dict[str, str | int | float]:
+def describe(spec: JobSpec) -> dict[str, Any]:
     """The metadata of a job as run: every field that determines the picture."""
-    if spec.image is not None:
-        spec = replace(spec, image=PurePath(spec.image).name)  # pictures are shared, folders are private
     fields = {name: value for name, value in to_mapping(spec).items() if name not in _LEFT_OUT}
-    return {name: _shortened(value) if isinstance(value, str) else value for name, value in fields.items()}
+    for name in ("image", "files"):  # pictures are shared, folders are private
+        if name in fields:
+            fields[name] = _texts_by(lambda path: PurePath(path).name, fields[name])
+    return {name: _texts_by(_shortened, value) for name, value in fields.items()}
 
 
 def parameters_text(metadata: Metadata) -> str:
@@ -45,7 +46,7 @@ def parameters_text(metadata: Metadata) -> str:
     pairs = {title: known.pop(title) for title in _TITLES.values() if title in known}
     if "width" in metadata and "height" in metadata:
         pairs["Size"] = f"{metadata['width']}x{metadata['height']}"
-    lines.append(", ".join(f"{title}: {value}" for title, value in (pairs | known).items()))
+    lines.append(", ".join(f"{title}: {_in_text(value)}" for title, value in (pairs | known).items()))
     return "\n".join(line for line in lines if line)
 
 
@@ -59,7 +60,7 @@ def to_json(metadata: Metadata) -> str:
     return json.dumps(dict(metadata), ensure_ascii=False)
 
 
-def from_json(text: str) -> dict[str, str | int | float]:
+def from_json(text: str) -> dict[str, Any]:
     """The reverse of `to_json`; empty for other text."""
     try:
         loaded = json.loads(text)
@@ -70,7 +71,7 @@ def from_json(text: str) -> dict[str, str | int | float]:
 
 def clean(metadata: Metadata) -> Metadata:
     """Remove what files cannot hold: NUL, and lone surrogates, which JSON may contain."""
-    return {name: _writable(value) if isinstance(value, str) else value for name, value in metadata.items()}
+    return {name: _texts_by(_writable, value) for name, value in metadata.items()}
 
 
 def to_ffmetadata(tags: Mapping[str, str]) -> str:
@@ -107,6 +108,19 @@ def _escaped(value: str) -> str:
 
 def _writable(value: str) -> str:
     return value.encode("utf-8", "replace").decode("utf-8").replace("\0", "")
+
+
+def _in_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, Mapping)) else str(value)
+
+
+def _texts_by(change: Callable[[str], str], value: Any) -> Any:
+    """A JSON value with all of its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _texts_by(change, inner) for name, inner in value.items()}
+    return [_texts_by(change, inner) for inner in value] if isinstance(value, list) else value
 
 
 def _shortened(value: str) -> str:

@@ -147,7 +147,7 @@ def _is_temporary(name: str) -> bool:
     return match is not None and match["suffix"].lower() in IMAGE_SUFFIXES + VIDEO_SUFFIXES
 
 
-def read_metadata(path: Path) -> dict[str, str | int | float]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """The metadata from `write_output`, or nothing. Raises OutputError when the file cannot be read."""
     try:
         text = _read_video_tag(path) if path.suffix.lower() in VIDEO_SUFFIXES else _read_image_tag(path)

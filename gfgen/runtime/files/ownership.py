@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gfgen.errors import Problem
-from gfgen.job.spec import name_key
+from gfgen.job.spec import input_files, name_key
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_job_file
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestLine, read_files
@@ -72,8 +72,8 @@ def claim_files(
     Jobs in `done` write nothing. No job may replace the image of a job or one of `inputs`, which maps paths
     to their descriptions in messages. With `overwrite` a job may replace files that others made.
     """
-    images = {Path(job.spec.image): f"the image of job {job.job_id}" for job in jobs if job.spec.image}
-    in_use = _inodes({**images, **(inputs or {})})
+    read = {path: f"the {name} of job {job.job_id}" for job in jobs for name, path in input_files(job.spec)}
+    in_use = _inodes({**read, **(inputs or {})})
     files: dict[str, ManifestLine] | None = None
     claimed, problems = [], []
     for job in jobs:

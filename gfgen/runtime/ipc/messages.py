@@ -305,7 +305,7 @@ class WriteRequest:
     shape: tuple[int, int, int, int]
     path: str
     fps: int | None
-    metadata: Mapping[str, str | int | float]
+    metadata: Mapping[str, Any]
     replaces: Content | None = None
     """An existing file is replaced only if it has this content; None: it is never replaced."""
     made_for: Mapping[str, Any] | None = None
