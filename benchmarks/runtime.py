@@ -168,7 +168,10 @@ class _TimedBackend(SimulatedBackend):
     def release(self, job_id: str) -> None:
         """For every job that ends another one arrives: the number of open jobs stays."""
         if self._reserve and self.control is not None:
-            self.control.schedule(self._reserve.pop())
+            job = self._reserve.pop()
+            for observer in self.control.observers:
+                observer.added((job.info,))
+            self.control.schedule(job)
 
 
 def _duration_s(dispatch: Dispatch) -> float:

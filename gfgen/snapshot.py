@@ -80,9 +80,10 @@ class JobView:
 
     def layout(self, ranks: Sequence[int]) -> Layout:
         """A layout of its next task on these ranks, or on the first of them when they are too many."""
-        if self.next_task.stage is Stage.DECODE:
+        stage = self.next_task.stage
+        if stage is Stage.DECODE:
             return self.decode_layout(ranks)
-        return self.step_layout(ranks[: self.max_degree])
+        return self.step_layout(ranks if stage is Stage.DENOISE else ranks[:1])
 
     def step_layout(self, ranks: Sequence[int]) -> Layout:
         """A layout of its denoising steps on these ranks, whatever its next task is.

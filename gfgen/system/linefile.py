@@ -34,8 +34,18 @@ class LineFile:
             self.append(b"\n")
 
     def append(self, content: bytes) -> None:
-        """Write all of the content; it survives the death of this process."""
-        self._check_place()
+        """Write all of the content; it survives the death of this process.
+
+        Fails if the file no longer has its name: the content would be lost. A stat takes two microseconds.
+        """
+        try:
+            is_there = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise OutputError(
+                f"{self.path} was removed or replaced during the run; run again to start a new one"
+            )
         try:
             written = 0
             while written < len(content):
@@ -51,17 +61,6 @@ class LineFile:
         with suppress(OSError):
             os.fsync(self._fd)
         os.close(self._fd)
-
-    def _check_place(self) -> None:
-        """Fail if the file no longer has its name: appends would be lost. A stat takes two microseconds."""
-        try:
-            is_there = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
-        except OSError:
-            is_there = False
-        if not is_there:
-            raise OutputError(
-                f"{self.path} was removed or replaced during the run; run again to start a new one"
-            )
 
 
 def _explain(path: Path, error: OSError) -> str:

@@ -82,7 +82,7 @@ def test_nothing_is_thought_about_while_every_rank_is_gone(caplog):
 
     control, _ = simulated_control(JOBS[:2], policy="auto", num_ranks=1, chooser=ImmediateChooser(choose))
     control.state.apply(RankReady(0.0, 0, 1, 0.0))
-    control.apply(JobArrived(0.0, "job-00"))
+    control.record(JobArrived(0.0, "job-00"))
     control.state.apply(RankLost(0.0, 0, 1, "killed"))
     control.reconsider(control.decider.chooser)
     assert asked == []

@@ -240,9 +240,8 @@ def test_a_call_of_a_policy_counts_one_fault_however_much_is_wrong(caplog):
     control.decider.policy = NamedPolicy("mine.py", first_is_legal)
     control.begin()
     for event in control.backend.wait(until=0.0):
-        control.apply(event)
-    decisions = control.decide()
-    assert [control.start(decision) is not None for decision in decisions[:2]] == [True, False]
+        control.record(event)
+    assert len(control.dispatch(control.state.choice())) == 1
     assert control.decider.num_faults == 1
     control.run()
     messages = [record.getMessage() for record in caplog.records]

@@ -17,9 +17,9 @@ def traffic(*jobs, num_ranks=2):
     """What a chooser is given at time 0, when these jobs have arrived."""
     control, _ = simulated_control(jobs, num_ranks=num_ranks, max_degree=num_ranks)
     for rank in range(num_ranks):
-        control.apply(RankReady(0.0, rank, 1, 0.0))
+        control.record(RankReady(0.0, rank, 1, 0.0))
     for job in jobs:
-        control.apply(JobArrived(0.0, job.job_id))
+        control.record(JobArrived(0.0, job.job_id))
     return control.state.snapshot_of_traffic()
 
 

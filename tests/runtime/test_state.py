@@ -227,7 +227,7 @@ def test_a_refused_decision_changes_nothing():
 def test_a_consumer_may_be_queued_when_its_producer_is_about_to_end():
     cluster = Cluster(make_job("a"), lookahead_s=0.05)
     first = cluster.begin("a", 0, 0)
-    assert not cluster.state.has_choice or first.predicted_end_s <= 0.05
+    assert cluster.state.choice() is None or first.predicted_end_s <= 0.05
     cluster.clock.advance(first.predicted_end_s - 0.01)
     assert cluster.state.snapshot().free_ranks == (0, 1)
     second = cluster.begin("a", 1, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -164,8 +164,8 @@ class Control:
                 self.reconsider(self.decider.chooser)
             if self._residency is not None:
                 self.change_models(self._residency)
-            if self.state.has_choice:
-                dispatches = self.dispatch()
+            if (snapshot := self.state.choice()) is not None:
+                dispatches = self.dispatch(snapshot)
         self.journal.end_turn(self.clock.turn_s, dispatches)
 
     def begin(self) -> None:
@@ -211,12 +211,8 @@ class Control:
             self.state.check()
 
     def record(self, event: Event) -> None:
-        """Note an event in the journal, and apply it."""
+        """Write an event to the journal, let it change the state, and pass it to the observers."""
         self.journal.append(event)
-        self.apply(event)
-
-    def apply(self, event: Event) -> None:
-        """Let the state change by an event, and tell all observers."""
         match event:
             case PolicyChanged():
                 self.decider.follow(event)
@@ -284,10 +280,13 @@ class Control:
         self.record(event)
         self.backend.load(residency.held, load_s=event.load_s)
 
-    def dispatch(self) -> list[Dispatch]:
+    def dispatch(self, snapshot: Snapshot) -> list[Dispatch]:
         """Ask the policy, and start what it decides."""
         dispatches: list[Dispatch] = []
-        for decision in self.decide():
+        decisions = self.decider.decide(snapshot)
+        if not decisions and self.state.is_stuck:
+            self._explain_standstill(snapshot)
+        for decision in decisions:
             if self.state.holds_back(decision):
                 continue  # the policy is asked again when a file is written
             dispatch = self.start(decision)
@@ -295,15 +294,6 @@ class Control:
                 break  # what follows was decided for a state that did not come about
             dispatches.append(dispatch)
         return dispatches
-
-    def decide(self) -> Iterable[Decision]:
-        """What the policy wants now."""
-        self.state.jobs.renew_predictions(self.clock.turn_s)
-        snapshot = self.state.snapshot()
-        decisions = self.decider.decide(snapshot)
-        if not decisions and self.state.is_stuck:
-            self._explain_standstill(snapshot)
-        return decisions
 
     def start(self, decision: Decision) -> Dispatch | None:
         """Dispatch a decision; None when it is illegal, which is the policy's fault."""

@@ -38,6 +38,8 @@ class Flight:
     is_void: bool = False
     look_s: float = math.inf
     """When to decide what follows it; infinity if nothing may be queued behind it."""
+    opens_s: float = math.inf
+    """The same, less an allowance for rounding."""
     late_s: float = 0.0
     """From here on nothing may be queued: a task that is so late may end at any time, or not for long,
     and a task queued behind it would wait on a rank that other jobs could use."""
@@ -46,11 +48,12 @@ class Flight:
         """Predict this end."""
         self.view, end_s = view, view.predicted_end_s
         self.look_s = end_s - self.lookahead_s if self.lookahead_s > 0 else math.inf
+        self.opens_s = self.look_s - _ROUNDING_S
         self.late_s = end_s + self.lookahead_s
 
     def is_ending(self, now_s: float) -> bool:
         """Whether the next task may be queued behind it."""
-        return self.look_s - _ROUNDING_S <= now_s <= self.late_s and self.failure is None
+        return self.opens_s <= now_s <= self.late_s and self.failure is None
 
 
 class Flights:
@@ -87,14 +90,12 @@ class Flights:
 
     def ending(self, now_s: float) -> list[Flight]:
         """Flights behind which the next tasks may be queued."""
-        soon_s = now_s + _ROUNDING_S
-        near = [each for each in self._flights.values() if each.look_s <= soon_s]
-        return [flight for flight in near if flight.is_ending(now_s)] if near else near
+        flights = self._flights.values()
+        return [each for each in flights if each.opens_s <= now_s <= each.late_s and each.failure is None]
 
     def next_look_s(self, now_s: float) -> float:
         """When to decide next what follows a flight; infinity if there is nothing to decide."""
-        looks_s = [flight.look_s for flight in self._flights.values()]
-        return min([look_s for look_s in looks_s if look_s > now_s], default=math.inf)
+        return min([each.look_s for each in self._flights.values() if each.look_s > now_s], default=math.inf)
 
     def move_end(self, flight: Flight, end_s: float) -> bool:
         """Predict another end, unless it is nearly the same; whether it changed."""

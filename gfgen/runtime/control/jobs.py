@@ -190,15 +190,12 @@ class JobRecord:
         """What policies see of it; a new one when that, or the predictions, have changed."""
         task, view = self.next_task, self._view
         is_same = view is not None and view.next_task is task and view.last_layout is self.progress.holder
-        if view is None or not is_same or self._view_version != costs.version:
-            view = self._view = self._new_view(task, costs)
-            self._view_version = costs.version
-        return view
-
-    def _new_view(self, task: Task, costs: CostModel) -> JobView:
+        if view is not None and is_same and self._view_version == costs.version:
+            return view
         job, cost_class = self.job, self.cost_class
-        spec = job.spec
-        return JobView(
+        spec = job.info.spec
+        self._view_version = costs.version
+        self._view = JobView(
             job_id=self.job_id,
             tag=spec.tag,
             model=self.model,
@@ -216,6 +213,7 @@ class JobRecord:
             max_decode_degree=job.max_decode_degree,
             arrangement=costs.arrangement(cost_class),
         )
+        return self._view
 
     def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:
         """How it has ended."""
@@ -357,8 +355,7 @@ class Jobs:
         if is_visible and not record.flights:
             self.open.put(record.view(self._costs))
             return
-        if job_id in self.open:
-            self.open.discard(job_id)
+        self.open.discard(job_id)
         if is_visible:
             self.busy[job_id] = record.view(self._costs)
 
@@ -382,10 +379,7 @@ class Jobs:
         }
 
     def renew_predictions(self, now_s: float) -> None:
-        """Let what was learned reach all views, now and then: it costs a view for every job.
-
-        Before a policy is asked, and never for observers: what a policy sees does not depend on them.
-        """
+        """Let what was learned reach all views, now and then: it costs a view for every job."""
         if self._costs_version == self._costs.version:
             return
         soonest, latest = _RENEWALS_S

@@ -7,7 +7,7 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.control.jobs import JobRecord, Jobs
 from gfgen.runtime.control.modelturns import ModelTurns
-from gfgen.runtime.control.ranks import Ranks
+from gfgen.runtime.control.ranks import Ranks, share_island
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.snapshot import Decision
 
@@ -55,7 +55,7 @@ def legal_job(
         raise PolicyFault(f"job {task.job_id}: {layout} has more than {max_degree} ranks")
     if len(layout.ranks) > 1:
         check_degrees(record.job, task, layout)
-    if not ranks.share_island(layout.ranks):
+    if not share_island(layout.ranks, ranks.islands):
         raise PolicyFault(f"job {task.job_id}: the ranks of {layout} do not reach each other")
     for rank in layout.ranks:
         if not ranks.can_take(rank, now_s):

@@ -205,9 +205,9 @@ class Metrics(Observer):
     def applied(self, event: Event) -> None:
         if isinstance(event, TaskDone):
             self._num_tasks += 1
-            self._last_s = max(self._last_s, event.ended_s)
             for times in event.times:
-                self._busy_s[times.rank] += times.busy_s
+                self._last_s = max(self._last_s, times.ended_s)
+                self._busy_s[times.rank] += times.ended_s - times.started_s
                 self._waited_s[times.rank] += times.waited_s
                 self._moved_s[times.rank] += times.moved_s
         self._num_model_changes += isinstance(event, ModelsChanged)

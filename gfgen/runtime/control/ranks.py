@@ -103,10 +103,6 @@ class Ranks:
         flights = record.flights
         return record.can_work and (not flights or (len(flights) == 1 and flights[0].is_ending(now_s)))
 
-    def share_island(self, ranks: tuple[int, ...]) -> bool:
-        """Whether these ranks reach each other's memory."""
-        return _share_island(ranks, self.islands)
-
     def can_send(self, source: Layout, destination: Layout) -> bool:
         """Whether ranks can send what they hold: they reach each other, and none has to load models first.
 
@@ -114,7 +110,7 @@ class Ranks:
         """
         if any(self.records[rank].is_loading for rank in source.ranks):
             return False
-        return _share_island((*source.ranks, *destination.ranks), self.islands)
+        return share_island((*source.ranks, *destination.ranks), self.islands)
 
     # What happens to ranks -------------------------------------------------------------------
 
@@ -183,6 +179,6 @@ class Ranks:
 
 
 @functools.lru_cache(maxsize=1024)
-def _share_island(ranks: tuple[int, ...], islands: tuple[tuple[int, ...], ...]) -> bool:
-    """Cached, because every step asks about the same few ranks."""
+def share_island(ranks: tuple[int, ...], islands: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether these ranks reach each other's memory; cached, because every step asks about the same few."""
     return any(set(island).issuperset(ranks) for island in islands)

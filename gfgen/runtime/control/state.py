@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from gfgen.errors import WorkerError
@@ -102,24 +102,31 @@ class State:
             and all(self.ranks.records[rank].is_retired for rank in record.flying_ranks)
         }
 
-    @property
-    def has_choice(self) -> bool:
-        """Some job is open and some rank can take it: a policy has something to decide."""
-        if self.ranks.idle and len(self.jobs.open):
-            return True
-        ending = self.flights.ending(self._clock.turn_s)
-        if not ending and not self.ranks.idle:
-            return False
-        is_open = len(self.jobs.open) > 0 or bool(self.jobs.joining(ending))
-        return is_open and bool(self.ranks.free(ending))
+    def choice(self) -> Snapshot | None:
+        """The snapshot if a policy has something to decide: some job is open and some rank can take it.
 
-    def snapshot(self) -> Snapshot:
-        """The frozen picture of this moment, for a policy."""
+        Renews predictions, here alone: what a policy sees does not depend on whether observers looked.
+        """
         now_s = self._clock.turn_s
         ending = self.flights.ending(now_s)
+        if not (ending or self.ranks.idle) or not (self.jobs.busy or self.jobs.open):
+            return None
+        free, joining = self.ranks.free(ending), self.jobs.joining(ending)
+        if not free or not (joining or self.jobs.open):
+            return None
+        self.jobs.renew_predictions(now_s)
+        return self._snapshot(now_s, free, joining)
+
+    def snapshot(self) -> Snapshot:
+        """The frozen picture of this moment."""
+        now_s = self._clock.turn_s
+        ending = self.flights.ending(now_s)
+        return self._snapshot(now_s, self.ranks.free(ending), self.jobs.joining(ending))
+
+    def _snapshot(self, now_s: float, free: Set[int], joining_ids: Sequence[str]) -> Snapshot:
         open_jobs = self.jobs.open_in_time(self.closing, now_s)
         busy = self.jobs.busy.copy()
-        joining = [busy.pop(job_id) for job_id in self.jobs.joining(ending)]
+        joining = [busy.pop(job_id) for job_id in joining_ids]
         for view in joining:
             open_jobs[view.job_id] = view
         return Snapshot(
@@ -127,7 +134,7 @@ class State:
             open=open_jobs,
             busy=busy,
             running=tuple([flight.view for flight in self.flights]),
-            ranks=self.ranks.views(self.ranks.free(ending), self.models.resident),
+            ranks=self.ranks.views(free, self.models.resident),
             islands=self.ranks.islands,
             max_degree=self.max_degree,
             costs=self._job_costs,

@@ -95,7 +95,7 @@ class TaskDone(Event):
     @property
     def busy_s(self) -> float:
         """Execution time on the slowest rank."""
-        return max([each.busy_s for each in self.times])
+        return max([each.ended_s - each.started_s for each in self.times])
 
 
 @dataclass(frozen=True, slots=True)

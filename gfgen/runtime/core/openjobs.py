@@ -58,8 +58,7 @@ class OpenJobs:
 
     def put(self, view: JobView) -> None:
         """Add or replace a job; it comes last among equals."""
-        if view.job_id in self._views:
-            self.discard(view.job_id)
+        self.discard(view.job_id)
         self._views[view.job_id] = view
         self._numbers[view.job_id] = next(self._next_number)
         if is_unbegun(view):

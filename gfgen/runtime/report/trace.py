@@ -283,9 +283,13 @@ class TraceWriter(Observer):
             f'"ts": {ts}, "dur": {dur}, "args": {args}{cname}}}'
         )
 
-    def _flow(self, job: _JobLane, lane: int, time_s: float) -> None:
-        """Continue the job's arrow in the slice that was just written."""
-        self._file.write(_flow_entry(job, "t" if job.is_flowing else "s", lane, time_s))
+    def _flow(self, job: _JobLane, lane: int, time_s: float, *, is_last: bool = False) -> None:
+        """Continue the job's arrow in the slice that was just written, or end it in the latest one."""
+        phase, binding = ("f", ', "bp": "e"') if is_last else ("t" if job.is_flowing else "s", "")
+        self._file.write(
+            f'{{"ph": "{phase}", "name": "job", "cat": "flow", "id": {job.number}, "pid": {RANKS_PID}, '
+            f'"tid": {lane}, "ts": {round(time_s * 1e6, 3)}{binding}}}'
+        )
         job.is_flowing, job.last_place = True, (lane, time_s)
 
     # Jobs --------------------------------------------------------------------------------
@@ -309,7 +313,7 @@ class TraceWriter(Observer):
     ) -> None:
         job.has_ended = True
         if job.is_flowing and job.last_place is not None:
-            self._file.write(_flow_entry(job, "f", *job.last_place))
+            self._flow(job, *job.last_place, is_last=True)
         args: dict[str, Any] = {"job": job.info.job_id, "status": status, "file": job.info.file}
         if outcome is not None:
             args |= {"deadline_s": outcome.deadline_s, "met_deadline": outcome.met_deadline}
@@ -359,14 +363,6 @@ def _task_args(dispatch: Dispatch, job: _JobLane) -> str:
         f'"layout": "{_text_of(dispatch.layout)}", "ranks": {list(dispatch.layout.ranks)}, '
         f'"dispatch": {dispatch.number}, "source": {source_text}, '
         f'"moved_bytes": {dispatch.moved_bytes if dispatch.transfers else 0}'
-    )
-
-
-def _flow_entry(job: _JobLane, phase: str, lane: int, time_s: float) -> str:
-    binding = ', "bp": "e"' if phase == "f" else ""
-    return (
-        f'{{"ph": "{phase}", "name": "job", "cat": "flow", "id": {job.number}, "pid": {RANKS_PID}, '
-        f'"tid": {lane}, "ts": {round(time_s * 1e6, 3)}{binding}}}'
     )
 
 
