@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from gfgen.errors import in_one_line
 from gfgen.job.spec import JobSpec
 
 TRIED_STEPS = 2
@@ -104,7 +105,7 @@ def serve(connection: Connection, settings: StockSettings) -> None:
         try:
             pipeline = _pipeline(settings)
         except Exception as error:
-            connection.send(RankAnswer(_in_one_line(error)))
+            connection.send(RankAnswer(in_one_line(error)))
             return
         connection.send(RankAnswer())
         writer = _FileWriter(connection) if settings.rank == 0 else None
@@ -147,7 +148,7 @@ def _answer(pipeline: Any, message: object, writer: _FileWriter | None) -> RankA
             try:
                 frames = pipeline.generate(spec)
             except Exception as error:
-                return JobMade(spec.id, time.monotonic() - began_s, _in_one_line(error))
+                return JobMade(spec.id, time.monotonic() - began_s, in_one_line(error))
             if writer is not None:
                 writer.begin(spec, path, frames)
             return JobMade(spec.id, time.monotonic() - began_s)
@@ -159,7 +160,7 @@ def _attempt(function: Callable[[], Any]) -> RankAnswer:
     try:
         function()
     except Exception as error:  # a refusal is a result, too
-        return RankAnswer(_in_one_line(error))
+        return RankAnswer(in_one_line(error))
     return RankAnswer()
 
 
@@ -168,10 +169,6 @@ def _received(connection: Connection) -> Any:
         return connection.recv()
     except EOFError:
         return None
-
-
-def _in_one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 class _FileWriter:
@@ -199,6 +196,6 @@ class _FileWriter:
             try:
                 write_output(frames, path, fps=spec.fps if len(frames) > 1 else None, metadata={})
             except Exception as problem:
-                error = _in_one_line(problem)
+                error = in_one_line(problem)
             with suppress(OSError):
                 self.send(FileWritten(spec.id, error))

@@ -1,7 +1,7 @@
 import pytest
 
 from gfgen.graph import Stage
-from gfgen.runtime.predict.cost import CostModel, in_one_line
+from gfgen.runtime.predict.cost import CostModel, uncertain
 from gfgen.runtime.predict.cost_table import CostTable, Provenance, TaskWork
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 
@@ -169,11 +169,11 @@ def test_only_what_was_handed_out_and_is_not_measured_is_doubtful():
     costs.task_s(cost_class(costs, "S", 10.0), Stage.DENOISE, ONE)
     costs.task_s(cost_class(costs, "between", 15.0), Stage.DENOISE, ONE)
     assert not costs.doubts
-    assert in_one_line(costs.doubts) is None
+    assert uncertain(costs.doubts, has_writes=True) is None
     costs.task_s(cost_class(costs, "S", 10.0), Stage.DENOISE, (2, 2, 1))
     costs.task_s(cost_class(costs, "XL", 80.0), Stage.DENOISE, ONE)
     costs.task_s(cost_class(costs, "S", 10.0, model="qwen"), Stage.DENOISE, ONE)
-    assert in_one_line(costs.doubts) == (
+    assert uncertain(costs.doubts, has_writes=True) == (
         "extrapolated, not measured: wan S (denoise on cfg 2 x ulysses 2), wan XL (denoise on 1 rank); "
         "guessed, not measured: qwen S (denoise on 1 rank)"
     )

@@ -7,7 +7,7 @@ from builders import make_job
 
 from gfgen.errors import RunError
 from gfgen.graph import Stage
-from gfgen.runtime.predict.cost import UncertainEstimate, in_one_line
+from gfgen.runtime.predict.cost import UncertainEstimate, uncertain
 from gfgen.runtime.predict.cost_table import Provenance
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.report.plot_plan import draw_plan
@@ -187,12 +187,12 @@ def test_doubts_say_which_tasks_and_of_which_models_the_rest_is():
         return UncertainEstimate(Provenance.EXTRAPOLATED, "wan", shape, stage, degrees)
 
     steps = [doubt("s1", Stage.DENOISE, 1, 1, 1), doubt("s1", Stage.DENOISE, 2, 2, 1)]
-    assert in_one_line([*steps, doubt("s1", Stage.DECODE, 1, 1, 1)]) == (
+    assert uncertain([*steps, doubt("s1", Stage.DECODE, 1, 1, 1)], has_writes=True) == (
         "extrapolated, not measured: wan s1 (decode, denoise on 1 rank and cfg 2 x ulysses 2)"
     )
     many = [doubt("s1", Stage.DENOISE, 1, n, 1) for n in range(1, 6)]
     many += [doubt(f"s{n}", Stage.ENCODE, 1, 1, 1) for n in range(2, 6)]
-    assert in_one_line(many) == (
+    assert uncertain(many, has_writes=True) == (
         "extrapolated, not measured: wan s1 (denoise on 5 layouts), wan s2 (encode), wan s3 (encode) "
         "and 2 more shapes of wan"
     )

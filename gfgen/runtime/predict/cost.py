@@ -326,13 +326,10 @@ class CostModel:
 
 
 def uncertain(doubts: Sequence[UncertainEstimate], *, has_writes: bool) -> str | None:
-    """`in_one_line`, plus a note if the profile has no times for writing files."""
-    parts = [in_one_line(doubts), None if has_writes else "the writing of files is left out"]
-    return "; ".join(filter(None, parts)) or None
+    """Describe in one line the uncertain estimates of a prediction; None if there are none.
 
-
-def in_one_line(doubts: Sequence[UncertainEstimate]) -> str | None:
-    """Describe the uncertain estimates of a prediction; None if there are none."""
+    has_writes: whether the profile has times for writing files.
+    """
     by_kind: dict[Provenance, dict[tuple[str, str], list[UncertainEstimate]]] = {}
     for doubt in doubts:
         shapes = by_kind.setdefault(doubt.provenance, {})
@@ -345,6 +342,8 @@ def in_one_line(doubts: Sequence[UncertainEstimate]) -> str | None:
         noun = "shape" if len(others) == 1 else "shapes"
         rest = f" and {len(others)} more {noun} of {models}" if others else ""
         parts.append(f"{kind.name.lower()}, not measured: {', '.join(names[:_MAX_NAMED])}{rest}")
+    if not has_writes:
+        parts.append("the writing of files is left out")
     return "; ".join(parts) or None
 
 

@@ -27,7 +27,7 @@ class Simulated:
     summary: Summary
     policy: str
     doubts: Sequence[UncertainEstimate] = ()
-    """Predictions without a measurement of the same task (`cost.in_one_line` describes them)."""
+    """Predictions without a measurement of the same task (`cost.uncertain` describes them)."""
     outcomes: Sequence[JobOutcome] = ()
     """In the order in which the jobs end."""
     num_ranks: int = 1
