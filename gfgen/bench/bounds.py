@@ -122,13 +122,12 @@ def _demand(job: AdmittedJob, times: SimulatedTimes, num_ranks: int) -> JobDeman
     tasks = [trajectory.task(index) for index in range(trajectory.num_tasks)]
     hulls = [_hull(_ways(job, task, times, num_ranks)) for task in tasks]
     savings = [saving for hull in hulls for saving in _savings(hull)]
-    write_s = times.write_s
     return JobDemand(
         arrival_s=spec.arrival_s,
         due_s=math.inf if spec.deadline_s is None else spec.arrival_s + spec.deadline_s,
         gives_up_s=math.inf if spec.timeout_s is None else spec.arrival_s + spec.timeout_s,
         head_s=times.dispatch_s,
-        tail_s=write_s(_dispatch(tasks[-1], Layout.single(0))) if callable(write_s) else write_s,
+        tail_s=times.write_s(_dispatch(tasks[-1], Layout.single(0))),
         least_s=sum(hull[-1][1] for hull in hulls),
         work=sum(hull[0][0] for hull in hulls),
         cheapest_s=sum(hull[0][1] for hull in hulls),

@@ -44,7 +44,7 @@ def test_on_one_rank_short_jobs_go_first_and_the_rank_never_pauses():
 
 
 def test_a_job_that_has_all_ranks_takes_its_tasks_at_their_quickest():
-    found = bound(job("a", arrival_s=3.0), num_ranks=4, dispatch_s=0.5, write_s=2.0)
+    found = bound(job("a", arrival_s=3.0), num_ranks=4, dispatch_s=0.5, write_s=lambda _: 2.0)
     assert found.mean_s == found.makespan_s == 0.5 + (1 + 1 + 2 * 10 / 4 + 4 / 2) + 2.0
 
 

@@ -427,7 +427,7 @@ def test_decodes_wait_for_writers_that_are_slow(policy):
         jobs,
         policy=policy,
         backend=lambda *args, times, **options: SimulatedBackend(
-            *args, times=replace(times, write_s=400 * STEP_S), **options
+            *args, times=replace(times, write_s=lambda _: 400 * STEP_S), **options
         ),
     )
     under_way, most = set(), []

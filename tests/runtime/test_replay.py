@@ -105,7 +105,9 @@ class Unsteady(SimulatedBackend):
                 1 if random.random() < 0.5 else random.random()
             )
 
-        super().__init__(clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=task_s, write_s=0.01))
+        super().__init__(
+            clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=task_s, write_s=lambda _: 0.01)
+        )
         self._random = random
         self._failures = failures
         self._failed = set()

@@ -89,7 +89,7 @@ def controlled(
         jobs,
         state=state,
         backend=backend(
-            clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=lambda _: step_s, write_s=0.01)
+            clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=lambda _: step_s, write_s=lambda _: 0.01)
         ),
         clock=clock,
         policy=load_policy(policy),

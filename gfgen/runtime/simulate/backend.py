@@ -35,9 +35,9 @@ class SimulatedTimes:
     """A task while the other ranks idle."""
     loaded_s: DispatchSeconds | None = None
     """A task while all other ranks are busy; None if they make no difference."""
-    move_s: DispatchSeconds | None = None
-    """The move of a task's input to its ranks; None for no time."""
-    write_s: float | DispatchSeconds = 0.0
+    move_s: DispatchSeconds = lambda _: 0.0
+    """The move of a task's input to its ranks."""
+    write_s: DispatchSeconds = lambda _: 0.0
     """The file of a decode; each writer writes one file after the other."""
     num_writers: int = 1
     dispatch_s: float = 0.0
@@ -131,7 +131,7 @@ class SimulatedBackend:
         free_s = max([self._free_s[rank] for rank in ranks])
         queued_s = max(self._clock.now_s + times.dispatch_s, free_s)
         input_s = max(queued_s, self._made_s.pop(dispatch.producer or 0, 0.0))
-        moved_s = times.move_s(dispatch) if times.move_s else 0.0
+        moved_s = times.move_s(dispatch)
         started_s = input_s + moved_s
         ended_s = started_s + self._duration(dispatch, started_s, busy_s)
         self._made_s[dispatch.number] = ended_s
@@ -152,8 +152,7 @@ class SimulatedBackend:
         return alone_s + (self._times.loaded_s(dispatch) - alone_s) * sum(others) / len(others)
 
     def _write(self, dispatch: Dispatch, ended_s: float) -> None:
-        write_s = self._times.write_s
-        lasts_s = write_s(dispatch) if callable(write_s) else write_s
+        lasts_s = self._times.write_s(dispatch)
         free_s = self._writers_free_s
         writer = free_s.index(min(free_s))
         free_s[writer] = max(ended_s, free_s[writer]) + lasts_s
