@@ -140,14 +140,15 @@ class ImitationDevice(gpu.GpuDevice):
         super().store_rows(rows, target)
 
     def connect(self, message: Arenas, fds: Sequence[int]) -> None:
-        rank, library, plan = self._settings.rank, native.library(), self._plan.as_native()
+        rank, library = self._settings.rank, native.library()
+        plan = self._settings.ranks.arena_plan
         (fd,) = self.arena_fds
-        address = library.gfc_arena_map(fd, self._plan.arena_bytes)
-        library.gfc_arena_format(address, plan, rank, message.incarnations[rank])
-        library.gfc_arena_unmap(address, self._plan.arena_bytes)
+        address = library.gfc_arena_map(fd, plan.arena_bytes)
+        library.gfc_arena_format(address, plan.as_native(), rank, message.incarnations[rank])
+        library.gfc_arena_unmap(address, plan.arena_bytes)
         self.endpoint = when_formatted(
             lambda: ImitationEndpoint(
-                self._plan,
+                plan,
                 rank=rank,
                 fds=dict(zip(message.ranks, fds[:-1], strict=True)),
                 incarnations=dict(enumerate(message.incarnations)),

@@ -89,6 +89,14 @@ def test_a_writer_that_stops_is_replaced(fleet: Fleet) -> None:
     assert result.num_done == 2
 
 
+@pytest.mark.parametrize("point", [FaultPoint.WRITING, FaultPoint.WRITTEN])
+def test_a_writer_that_dies_with_the_last_file_of_a_run_is_replaced(fleet: Fleet, point: FaultPoint) -> None:
+    schedule = schedule_of(Fault(FaultKind.KILL, point, job_id="job-1"))
+    result = run_schedule(schedule, fleet)
+    assert_as_promised(result)
+    assert (result.faults, result.num_done) == ({FaultKind.KILL: 1}, 2)
+
+
 def test_a_run_whose_ranks_have_all_died_too_often_ends_and_the_next_one_goes_on(fleet: Fleet) -> None:
     faults = [Fault(FaultKind.KILL, FaultPoint.BEFORE, rank=0, after=2) for _ in range(3)]
     result = run_schedule(schedule_of(*faults), fleet)
@@ -169,6 +177,22 @@ def test_a_rank_that_dies_between_its_report_and_its_frames_costs_the_decode(
             assert backend._rounds.recovery is not None
             assert backend._rounds.recovery.causes == {NUMBER: Cause("rank 0: killed", lost=True)}
         backend.close()
+
+
+@pytest.mark.parametrize("is_stopping", [True, False])
+def test_a_run_that_stops_ends_with_its_last_rank_as_if_it_had_one(
+    fleet: Fleet, tmp_path: Path, is_stopping: bool
+) -> None:
+    """A run without ranks ends with an error and keeps nothing."""
+    pool = fleet.pool(1)
+    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock(), patience=HASTY)
+    (worker,) = pool.workers
+    worker.phase, pool.is_stopping = Phase.ENDED, is_stopping
+    (event,) = backend._events_of(worker, Lost("killed", is_retired=True))
+    worker.phase = Phase.SERVING
+    assert isinstance(event, RankLost)
+    assert event.is_retired is not is_stopping
+    backend.close()
 
 
 def test_a_load_that_fails_while_a_dispatch_is_given_up_does_not_end_that(

@@ -193,7 +193,6 @@ class GpuDevice:
         self._own_arena, arena_fd = own_arena
         self.arena_fds: tuple[int, ...] = (arena_fd,)
         self._settings = settings
-        self._plan = settings.ranks.arena_plan
         self._device = device
         self._dispatches = dispatches
         self._load_model = load_model
@@ -418,7 +417,7 @@ class GpuDevice:
             peak_host_bytes(),
             device_peaks=self._memory.peaks,
             reserved_bytes=self._memory.reserved_bytes,
-            arena_bytes=arena_bytes(self._plan),
+            arena_bytes=arena_bytes(self._settings.ranks.arena_plan),
         )
 
     def forget_peaks(self) -> None:
