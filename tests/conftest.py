@@ -40,6 +40,14 @@ def logging_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def no_settings_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Commands read no options from the user's own file."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))
+
+
+@pytest.fixture(autouse=True)
 def checked_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The invariants of every state hold after each event and each dispatch."""
 

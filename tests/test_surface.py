@@ -40,6 +40,7 @@ def test_commands():
         "policies",
         "models",
         "plot",
+        "config",
         "doctor",
         "bench",
     ]
@@ -52,6 +53,7 @@ def test_options_of_run():
         "--failed",
         "--force",
         "--frames",
+        "--gpus",
         "--grace",
         "--graphs",
         "--limit",
@@ -71,6 +73,7 @@ def test_options_of_run():
         "--random-weights",
         "--ranks",
         "--ranks-per-gpu",
+        "--retries",
         "--seed",
         "--set",
         "--size",
@@ -81,16 +84,21 @@ def test_options_of_run():
         "--until",
         "--vae-dtype",
         "--vary",
+        "--verbose",
         "--watch",
         "-o",
         "-p",
         "-q",
+        "-v",
     ]
 
 
 def test_check_has_the_options_of_run_that_decide_what_it_does():
     left_out = {
         "--dry-run",
+        "--retries",
+        "--verbose",
+        "-v",
         "--grace",
         "--log-file",
         "--log-json",
@@ -124,6 +132,7 @@ def test_options_of_serve():
     assert options_of(subcommand("serve")) == [
         "--api-key",
         "--device",
+        "--gpus",
         "--grace",
         "--graphs",
         "--host",
@@ -152,8 +161,10 @@ def test_options_of_serve():
         "--ranks-per-gpu",
         "--strict",
         "--vae-dtype",
+        "--verbose",
         "-o",
         "-q",
+        "-v",
     ]
 
 
@@ -161,6 +172,7 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("profile")) == [
         "--device",
         "--dry-run",
+        "--gpus",
         "--graphs",
         "--model",
         "--no-graphs",
@@ -209,6 +221,7 @@ def test_options_of_the_other_commands():
         "--beside",
         "--deadlines-from",
         "--device",
+        "--gpus",
         "--graphs",
         "--jobs",
         "--load",

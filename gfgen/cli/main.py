@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import importlib
 import logging
@@ -16,6 +17,7 @@ from typing import Any
 import click
 
 from gfgen import log
+from gfgen.cli.config import defaults_of, with_variables
 from gfgen.errors import GfgenError, InputError, InterruptedRunError, RunError
 
 _COMMANDS = {
@@ -31,9 +33,12 @@ _COMMANDS = {
     "policies": ("gfgen.cli.policies:policies", "List the scheduling policies and when to use each."),
     "models": ("gfgen.cli.models:models", "List models; write small ones for tests."),
     "plot": ("gfgen.cli.plot:plot", "Draw a timeline of a run from its trace."),
+    "config": ("gfgen.cli.config:config", "Show the options that files and variables set."),
     "doctor": ("gfgen.cli.doctor:doctor", "Check this machine: GPUs, packages, and what is missing."),
     "bench": ("gfgen.cli.bench:bench", "Measure gfgen on this machine."),
 }
+WITHOUT_FILES = ("config", "doctor")
+"""Commands that show what is wrong, and so must not fail because of a faulty file."""
 
 
 class _LazyGroup(click.Group):
@@ -47,7 +52,20 @@ class _LazyGroup(click.Group):
             return None
         module_name, _, attribute = _COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module_name), attribute)
+        command = with_variables(command, cmd_name)
+        if cmd_name not in WITHOUT_FILES:
+            ctx.default_map = {**(ctx.default_map or {}), cmd_name: defaults_of(command, cmd_name)}
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, _COMMANDS, n=1)
+            hint = f"'gfgen run {name}'" if os.path.exists(name) else repr(near[0]) if near else None
+            ctx.fail(f"No such command {name!r}." + (f" Did you mean {hint}?" if hint else ""))
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

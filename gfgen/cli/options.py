@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import click
 from click.core import ParameterSource
 
 from gfgen import log
+from gfgen.errors import InputError
 from gfgen.job.fields import parse_duration
 from gfgen.job.shared import parse_overrides
 from gfgen.job.source import JobSource
@@ -153,6 +155,7 @@ class RankOptions:
 
     ranks: int | None = None
     device: str = "auto"
+    gpus: str | None = None
     ranks_per_gpu: int = 1
     memory: str | None = None
     random_weights: bool = False
@@ -164,6 +167,8 @@ class RankOptions:
 
         Raises: InputError if the machine has fewer GPUs, or if --memory is no size.
         """
+        if self.gpus is not None:
+            _show_only(self.gpus)
         limit = None if self.memory is None else parse_memory(self.memory)
         devices = choose_devices(
             self.device, self.ranks, memory_limit=limit, ranks_per_gpu=self.ranks_per_gpu
@@ -172,6 +177,17 @@ class RankOptions:
             devices = replace(devices, num_ranks=self.ranks or cpu_ranks)
             _tell_of_graphs()
         return Ranks(devices, self.random_weights, self.vae_dtype, self.graphs)
+
+
+def _show_only(gpus: str) -> None:
+    """Hide the other GPUs from this process and its children; numbers are those of `gfgen doctor`."""
+    shown = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+    chosen = [part.strip() for part in gpus.split(",")]
+    if len(set(chosen)) < len(chosen) or not all(part.isascii() and part.isdigit() for part in chosen):
+        raise InputError(f"--gpus {gpus}: numbers of GPUs are accepted, such as 0,2")
+    if shown and any(int(part) >= len(shown) for part in chosen):
+        raise InputError(f"--gpus {gpus}: CUDA_VISIBLE_DEVICES shows {len(shown)} GPUs, from 0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown[int(part)] if shown else part for part in chosen)
 
 
 def _tell_of_graphs() -> None:
@@ -211,6 +227,11 @@ def rank_options(*more: Option, ranks_help: str = RANKS_HELP) -> Option:
             show_default=True,
             help="Device of the workers. auto takes GPUs if there are any.",
         ),
+        click.option(
+            "--gpus",
+            metavar="LIST",
+            help="Use only these GPUs, such as 0,2, by the numbers of 'gfgen doctor'.",
+        ),
         *more,
         click.option(
             "--random-weights",
@@ -242,12 +263,13 @@ class LogOptions:
     """What a run or a server logs, and where."""
 
     quiet: bool = False
+    verbose: bool = False
     log_json: bool = False
     log_file: Path | None = None
 
     @property
     def level(self) -> str:
-        return "debug" if _is_debug() else "warning" if self.quiet else "info"
+        return "debug" if self.verbose or _is_debug() else "warning" if self.quiet else "info"
 
     def configure(self, *, file: Path | None) -> None:
         """Log to standard error, and to a file if there is one."""
@@ -264,6 +286,7 @@ log_options = taken_as(
         help="Also append log lines to FILE. It may be rotated at any time.",
     ),
     click.option("--quiet", "-q", is_flag=True, help="Print only problems, failures and how a run ended."),
+    click.option("--verbose", "-v", is_flag=True, help="Also print details."),
     click.option(
         "--log-json", is_flag=True, help="Log one JSON object per line instead of progress bars and text."
     ),

@@ -37,8 +37,8 @@ from gfgen.errors import InputError, InterruptedRunError, LockedError, Problem
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.closing import closing_at
 from gfgen.runtime.control.metrics import Summary
-from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.observer import Observer
+from gfgen.runtime.core.admission import AdmittedJob, arriving_after
+from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.inbox import Inbox
 from gfgen.runtime.files.ownership import default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
@@ -54,6 +54,14 @@ logger = logging.getLogger(__name__)
 @click.command()
 @job_options
 @click.option("--failed", is_flag=True, help="Take only jobs that failed in the last run of this folder.")
+@click.option(
+    "--retries",
+    type=click.IntRange(0, 100),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Run jobs that failed again at the end, up to N times.",
+)
 @click.option("--force", is_flag=True, help="Make finished jobs again, too, and replace their files.")
 @click.option(
     "--dry-run", is_flag=True, help="Start nothing; print what the run would do, as 'gfgen check' does."
@@ -95,6 +103,7 @@ def run(
     *,
     jobs: JobOptions,
     failed: bool,
+    retries: int,
     force: bool,
     dry_run: bool,
     output: Path | None,
@@ -118,7 +127,9 @@ def run(
     logs.configure(file=None)
     name = _name_of(jobs, watch)
     if watch is not None:
-        _check_watching(jobs, {"--failed": failed, "--force": force, "--dry-run": dry_run})
+        _check_watching(
+            jobs, {"--failed": failed, "--force": force, "--dry-run": dry_run, "--retries": bool(retries)}
+        )
     source = None if watch is not None else jobs.source()
     first = watch or (Path(jobs.jobs[0]) if jobs.jobs and jobs.jobs[0] != "-" else None)
     output_dir = output or default_folder(Path("outputs"), name, first)
@@ -134,6 +145,7 @@ def run(
         skip_invalid=skip_invalid,
         overwrite=overwrite,
         failed=failed,
+        retries=retries,
         force=force,
         job_file=job_file_name(first, output_dir),
         lookahead_s=lookahead / 1000,
@@ -179,8 +191,43 @@ def run_jobs(
     skipped = [job for job in admitted if job.job_id in done]
     fitting, num_left = with_time(todo, options.ranks.step_times, closes_at=options.closes_at)
     session.load(fitting)
-    summary = _run(session, fitting, options, skipped=skipped)
+    failed = _FailedJobs()
+    summary = _run(session, fitting, options, skipped=skipped, watchers=[failed])
+    for number in range(1, options.retries + 1):
+        again = [arriving_after(job, -job.spec.arrival_s) for job in fitting if job.job_id in failed.ids]
+        if not again:
+            break
+        logger.info(
+            "running %s again that failed (%d of %d)", counted(len(again), "job"), number, options.retries
+        )
+        failed = _FailedJobs()
+        retried = _run(session, again, replace(options, trace=None), watchers=[failed])
+        summary = _joined(summary, retried)
     return replace(summary, num_unfinished=summary.num_unfinished + num_left)
+
+
+class _FailedJobs(Observer):
+    def __init__(self) -> None:
+        self.ids: set[str] = set()
+
+    def ended(self, outcome: JobOutcome) -> None:
+        if outcome.status == "failed":
+            self.ids.add(outcome.info.job_id)
+
+
+def _joined(first: Summary, retried: Summary) -> Summary:
+    """The summary of a run and of the jobs that it ran again; latencies are those of the first run."""
+    return replace(
+        first,
+        num_done=first.num_done + retried.num_done,
+        num_failed=retried.num_failed,
+        num_unfinished=first.num_unfinished + retried.num_unfinished,
+        num_cancelled=first.num_cancelled + retried.num_cancelled,
+        num_tasks=first.num_tasks + retried.num_tasks,
+        makespan_s=first.makespan_s + retried.makespan_s,
+        failures=retried.failures,
+        busy_s=(),
+    )
 
 
 def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary:
@@ -211,10 +258,13 @@ def _run(
     options: RunOptions,
     *,
     skipped: Sequence[AdmittedJob] = (),
+    watchers: Sequence[Observer] = (),
     inbox: Inbox | None = None,
 ) -> Summary:
     arrivals = None if inbox is None else Arrivals(inbox, observers=[inbox])
-    summary = session.run(todo, observers=_observers(options), skipped=skipped, arrivals=arrivals)
+    summary = session.run(
+        todo, observers=[*_observers(options), *watchers], skipped=skipped, arrivals=arrivals
+    )
     if session.stop_signal is not None:
         if options.logs.log_json:
             _tell_of_end(summary, options, stopped_by=signal.Signals(session.stop_signal).name)
@@ -305,7 +355,18 @@ def _check(as_json: bool, **params: Any) -> int:
     return found
 
 
-_NOT_CHECKED = ("dry_run", "watch", "trace", "grace", "lookahead", "log_file", "quiet", "log_json")
+_NOT_CHECKED = (
+    "dry_run",
+    "watch",
+    "trace",
+    "grace",
+    "lookahead",
+    "log_file",
+    "quiet",
+    "verbose",
+    "log_json",
+    "retries",
+)
 
 check = click.Command(
     "check",

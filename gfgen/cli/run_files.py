@@ -78,6 +78,8 @@ class RunOptions(SessionOptions):
     overwrite: bool = False
     failed: bool = False
     """Take only jobs that failed before."""
+    retries: int = 0
+    """How often jobs that failed run again at the end."""
     force: bool = False
     """Make finished jobs again."""
 

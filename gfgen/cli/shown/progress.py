@@ -298,7 +298,8 @@ class RunProgress:
         return sorted(self._started.values(), key=lambda job: job.info.job_id not in running)
 
     def headline(self, num_ranks: int) -> str:
-        text = f"{counted(self.num_jobs, 'job')} on {counted(num_ranks, 'rank')}, policy {self.policy}"
+        text = f"{counted(self.num_jobs, 'job')} on {counted(num_ranks, 'rank')}"
+        text += "" if self.policy == "auto" else f", policy {self.policy}"
         return text + (f"; {self.num_skipped} done before and skipped" if self.num_skipped else "")
 
     def texts(self, now_s: float, predicted: Forecast) -> tuple[str, ...]:

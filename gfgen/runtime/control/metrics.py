@@ -19,6 +19,8 @@ from gfgen.system.wording import MAX_NAMED, in_words
 MAX_LATENCIES = 10_000
 """So many jobs' latencies are kept, 80 KB. Percentiles of more jobs are those of a random sample: of ten
 thousand, the 95th is between the 94.5th and the 95.5th of all jobs in 98 of 100 cases."""
+PERCENTILES_FROM = 100
+"""Jobs; the 99th percentile of fewer is their maximum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,10 @@ class Summary:
         if self.latency:
             shown = self.latency
             about = "about " if shown.is_sampled else ""
-            lines.append(
-                f"latency    mean {in_words(shown.mean_s)}, median {about}{in_words(shown.p50_s)}, "
-                f"p95 {about}{in_words(shown.p95_s)}, p99 {about}{in_words(shown.p99_s)}"
-            )
+            line = f"latency    mean {in_words(shown.mean_s)}, median {about}{in_words(shown.p50_s)}"
+            if self.num_done >= PERCENTILES_FROM:
+                line += f", p95 {about}{in_words(shown.p95_s)}, p99 {about}{in_words(shown.p99_s)}"
+            lines.append(line)
         if self.deadlines:
             lines.append(f"deadlines  {self._deadlines_met()}")
         if self.makespan_s > 0 and self.busy_s:

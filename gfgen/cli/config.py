@@ -1,0 +1,207 @@
+"""Defaults of options from files and environment variables, and `gfgen config`, which shows them.
+
+The command line counts before GFGEN_COMMAND_OPTION, this before GFGEN_OPTION, then ./gfgen.toml, then
+gfgen/config.toml in ~/.config (or $XDG_CONFIG_HOME).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gfgen.errors import InputError
+
+LOCAL_NAME = "gfgen.toml"
+NOT_SET = frozenset({"prompt", "help", "version"})
+"""Options that belong to one call."""
+
+
+def config_paths() -> tuple[Path, ...]:
+    """The files in the order in which they count."""
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return Path(LOCAL_NAME), home / "gfgen" / "config.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    path: Path
+    content: Mapping[str, Any]
+
+    def values_for(self, command: str) -> dict[str, Any]:
+        """The options that the file sets for a command, such as "run" or "bench compare".
+
+        Names are those on the command line without the dashes. Those outside of a table are for every
+        command that has them.
+        """
+        found: dict[str, Any] = {}
+        for table in self._tables(command):
+            found |= _plain(table)
+        return found
+
+    def own_names(self, command: str) -> Iterable[str]:
+        """The names in the command's own table, which must be its options."""
+        return _plain(self._tables(command)[-1])
+
+    def _tables(self, command: str) -> Sequence[Mapping[str, Any]]:
+        """The whole file, and the tables inside of it that lead to the command's own."""
+        tables = [self.content]
+        for word in command.split():
+            table = tables[-1].get(word, {})
+            if not isinstance(table, dict):
+                raise InputError(f"{self.path}: {word}: write a table, such as [{word}]")
+            tables.append(table)
+        return tables
+
+
+def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in a table, without the tables inside of it."""
+    return {name.replace("_", "-"): value for name, value in table.items() if not isinstance(value, dict)}
+
+
+def read_files() -> Sequence[ConfigFile]:
+    """Raises InputError for a file that cannot be read or is not TOML."""
+    found = []
+    for path in config_paths():
+        try:
+            found.append(ConfigFile(path, tomllib.loads(path.read_text(encoding="utf-8"))))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        except ValueError as error:
+            raise InputError(f"{path}: not TOML ({error})") from None
+    return found
+
+
+def options_of(command: click.Command) -> dict[str, click.Option]:
+    """By name on the command line without the dashes."""
+    options = [param for param in command.params if isinstance(param, click.Option)]
+    return {name: option for option in options if (name := name_of(option)) not in NOT_SET}
+
+
+def name_of(option: click.Option) -> str:
+    return next((text for text in option.opts if text.startswith("--")), option.opts[0]).lstrip("-")
+
+
+def with_variables(command: click.Command, name: str) -> click.Command:
+    """The command, whose options read environment variables, too."""
+    if isinstance(command, click.Group):
+        for each, below in command.commands.items():
+            with_variables(below, f"{name} {each}")
+    for text, option in options_of(command).items():
+        if option.envvar is None:
+            word = text.replace("-", "_").upper()
+            option.envvar = [f"GFGEN_{name.replace(' ', '_').upper()}_{word}", f"GFGEN_{word}"]
+    return command
+
+
+def defaults_of(command: click.Command, name: str) -> dict[str, Any]:
+    """click's default_map of a command, from the files.
+
+    Raises: InputError for an option that the command does not have, in its own table.
+    """
+    found: dict[str, Any] = {}
+    for file in reversed(read_files()):
+        found |= _defaults_in(file, command, name)
+    if isinstance(command, click.Group):
+        for each, below in command.commands.items():
+            found[each] = defaults_of(below, f"{name} {each}")
+    return found
+
+
+def _defaults_in(file: ConfigFile, command: click.Command, name: str) -> dict[str, Any]:
+    options = options_of(command)
+    for unknown in () if isinstance(command, click.Group) else file.own_names(name):
+        if unknown not in options:
+            raise InputError(f"{file.path}: [{name}] {unknown}: {_hint(unknown, options)}")
+    values = {text: value for text, value in file.values_for(name).items() if text in options}
+    return {options[text].name or "": _value(options[text], value) for text, value in values.items()}
+
+
+def _value(option: click.Option, value: Any) -> Any:
+    return [value] if option.multiple and not isinstance(value, list) else value
+
+
+def _hint(name: str, options: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, options, n=1)
+    return f"no such option; did you mean {near[0]}?" if near else "no such option of this command"
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.pass_context
+def config(ctx: click.Context, *, as_json: bool) -> None:
+    """Show the options that files and environment variables set, and where.
+
+    Files are ./gfgen.toml and ~/.config/gfgen/config.toml. Each option is a line, such as policy = "srtf".
+    In a table such as [run] it holds for that command. Variables are GFGEN_POLICY or GFGEN_RUN_POLICY.
+    """
+    group = ctx.find_root().command
+    assert isinstance(group, click.Group)
+    commands = dict(_commands(group, ctx))
+    files = read_files()
+    _check_names(files, commands)
+    found = {name: dict(_settings(name, command, files)) for name, command in commands.items()}
+    found = {name: settings for name, settings in found.items() if settings}
+    if as_json:
+        listed = {name: {text: {"value": value, "from": where} for text, (value, where) in each.items()}
+                  for name, each in found.items()}  # fmt: skip
+        read = [str(file.path) for file in files]
+        click.echo(json.dumps({"files": read, "commands": listed}, indent=1, default=str))
+        return
+    for path in config_paths():
+        click.echo(f"{path}: {'read' if path in [file.path for file in files] else 'not there'}")
+    for name, settings in found.items():
+        click.echo(f"gfgen {name}")
+        for text, (value, where) in settings.items():
+            click.echo(f"  --{text} {value}  (from {where})")
+    if not found:
+        click.echo("no option is set")
+
+
+def _commands(group: click.Group, ctx: click.Context, above: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from _commands(command, ctx, f"{above}{name} ")
+        yield f"{above}{name}", command
+
+
+def _check_names(files: Sequence[ConfigFile], commands: Mapping[str, click.Command]) -> None:
+    """Raises InputError for a name that no command has."""
+    known = {text: None for command in commands.values() for text in options_of(command)}
+    tables = {name.partition(" ")[0]: None for name in commands}
+    for file in files:
+        for name, command in commands.items():
+            _defaults_in(file, command, name)
+        for name, value in file.content.items():
+            near = tables if isinstance(value, dict) else known
+            if name.replace("_", "-") not in near:
+                raise InputError(f"{file.path}: {name}: {_hint(name.replace('_', '-'), near)}")
+
+
+def _settings(
+    name: str, command: click.Command, files: Sequence[ConfigFile]
+) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """The options of a command that are set, with value and source."""
+    for text, option in options_of(command).items():
+        variables = [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
+        for variable in variables:
+            if value := os.environ.get(variable):
+                shown = "(hidden)" if "key" in text else value
+                yield text, (shown, variable)
+                break
+        else:
+            for file in files:
+                if text in (values := file.values_for(name)):
+                    yield text, ("(hidden)" if "key" in text else values[text], str(file.path))
+                    break

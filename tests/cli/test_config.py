@@ -1,0 +1,172 @@
+"""Defaults from gfgen.toml, the user's file and GFGEN_ variables; `gfgen config`; --gpus."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gfgen.cli import run as run_module
+from gfgen.cli.main import main
+from gfgen.cli.options import RankOptions
+from gfgen.errors import InputError
+from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.core.devices import CUDA, Devices, Gpu
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "of-user"))
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a red circle", "tag": "S"}\n')
+    return tmp_path
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The options of each run, which does nothing."""
+    given: list[Any] = []
+
+    def run_jobs(session, jobs, options, *, done):
+        given.append(options)
+        return Summary()
+
+    monkeypatch.setattr(run_module, "run_jobs", run_jobs)
+    return given
+
+
+def gfgen(capsys, *arguments: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
+
+
+def of_user(text: str) -> None:
+    path = Path(os.environ["XDG_CONFIG_HOME"]) / "gfgen" / "config.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_nearer_settings_count_before_others(capsys, folder, runs, monkeypatch):
+    def policy(*arguments: str) -> str:
+        code, _, err = gfgen(capsys, "run", "jobs.jsonl", "--device", "cpu", *arguments)
+        assert code == 0, err
+        name: str = runs.pop().policy.name
+        return name
+
+    of_user('policy = "fcfs"\n')
+    assert policy() == "fcfs"
+    of_user('policy = "fcfs"\n[run]\npolicy = "edf"\n')
+    assert policy() == "edf"
+    (folder / "gfgen.toml").write_text('policy = "srtf"\n')
+    assert policy() == "srtf"
+    monkeypatch.setenv("GFGEN_POLICY", "makespan")
+    assert policy() == "makespan"
+    monkeypatch.setenv("GFGEN_RUN_POLICY", "legacy")
+    assert policy() == "legacy"
+    assert policy("--policy", "fcfs") == "fcfs"
+
+
+def test_numbers_flags_lists_and_names_with_dashes_are_read(capsys, folder, runs):
+    (folder / "gfgen.toml").write_text(
+        'ranks = 3\ndevice = "cpu"\n[run]\nlog-json = true\ngrace = "5s"\ntag = "S"\n'
+        'set = ["steps=4", "seed=1"]\ngraphs = false\n'
+    )
+    code, _, err = gfgen(capsys, "run", "jobs.jsonl")
+    assert code == 0, err
+    (options,) = runs
+    assert (options.ranks.num_ranks, options.logs.log_json, options.grace_s) == (3, True, 5)
+    assert not options.ranks.has_graphs
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[run]\npolcy = "srtf"', "gfgen.toml: [run] polcy: no such option; did you mean policy?"),
+        ("policy = ", "gfgen.toml: not TOML"),
+        ('run = "x"', "gfgen.toml: run: write a table, such as [run]"),
+        ('policy = "strf"', "did you mean srtf?"),
+        ('ranks = "many"', "'many' is not a valid integer"),
+    ],
+)
+def test_a_faulty_file_says_what_is_wrong_before_anything_starts(capsys, folder, runs, text, message):
+    (folder / "gfgen.toml").write_text(text)
+    code, _, err = gfgen(capsys, "run", "jobs.jsonl")
+    assert (code, runs) == (2, [])
+    assert message in err
+
+
+def test_subcommands_have_tables_in_the_table_of_their_group(capsys, folder):
+    (folder / "gfgen.toml").write_text("[bench.workload]\njobs = 3\n")
+    code, out, err = gfgen(capsys, "bench", "workload", "short")
+    assert code == 0, err
+    assert len(out.splitlines()) == 4
+
+
+def test_config_shows_each_setting_and_where_it_comes_from(capsys, folder, monkeypatch):
+    of_user('policy = "fcfs"\n')
+    (folder / "gfgen.toml").write_text("[run]\nranks = 2\n")
+    monkeypatch.setenv("GFGEN_SERVE_PORT", "4000")
+    monkeypatch.setenv("GFGEN_API_KEY", "a-very-secret-key")
+    code, out, _ = gfgen(capsys, "config")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == "gfgen.toml: read"
+    assert "  --ranks 2  (from gfgen.toml)" in lines
+    assert any(line.startswith("  --policy fcfs  (from ") and line.endswith("config.toml)") for line in lines)
+    assert "  --port 4000  (from GFGEN_SERVE_PORT)" in lines
+    assert "secret" not in out
+    code, out, _ = gfgen(capsys, "config", "--json")
+    assert json.loads(out)["commands"]["run"]["ranks"] == {"value": 2, "from": "gfgen.toml"}
+
+
+def test_config_finds_names_that_no_command_has(capsys, folder):
+    (folder / "gfgen.toml").write_text('polcy = "srtf"\n')
+    code, _, err = gfgen(capsys, "config")
+    assert code == 2
+    assert "gfgen.toml: polcy: no such option; did you mean policy?" in err
+    assert gfgen(capsys, "policies")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"), [(["rnu"], "Did you mean 'run'?"), (["jobs.jsonl"], "'gfgen run jobs.jsonl'")]
+)
+def test_a_mistyped_command_gets_a_suggestion(capsys, folder, arguments, hint):
+    code, _, err = gfgen(capsys, *arguments)
+    assert code == 2
+    assert hint in err
+
+
+# GPUs -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What CUDA_VISIBLE_DEVICES is when GPUs are looked for."""
+    found: list[str | None] = []
+
+    def choose(*_: object, **__: object) -> Devices:
+        found.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return Devices(CUDA, 1, (Gpu("NVIDIA H200", 140 * 10**9),))
+
+    monkeypatch.setattr("gfgen.cli.options.choose_devices", choose)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return found
+
+
+def test_only_the_named_gpus_are_visible(seen, monkeypatch):
+    RankOptions(gpus="0, 2").found()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7")
+    RankOptions(gpus="2,0").found()
+    assert seen == ["0,2", "GPU-7,4"]
+
+
+@pytest.mark.parametrize("gpus", ["", "a", "0,0", "-1", "0,", "3"])
+def test_other_lists_of_gpus_are_refused(seen, gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(InputError, match="--gpus"):
+        RankOptions(gpus=gpus).found()

@@ -1,0 +1,74 @@
+"""`gfgen run --retries`: jobs that fail run again at the end of the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from builders import make_job
+
+from gfgen.cli.run import run_jobs
+from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.core.observer import JobOutcome, skipped_outcome
+
+
+class Session:
+    """Fails the jobs that it is told to in each run."""
+
+    stop_signal = None
+
+    def __init__(self, *failing: set[str]) -> None:
+        self.failing, self.runs = list(failing), list[list[str]]()
+        self.traces: list[bool] = []
+
+    def load(self, jobs: object) -> None: ...
+
+    def run(self, jobs: Any, *, observers: Any, **_: object) -> Summary:
+        failing = self.failing.pop(0)
+        self.runs.append([job.job_id for job in jobs])
+        self.traces.append(any(type(each).__name__ == "TraceWriter" for each in observers))
+        assert len(self.runs) == 1 or all(job.spec.arrival_s == 0 for job in jobs)
+        for job in jobs:
+            outcome: JobOutcome = replace(
+                skipped_outcome(job.info), status="failed" if job.job_id in failing else "done"
+            )
+            for observer in observers:
+                observer.ended(outcome)
+        for observer in observers:
+            observer.close()
+        num_failed = len(failing)
+        return Summary(num_done=len(jobs) - num_failed, num_failed=num_failed, makespan_s=2.0)
+
+
+def options(tmp_path: Any, retries: int) -> Any:
+    return SimpleNamespace(retries=retries, trace=tmp_path / "trace.json", closes_at=None)
+
+
+@pytest.mark.parametrize(
+    ("retries", "failing", "runs", "counts"),
+    [
+        (0, [{"a", "b"}], [["a", "b", "c"]], (1, 2)),
+        (1, [{"a", "b"}, {"b"}], [["a", "b", "c"], ["a", "b"]], (2, 1)),
+        (5, [{"a", "b"}, {"b"}, set()], [["a", "b", "c"], ["a", "b"], ["b"]], (3, 0)),
+    ],
+)
+def test_failed_jobs_run_again_until_none_fails(tmp_path, monkeypatch, retries, failing, runs, counts):
+    session = Session(*failing)
+    jobs = [make_job(name, arrival_s=3.0) for name in "abc"]
+    monkeypatch.setattr("gfgen.cli.run._observers", lambda options: [])
+    monkeypatch.setattr("gfgen.cli.run.replace", lambda thing, **changes: _replaced(thing, changes))
+    monkeypatch.setattr("gfgen.cli.run.with_time", lambda jobs, *_, **__: (jobs, 0))
+    given = options(tmp_path, retries)
+    given.ranks = SimpleNamespace(step_times=None)
+    summary = run_jobs(session, jobs, given, done=())  # type: ignore[arg-type]
+    assert session.runs == runs
+    assert (summary.num_done, summary.num_failed) == counts
+    assert summary.makespan_s == 2.0 * len(runs)
+
+
+def _replaced(thing: Any, changes: dict[str, Any]) -> Any:
+    if isinstance(thing, SimpleNamespace):
+        return SimpleNamespace(**{**vars(thing), **changes})
+    return replace(thing, **changes)
