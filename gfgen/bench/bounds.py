@@ -326,7 +326,7 @@ def _apart(windows: Sequence[_Window]) -> Iterator[Sequence[_Window]]:
 def _most_whole(windows: Sequence[_Window], num_ranks: int) -> int:
     """The most jobs: the sum of the parts of jobs, rounded down.
 
-    room_FU [from, until]: the work that ranks can still do in an interval, besides what was chosen in it.
+    room_FU [from, until]: the work that ranks can still do in an interval after the work chosen in it.
     F and U index the distinct starts and ends of windows.
     """
     from_F, first = np.unique([window[0] for window in windows], return_inverse=True)

@@ -125,9 +125,10 @@ def _socket_folder(folder: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Let a process that is started here get no signal for the run from its first instruction on.
+    """Inside, processes start with the signals for the run blocked.
 
-    A process inherits what is blocked, as what is ignored; but this one gets what has come meanwhile.
+    A child inherits blocked signals as it inherits ignored ones. This process gets signals that arrived
+    inside when the block ends.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_RUN)
     try:

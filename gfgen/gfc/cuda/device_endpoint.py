@@ -64,7 +64,7 @@ class CudaEndpoint:
         self.torch_device = torch.device("cuda", device)
         self.timeout_ns = _nanoseconds(timeout_s)
         self.beside_blocks: int | None = None
-        """Blocks of exchanges that run beside computation, set by measurements; None: as callers ask."""
+        """Blocks of exchanges that overlap computation, set by measurements; None: as callers ask."""
         self.driver = driver()
         self.kernels = Kernels(device)
         # Every rank uses the first device's table: all ranks of a group must choose alike.

@@ -36,7 +36,7 @@ def common_length(
         return None  # only fused blocks ignore padding
     _, ulysses, ring = degrees
     if ring > 1 or not is_fast(embeds[0].device, embeds[0].dtype):
-        return None  # in a ring keys come in blocks, of which several would end in padding
+        return None  # in a ring keys come in blocks, and several of them would end in padding
     return padded_length([branch.shape[1] for branch in embeds], num_shards=ulysses)
 
 

@@ -106,7 +106,7 @@ def beyond(
 def too_long(
     jobs: Sequence[AdmittedJob], times: StepTimes | None, most_s: float, named: str
 ) -> Iterator[tuple[AdmittedJob, Problem]]:
-    """A problem for each job of which one step takes longer than `most_s`, which is `named`."""
+    """A problem for each job with a step that takes longer than `most_s`; messages call it `named`."""
     assert times is not None
     for job in jobs:
         if times.least_s(job) > most_s:
