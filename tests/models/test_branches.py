@@ -15,7 +15,7 @@ from benchmarks.shared_transformers import Ranks, make
 from gfgen.errors import ModelError
 from gfgen.layout import Layout
 from gfgen.models.parallel.branches import shared_step, watch
-from gfgen.models.parallel.parallel import parallel_from
+from gfgen.models.parallel.parallel import Parallel, parallel_from
 
 X = torch.arange(12.0).view(2, 3, 2)
 IDS = torch.tensor([[1.0], [5.0]])
@@ -50,14 +50,14 @@ def on_halves(step: Step) -> tuple[list[Tensor], list[list[int]]]:
     It is the second step: before the first one each rank evaluates a call of each shape alone.
     """
 
-    def program(group: Any) -> tuple[Tensor, list[int]]:
-        model, parallel = Small(), parallel_from(group)
+    def program(parallel: Parallel) -> tuple[Tensor, list[int]]:
+        model = Small()
         watch(model)
         shared_step(lambda: step(model), parallel)
         model.samples.clear()
         return shared_step(lambda: step(model), parallel), model.samples
 
-    results, samples = zip(*FakeCluster().run(Layout((0, 1), cfg=2), program), strict=True)
+    results, samples = zip(*Ranks(2).run(Layout((0, 1), cfg=2), program), strict=True)
     return list(results), list(samples)
 
 
