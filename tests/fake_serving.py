@@ -3,7 +3,8 @@
     python -m fake_serving PORT FOLDER [option=value ...]
 
 serves `fake-video` and `fake-image` on two ranks. A step takes `flow_shift` seconds if a job gives it,
-and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key`, `ranks` and `strict`. With
+and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key`, `ranks`,
+`strict`, `alias`, `public_url` and `origin`. With
 FAKE_HASTE in the environment jobs have eight steps at most, which take no time.
 """
 
@@ -161,7 +162,12 @@ def _write_all(channel: Channel) -> None:
 def serve_fakes(port: int, folder: Path, **options: str) -> None:
     """Until a signal comes."""
     ranks, key = int(options.pop("ranks", "2")), options.pop("key", None)
-    api = ApiOptions(strict=bool(options.pop("strict", "")))
+    api = ApiOptions(
+        strict=bool(options.pop("strict", "")),
+        served_names=tuple(filter(None, [options.pop("alias", "")])),
+        public_url=options.pop("public_url", None),
+        allowed_origins=tuple(filter(None, [options.pop("origin", "")])),
+    )
     limits = ServerLimits(
         **{name: float(value) if name.endswith("_s") else int(value) for name, value in options.items()}
     )

@@ -130,6 +130,7 @@ JOBS = [
 
 def test_options_of_serve():
     assert options_of(subcommand("serve")) == [
+        "--allow-origin",
         "--api-key",
         "--device",
         "--gpus",
@@ -155,10 +156,13 @@ def test_options_of_serve():
         "--output",
         "--policy",
         "--port",
+        "--public-url",
         "--quiet",
         "--random-weights",
         "--ranks",
         "--ranks-per-gpu",
+        "--root-path",
+        "--served-model-name",
         "--strict",
         "--vae-dtype",
         "--verbose",

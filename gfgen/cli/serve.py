@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -94,6 +95,60 @@ class _Size(click.ParamType[int]):
         return size
 
 
+class _Pattern(click.ParamType[str]):
+    """Text that matches a pattern; a slash at its end is dropped."""
+
+    def __init__(self, name: str, pattern: str, *, accepted: str) -> None:
+        self.name = name
+        self._pattern = pattern
+        self._accepted = accepted
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value).rstrip("/")
+        if not re.fullmatch(self._pattern, text):
+            self.fail(f"{value!r}: {self._accepted} is accepted", param, ctx)
+        return text
+
+
+_SITE = r"https?://[A-Za-z0-9.\-\[\]:]+"
+
+_api_options = taken_as(
+    "api",
+    ApiOptions,
+    click.option(
+        "--served-model-name",
+        "served_names",
+        multiple=True,
+        type=_Pattern("alias=model", r"[^=]+=.+", accepted="ALIAS=MODEL"),
+        help="Also serve MODEL under the name ALIAS, for example sora-2=wan2.2-ti2v-5b. Repeatable.",
+    ),
+    click.option(
+        "--strict",
+        is_flag=True,
+        help="Refuse requests with unknown fields, in place of ignoring these fields.",
+    ),
+    click.option(
+        "--root-path",
+        "path_prefix",
+        type=_Pattern("path", r"(/[A-Za-z0-9._~\-]+)*", accepted="a path like /films"),
+        default="",
+        help="Path of the server behind a proxy. [the path of --public-url]",
+    ),
+    click.option(
+        "--public-url",
+        type=_Pattern("url", _SITE + r"(/[A-Za-z0-9._~\-]+)*", accepted="a URL like https://host/films"),
+        help="URL under which clients reach the server. The URLs of results begin with it.",
+    ),
+    click.option(
+        "--allow-origin",
+        "allowed_origins",
+        multiple=True,
+        type=_Pattern("origin", rf"{_SITE}|\*", accepted="an origin like https://example.com, or *,"),
+        help="Site whose pages may use the API from a browser. Repeatable.",
+    ),
+)
+
+
 @click.command()
 @click.option(
     "--port", type=click.IntRange(1, 65535), default=3000, show_default=True, help="Port to listen on."
@@ -123,15 +178,7 @@ class _Size(click.ParamType[int]):
     help="Model to serve: a name from 'gfgen models', a directory or a hub id. Repeatable. "
     f"[{DEFAULT_MODEL}]",
 )
-@taken_as(
-    "api",
-    ApiOptions,
-    click.option(
-        "--strict",
-        is_flag=True,
-        help="Refuse requests with unknown fields, in place of ignoring these fields.",
-    ),
-)
+@_api_options
 @rank_options(ranks_per_gpu_option, memory_option)
 @policy_option
 @lookahead_option
@@ -214,6 +261,9 @@ def serve(
     """
     logs.configure(file=logs.log_file)
     _check_exposure(host, api_key, no_key=no_key)
+    for alias, name in api.aliases.items():
+        if name not in (models or (DEFAULT_MODEL,)):
+            raise InputError(f"--served-model-name {alias}={name}: {name} is not served; add --model {name}")
     check_packages(SERVING)
     options = ServeOptions(
         output_dir=output,

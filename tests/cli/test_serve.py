@@ -138,6 +138,28 @@ def test_what_was_accepted_is_held_against_limits_and_not_against_what_is_free_n
     assert problem.field == "model"
 
 
+def test_names_and_addresses_for_clients_are_options(monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr("gfgen.cli.serve.serve_models", given.append)
+    with pytest.raises(SystemExit):
+        main(["serve", "--device", "cpu", "--served-model-name", "sora-2=shapes", "--strict"])
+    with pytest.raises(SystemExit):
+        main(["serve", "--device", "cpu", "--public-url", "https://a.example/gf/", "--allow-origin", "*"])
+    named, public = [options.api for options in given]
+    assert (named.aliases, named.strict, named.root_path) == ({"sora-2": "shapes"}, True, "")
+    assert (public.public_url, public.root_path) == ("https://a.example/gf", "/gf")
+    assert public.allowed_origins == ("*",)
+    for option, value in (
+        ("--served-model-name", "sora-2=other"),
+        ("--served-model-name", "sora-2"),
+        ("--root-path", "films"),
+        ("--public-url", "a.example"),
+        ("--allow-origin", "https://a.example/path"),
+    ):
+        message, code = refused(capsys, option, value)
+        assert (code, option in message) == (2, True)
+
+
 def test_an_open_address_needs_a_key_or_an_explicit_word(capsys):
     message, code = refused(capsys, "--host", "0.0.0.0")
     assert code == 2

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import compile_path
 
@@ -46,13 +47,25 @@ def make_app(
         generate_unique_id_function=_operation_id,
         redirect_slashes=False,
         responses=responses(401, 403),
+        root_path=service.api.root_path,
     )
     app.state.service, app.state.feed, app.state.metrics = service, feed, metrics
     app.state.keys, app.state.page = keys, routes_server.read_page()
     for router in (*routes_jobs.ROUTERS, routes_images.router, routes_batches.router, routes_server.router):
         app.include_router(router)
     install_errors(app)
-    app.add_middleware(RequestGuard, keys=keys, limits=service.limits, is_loopback=is_loopback)
+    app.add_middleware(
+        RequestGuard, keys=keys, limits=service.limits, api=service.api, is_loopback=is_loopback
+    )
+    if service.api.allowed_origins:
+        everything = ("*",)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.api.allowed_origins,
+            allow_methods=everything,
+            allow_headers=everything,
+            expose_headers=everything,
+        )
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app
 
@@ -73,7 +86,9 @@ def install_errors(app: FastAPI) -> None:
         what = {404: "there is no such path", 405: "this path does not accept that method"}
         message, headers = what.get(error.status_code, str(error.detail)), dict(error.headers or {})
         if error.status_code == 405:
-            headers["Allow"] = ", ".join(_methods(app, request.url.path)) or headers.get("Allow", "")
+            headers["Allow"] = ", ".join(
+                _methods(app, request.url.path.removeprefix(app.root_path))
+            ) or headers.get("Allow", "")
         return ApiError(error.status_code, message, headers=headers).response()
 
     async def full(_: Request, error: Exception) -> Response:

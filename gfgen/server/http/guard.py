@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gfgen.server.protocol.limits import ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.problems import ApiError
 
 COOKIE = "gfgen_session"
@@ -77,11 +77,24 @@ class ApiKeys:
 class RequestGuard:
     """ASGI middleware: refuses unauthorised requests, limits bodies, adds security headers."""
 
-    def __init__(self, app: ASGIApp, *, keys: ApiKeys, limits: ServerLimits, is_loopback: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: ApiKeys,
+        limits: ServerLimits,
+        is_loopback: bool,
+        api: ApiOptions | None = None,
+    ) -> None:
+        api = api or ApiOptions()
         self._app = app
         self._keys = keys
         self._limits = limits
         self._checks_host = is_loopback and not keys.is_needed
+        self._root_path = api.root_path
+        public = urlsplit(api.public_url or "")
+        self._hosts = {public.netloc} - {""}
+        self._origins = {*api.allowed_origins, f"{public.scheme}://{public.netloc}"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -105,11 +118,11 @@ class RequestGuard:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         host = headers.get("host", "")
-        if self._checks_host and not _is_of_this_machine(host):
+        if self._checks_host and not (host in self._hosts or _is_of_this_machine(host)):
             raise ApiError(403, f"host {host[:80]!r} is not this machine; use localhost, or serve with a key")
-        if scope["method"] not in _SAFE_METHODS and _is_of_another_site(headers, host):
+        if scope["method"] not in _SAFE_METHODS and self._is_of_another_site(headers, host):
             raise ApiError(403, "requests from pages of other sites are refused")
-        path = scope["path"]
+        path = self._path(scope)
         if not self._keys.is_needed or path in _OPEN_PATHS or path.startswith(_OPEN_PREFIXES):
             return
         if not (self._has_key(headers) or self._has_signature(scope)):
@@ -119,6 +132,21 @@ class RequestGuard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
+    def _path(self, scope: Scope) -> str:
+        """The path without the prefix, which a proxy may or may not have removed."""
+        path: str = scope["path"]
+        rest = path.removeprefix(self._root_path)
+        return rest if rest.startswith("/") else path
+
+    def _is_of_another_site(self, headers: Headers, host: str) -> bool:
+        """Browsers set Sec-Fetch-Site and pages cannot; it is right even if a proxy changes the host."""
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if origin is not None and not self._origins.isdisjoint((origin, "*")):
+            return False
+        if site is not None:
+            return site in ("cross-site", "same-site")
+        return origin is not None and origin.partition("://")[2] != host
+
     def _has_key(self, headers: Headers) -> bool:
         kind, _, key = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and self._keys.is_right(key.strip()):
@@ -127,7 +155,7 @@ class RequestGuard:
 
     def _has_signature(self, scope: Scope) -> bool:
         """/v1/jobs/ID/content?signature=..."""
-        parts = scope["path"].split("/")
+        parts = self._path(scope).split("/")
         if (
             scope["method"] not in _SAFE_METHODS
             or parts[:3] != ["", "v1", "jobs"]
@@ -202,13 +230,6 @@ def _is_of_this_machine(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:  # a host name; it may start with "127."
         return False
-
-
-def _is_of_another_site(headers: Headers, host: str) -> bool:
-    if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-        return True
-    origin = headers.get("origin")
-    return origin is not None and origin.partition("://")[2] != host
 
 
 def _cookie(headers: Headers) -> str:

@@ -56,7 +56,7 @@ async def create_batch(
     """Accepts all jobs of a file or none, with the messages of `gfgen run`. With `skip_invalid` it accepts
     the jobs that the models and this machine can run. `image` and `output` name files of the client: `image`
     is refused, and the server chooses the output's name."""
-    models = service.check_ready().models
+    models = service.ready_models()
     content, fingerprint = await read_job_file(request, service=service)
     batch_id = new_id("batch")
     try:

@@ -35,7 +35,7 @@ async def create_images(request: Request, service: Service) -> Response:
     asked_for, warnings = opened(schemas.ImageRequest, body.values, is_strict=is_strict)
     if body.picture is not None:
         raise ApiError(400, "input_reference: pictures are made from text here", param="input_reference")
-    models, ignored = service.check_ready().models, None if is_strict else warnings
+    models, ignored = service.ready_models(), None if is_strict else warnings
     requested = image_jobs(asked_for, models=models, ignored=ignored)
     ids = await service.take(requested, key=request_key(request, body.fingerprint))
     log_ignored(ids, warnings)
@@ -74,7 +74,8 @@ async def _image(
         query = [f"format={kind}"] if kind != "png" else []
         if signature := request.app.state.keys.signature(job_id):
             query.append(f"signature={signature}")
-        url = f"{request.base_url}v1/jobs/{job_id}/content" + ("?" + "&".join(query) if query else "")
+        base = (service.api.public_url or str(request.base_url)).rstrip("/")
+        url = f"{base}/v1/jobs/{job_id}/content" + ("?" + "&".join(query) if query else "")
         return schemas.Image(url=url, id=job_id, seed=stored.facts.seed)
     content = await files.picture_as(service.folder.result(stored.facts), kind)
     text = (await asyncio.to_thread(base64.b64encode, content)).decode()

@@ -95,7 +95,7 @@ async def create_video_and_wait(request: Request, service: Service) -> Response:
 async def create_job(request: Request, service: Service) -> Response:
     """Accepts one job with the fields of the job file and answers at once."""
     body = await read_body(request, service=service, picture_name="image")
-    requested = plain_job(checked(schemas.JobRequest, body.values), models=service.check_ready().models)
+    requested = plain_job(checked(schemas.JobRequest, body.values), models=service.ready_models())
     (job_id,) = await _take(request, service, requested, body)
     return _found(service, job_id).job().response()
 
@@ -267,7 +267,7 @@ async def _disconnected(request: Request) -> None:
 
 async def _take_video(request: Request, service: JobService, body: Body) -> tuple[list[str], list[str]]:
     """The id of the accepted video, and warnings about ignored fields."""
-    models, is_strict = service.check_ready().models, service.api.strict
+    models, is_strict = service.ready_models(), service.api.strict
     asked_for, warnings = opened(schemas.VideoRequest, body.values, is_strict=is_strict)
     requested = video_job(asked_for, models=models, ignored=None if is_strict else warnings)
     ids = await _take(request, service, requested, body)

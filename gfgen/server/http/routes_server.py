@@ -78,7 +78,7 @@ async def metrics(request: Request) -> Response:
     summary="List models",
 )
 async def list_models(service: Service) -> Response:
-    return schemas.ModelList(data=service.mirror.models()).response()
+    return schemas.ModelList(data=service.models()).response()
 
 
 @router.get(
@@ -88,7 +88,7 @@ async def list_models(service: Service) -> Response:
     summary="Get a model",
 )
 async def get_model(service: Service, model: str) -> Response:
-    for each in service.mirror.models():
+    for each in service.models():
         if each.id == model:
             return each.response()
     raise ApiError(404, "there is no such model", param="model", code="model_not_found")
@@ -176,7 +176,14 @@ async def open_session(request: Request, service: Service) -> Response:
     response = Response(status_code=204)
     if keys.is_needed:
         secure = request.url.scheme == "https"
-        response.set_cookie(COOKIE, keys.cookie, httponly=True, samesite="strict", secure=secure, path="/")
+        response.set_cookie(
+            COOKIE,
+            keys.cookie,
+            httponly=True,
+            samesite="strict",
+            secure=secure,
+            path=service.api.root_path or "/",
+        )
     return response
 
 

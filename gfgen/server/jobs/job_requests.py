@@ -79,7 +79,7 @@ def video_job(
             raise ApiError(400, "num_frames and seconds exclude each other; give one", param="seconds")
         values["frames"] = _frames(request.seconds, request.fps or _default_fps(model))
     words = {ours: theirs for theirs, ours in _VIDEO_WORDS.items()}
-    spec = _spec(values | {"model": model.id}, "video", words)
+    spec = _spec(values | {"model": model.root or model.id}, "video", words)
     must_be: schemas.MediaKind | None = None if model.kind == "video" else "video"
     return RequestedJob(spec, must_be=must_be, words=words, ignored=ignored)
 
@@ -96,7 +96,7 @@ def image_jobs(
     if model.kind == "video":
         values["frames"] = 1
     words = {ours: theirs for theirs, ours in _IMAGE_WORDS.items()}
-    first = _spec(values | {"model": model.id}, "image", words)
+    first = _spec(values | {"model": model.root or model.id}, "image", words)
     specs = [first]
     for number in range(1, request.n or request.num_outputs_per_prompt or 1):
         seed = None if request.seed is None else (request.seed + number) % 2**63
@@ -109,7 +109,7 @@ def plain_job(request: schemas.JobRequest, *, models: Sequence[schemas.ServedMod
     model = chosen_model(request.model, models, kind=None)
     values = _job_words(request, {}, leave_out=("model",))
     kind = "image" if model.kind == "image" or request.frames == 1 else "video"
-    return RequestedJob(_spec(values | {"model": model.id}, kind, {}))
+    return RequestedJob(_spec(values | {"model": model.root or model.id}, kind, {}))
 
 
 def batch_jobs(
@@ -124,7 +124,7 @@ def batch_jobs(
     parsed = read_job_stream(
         io.BytesIO(content), source="the job file", folder=Path(), images=NoImages(_NO_PATHS)
     )
-    served = {model.id for model in models}
+    served = {model.id: model.root or model.id for model in models}
     problems, requested = list(parsed.problems), []
     for spec in parsed.specs:
         name = spec.model or models[0].id
@@ -132,7 +132,7 @@ def batch_jobs(
             problems.append(_not_served(spec.line, name, models))
             continue
         seed = default_seed(spec.id) if spec.seed is None else spec.seed
-        own = replace(spec, id=new_id("job"), seed=seed, model=name, output=None)
+        own = replace(spec, id=new_id("job"), seed=seed, model=served[name], output=None)
         requested.append(RequestedJob(own, batch_id=batch_id, custom_id=spec.id))
     problems.sort(key=lambda problem: problem.line or 0)
     if problems and not (skip_invalid and requested):

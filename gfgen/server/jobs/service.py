@@ -21,6 +21,7 @@ from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.store import Ending, KeyTakenError, RequestKey, Store, StoredJob
+from gfgen.server.protocol import schemas
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.link import CancelJobs, RunInfo, SetPolicy, SubmitJobs
 from gfgen.server.protocol.problems import ApiError
@@ -65,6 +66,21 @@ class JobService:
         if self.mirror.status != "ready" or self.mirror.run_info is None:
             raise self.not_ready()
         return self.mirror.run_info
+
+    def models(self) -> list[schemas.ServedModel]:
+        """The models and their aliases; none while the server is loading."""
+        models = {model.id: model for model in self.mirror.models()}
+        aliases = [
+            models[name].model_copy(update={"id": alias, "root": name})
+            for alias, name in self.api.aliases.items()
+            if name in models
+        ]
+        return [*models.values(), *aliases]
+
+    def ready_models(self) -> list[schemas.ServedModel]:
+        """As `models`; raises ApiError if the server is not ready."""
+        self.check_ready()
+        return self.models()
 
     def not_ready(self) -> ApiError:
         return ApiError(503, self.mirror.reason or "not ready", code="not_ready", retry_after_s=5)

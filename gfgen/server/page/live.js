@@ -17,6 +17,9 @@ class Problem extends Error {
   }
 }
 
+/** A path of the server relative to the page, which may lie below a proxy's prefix. */
+export const at = (path) => (path ?? "").replace(/^\//, "");
+
 /** The response to a request; throws a Problem with the error and its field. */
 export async function ask(method, path, { json, form, key, signal } = {}) {
   const headers = {};
@@ -24,7 +27,7 @@ export async function ask(method, path, { json, form, key, signal } = {}) {
   if (key) headers["Idempotency-Key"] = key;
   let response;
   try {
-    response = await fetch(path, { method, headers, signal, body: form ?? (json && JSON.stringify(json)) });
+    response = await fetch(at(path), { method, headers, signal, body: form ?? (json && JSON.stringify(json)) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Problem(0, null, null);

@@ -1,6 +1,6 @@
 // Ended jobs: thumbnails, and the dialog that shows one job.
 
-import { ask, parse } from "./live.js";
+import { ask, at, parse } from "./live.js";
 import { arrange, byId, make, mark, say, stillness, write } from "./words.js";
 import { bytesOf, clock, duration, sized } from "./words.js";
 
@@ -46,10 +46,10 @@ export class Results {
     const button = make("button", { type: "button", class: "tile-button" });
     if (job.status === "completed") {
       const [width, height] = job.size.split("x").map(Number);
-      const image = make("img", { width, height, alt: "", loading: "lazy", src: job.thumbnail_url });
+      const image = make("img", { width, height, alt: "", loading: "lazy", src: at(job.thumbnail_url) });
       image.addEventListener("error", () => image.classList.add("broken"));
       image.addEventListener("load", () => image.classList.remove("broken"));
-      const again = () => (image.src = job.thumbnail_url);
+      const again = () => (image.src = at(job.thumbnail_url));
       image.addEventListener("error", () => setTimeout(again, 3000), { once: true });
       button.append(image);
       const length = `\u25b6 ${Number(job.seconds ?? 0).toFixed(1)} s`;
@@ -77,7 +77,7 @@ export class Results {
     byId("viewer-facts").replaceChildren(...this.#facts(job));
     const save = byId("viewer-save");
     save.hidden = job.status !== "completed";
-    save.href = job.content_url ?? "";
+    save.href = at(job.content_url);
     save.download = `${job.id}.${job.object === "video" ? "mp4" : "png"}`;
     this.#askFirst();
     this.#showSteps();
@@ -182,8 +182,8 @@ async function complete(job) {
 
 function picture(job) {
   const [width, height] = job.size.split("x").map(Number);
-  if (job.object !== "video") return make("img", { src: job.content_url, alt: job.prompt, width, height });
-  const video = make("video", { src: job.content_url, poster: job.thumbnail_url, width, height });
+  if (job.object !== "video") return make("img", { src: at(job.content_url), alt: job.prompt, width, height });
+  const video = make("video", { src: at(job.content_url), poster: at(job.thumbnail_url), width, height });
   [video.controls, video.loop] = [true, true];
   [video.muted, video.playsInline, video.autoplay] = [true, true, !stillness.matches];
   video.setAttribute("aria-label", job.prompt);

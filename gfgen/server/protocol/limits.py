@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 BACKLOG = 2048
 """Connections that may wait in the kernel to be accepted."""
@@ -44,3 +45,21 @@ class ApiOptions:
 
     strict: bool = False
     """Refuse fields that are unknown or that the model does not use, in place of ignoring them."""
+    served_names: tuple[str, ...] = ()
+    """Further names of models, as ALIAS=MODEL."""
+    path_prefix: str = ""
+    """As --root-path: the path of this server behind a proxy, "" or with a leading slash."""
+    public_url: str | None = None
+    """The URL under which clients reach this server."""
+    allowed_origins: tuple[str, ...] = ()
+    """Sites whose pages may send requests; "*" stands for all."""
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        pairs = (name.partition("=") for name in self.served_names)
+        return {alias: model for alias, _, model in pairs}
+
+    @property
+    def root_path(self) -> str:
+        """The path prefix, by default that of the public URL."""
+        return self.path_prefix or urlsplit(self.public_url or "").path.rstrip("/")

@@ -374,6 +374,7 @@ class ServedModel(ResponseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["gfgen"] = "gfgen"
+    root: str | None = Field(None, description="The model that this alias stands for.")
     kind: MediaKind
     takes_image: Literal["no", "yes", "always"] = Field(description="Whether jobs take an input picture.")
     defaults: Defaults | None = None

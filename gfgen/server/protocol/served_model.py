@@ -20,6 +20,7 @@ def served_model(model: ResolvedModel, *, created: int) -> schemas.ServedModel:
     return schemas.ServedModel(
         id=model.name,
         created=created,
+        root=None,
         kind="image" if model.geometry.kind == "image" else "video",
         takes_image="no" if with_image is None else "yes" if run is not None else "always",
         defaults=None if known is None else _defaults(known),
