@@ -70,7 +70,6 @@ def _calls(num_steps: int, policy: str, fleet: Fleet | None, folder: Path) -> Co
             [job],
             state=state,
             backend=backend,
-            clock=clock,
             policy=load_policy(policy),
             journal=journal,
             observers=observers,

@@ -75,7 +75,6 @@ def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> Cont
             jobs[:num_open],
             state=State(jobs, start, clock=clock, costs=costs),
             backend=backend,
-            clock=clock,
             policy=load_policy(policy),
             journal=Journal(folder / "journal.jsonl", header=header),
             observers=[TraceWriter(folder / "trace.json"), ManifestWriter(folder / "manifest.jsonl")],

@@ -85,7 +85,6 @@ def _run_s(policy: str, *, num_open: int, num_tasks: int) -> float:
         jobs[:num_open],
         state=state,
         backend=backend,
-        clock=clock,
         policy=load_policy(policy),
     )
     backend.control = control

@@ -139,7 +139,6 @@ def run_for_real(
             jobs,
             state=state,
             backend=backend,
-            clock=clock,
             policy=load_policy(policy),
             observers=[watch],
         )

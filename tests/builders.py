@@ -10,7 +10,7 @@ from typing import Any
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
@@ -106,12 +106,10 @@ def simulated_control(
         jobs,
         state=state,
         backend=backend(clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=task_s)),
-        clock=clock,
         policy=load_policy(policy),
         observers=[recorder],
         journal=journal,
-        intake=intake(clock),
-        chooser=chooser,
+        steering=Steering(intake=intake(clock), chooser=chooser),
     )
     return control, recorder
 

@@ -341,7 +341,6 @@ def _run(
         jobs,
         state=state,
         backend=backend,
-        clock=clock,
         policy=_policy_of(schedule),
         observers=[witness],
         journal=journal,

@@ -16,7 +16,7 @@ from journal_reader import JournaledRun, Turn
 
 from gfgen.errors import GfgenError, InputError
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
 from gfgen.runtime.core.clock import Clock
@@ -80,10 +80,9 @@ def replay(
         first,
         state=state,
         backend=_RecordedBackend(clock, run.turns, state=state, later=later),
-        clock=clock,
         policy=policy or load_policy(header["policy"]),
         journal=journal,
-        intake=_NoIntake(),  # the journal ends the run, not the last job
+        steering=Steering(intake=_NoIntake()),  # the journal ends the run, not the last job
     )
     try:
         control.run()

@@ -102,7 +102,7 @@ def run_jobs(
         costs=costs,
     )
     backend = ProcessBackend(pool, JobMemory(jobs, folder), clock=clock, signals=signals)
-    control = Control(jobs, state=state, backend=backend, clock=clock, policy=policy, observers=[record])
+    control = Control(jobs, state=state, backend=backend, policy=policy, observers=[record])
     try:
         summary = control.run()
     finally:

@@ -23,9 +23,9 @@ from gfgen.job.source import JobSource
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.models.geometry.weights import VAE_DTYPES
-from gfgen.runtime.control.control import GRACE_S
 from gfgen.runtime.control.flights import LOOKAHEAD_S
 from gfgen.runtime.core.devices import CPU, DEFAULT_CPU_RANKS, DEVICES, choose_devices, parse_memory
+from gfgen.runtime.files.start import GRACE_S
 from gfgen.session.ranks import Ranks
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from gfgen.errors import InputError, JobFileError
 from gfgen.job.reader import read_job_stream
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.control.control import GRACE_S, Backend, Control, Intake
+from gfgen.runtime.control.control import Backend, Control, Intake, Steering
 from gfgen.runtime.control.decider import Chooser
 from gfgen.runtime.control.flights import LOOKAHEAD_S
 from gfgen.runtime.control.metrics import Summary
@@ -33,7 +33,7 @@ from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, j
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
 from gfgen.runtime.files.ownership import STDIN, claim_files
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.start import GRACE_S, RunStart
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.job_bounds import JobBounds
@@ -216,15 +216,15 @@ class Session:
                 jobs,
                 state=state,
                 backend=backend if arrivals is None else arrivals.wrap(backend),
-                clock=clock,
                 policy=options.policy,
                 journal=journal,
                 observers=observers if arrivals is None else [*observers, *arrivals.observers],
                 skipped=skipped,
-                intake=None if arrivals is None else arrivals.intake,
-                chooser=chooser,
-                residency=self.residency,
-                grace_s=options.grace_s,
+                steering=Steering(
+                    intake=None if arrivals is None else arrivals.intake,
+                    chooser=chooser,
+                    residency=self.residency,
+                ),
             )
             try:
                 summary = control.run()
@@ -255,6 +255,7 @@ class Session:
                 computed_with=pool.settings.computed_with,
             ),
             closes_s=None if options.closes_at is None else options.closes_at - clock.started_at,
+            grace_s=options.grace_s,
             resident=None if self.residency is None else self.residency.resident,
             islands=pool.islands,
         )

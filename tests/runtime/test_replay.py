@@ -13,7 +13,7 @@ from gfgen.errors import InputError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import JobArrived, JobCancelled, OutputWritten, TaskFailed, Wakeup
@@ -82,12 +82,13 @@ def run(
         jobs,
         state=state,
         backend=backend,
-        clock=clock,
         policy=chosen,
         journal=journal,
-        chooser=None if chosen.choose is None else ImmediateChooser(chosen.choose),
         observers=[observer or Watching()],
-        intake=intake,
+        steering=Steering(
+            intake=intake,
+            chooser=None if chosen.choose is None else ImmediateChooser(chosen.choose),
+        ),
     )
     try:
         control.run()

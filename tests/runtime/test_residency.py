@@ -15,7 +15,7 @@ from replay import replay
 
 from gfgen.graph import Stage
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
@@ -91,11 +91,10 @@ def controlled(
         backend=backend(
             clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=lambda _: step_s, write_s=lambda _: 0.01)
         ),
-        clock=clock,
         policy=load_policy(policy),
         observers=[recorder],
         journal=journal,
-        residency=residency,
+        steering=Steering(residency=residency),
     )
     return control, recorder
 

@@ -16,7 +16,7 @@ from gfgen.layout import Layout
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.geometry.model import load_geometry
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import ResolvedModel, admit
 from gfgen.runtime.core.clock import Clock
@@ -72,6 +72,7 @@ def run(
             last_number=pool.last_number,
             resident=residency.resident if residency else None,
             islands=islands,
+            grace_s=grace_s,
         ),
         clock=clock,
         costs=costs,
@@ -84,11 +85,9 @@ def run(
         jobs,
         state=state,
         backend=backend,
-        clock=clock,
         policy=chosen,
         observers=[recorder],
-        residency=residency,
-        grace_s=grace_s,
+        steering=Steering(residency=residency),
     )
     control.observers += tuple(watcher(clock) for watcher in watchers)
     try:

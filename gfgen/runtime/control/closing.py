@@ -13,6 +13,7 @@ from gfgen.graph import Stage, Task
 from gfgen.job.fields import MAX_YEAR, MIN_YEAR, parse_duration
 from gfgen.layout import Degrees
 from gfgen.runtime.core.openjobs import JobKind
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostClass, CostModel
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,9 @@ class Closing:
     as if they fitted, since what has begun is not lost, and a wrong guess could waste the night.
     """
 
-    def __init__(self, closes_s: float | None, costs: CostModel) -> None:
-        self.closes_s = math.inf if closes_s is None else closes_s
+    def __init__(self, start: RunStart, costs: CostModel) -> None:
+        self.closes_s = math.inf if start.closes_s is None else start.closes_s
+        self.grace_s = start.grace_s
         self.stop_signal: int | None = None
         """The signal that asked the run to stop."""
         self.is_stopping = False

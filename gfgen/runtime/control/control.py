@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,6 @@ from gfgen.runtime.control.metrics import Metrics, Summary
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import (
     ClosingTime,
@@ -35,9 +34,6 @@ from gfgen.snapshot import Decision, Snapshot
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
-
-GRACE_S = 30.0
-"""How long running tasks may take to end when the run is to stop, before they are stopped, too."""
 
 
 class Backend(Protocol):
@@ -87,11 +83,18 @@ class Intake(Protocol):
         ...
 
 
-class Control:
-    """One run from the first arrival to the last file.
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """What changes a run while it goes on: other jobs, another policy, other models."""
 
-    With an `intake` it goes on, and takes what comes in, until it is asked to stop.
-    """
+    intake: Intake | None = None
+    """With an intake the run goes on until it is asked to stop."""
+    chooser: Chooser | None = None
+    residency: Residency | None = None
+
+
+class Control:
+    """One run from the first arrival to the last file."""
 
     def __init__(
         self,
@@ -99,23 +102,22 @@ class Control:
         *,
         state: State,
         backend: Backend,
-        clock: Clock,
         policy: NamedPolicy,
         journal: Journal | NoJournal | None = None,
         observers: Sequence[Observer] = (),
         skipped: Sequence[AdmittedJob] = (),
-        intake: Intake | None = None,
-        chooser: Chooser | None = None,
-        residency: Residency | None = None,
-        grace_s: float = GRACE_S,
+        steering: Steering | None = None,
     ) -> None:
+        steering = steering or Steering()
+        num_ranks = len(state.ranks.records)
         self.state = state
         self.backend = backend
-        self.clock = clock
-        self.decider = Decider(policy, clock=clock, num_ranks=len(state.ranks.records), chooser=chooser)
+        self.clock = state.clock
+        self.decider = Decider(policy, clock=state.clock, num_ranks=num_ranks, chooser=steering.chooser)
         self.journal = journal or NoJournal()
         self.metrics = Metrics()
-        self.observers = (self.metrics, *observers, *([] if residency is None else [residency]))
+        self._residency = steering.residency
+        self.observers = (self.metrics, *observers, *filter(None, [self._residency]))
         self._tell_applied: list[Callable[[Event], None]] = []
         self._tell_dispatched: list[Callable[[Dispatch], None]] = []
         """Both are called at every step, so observers that do not watch them are left out."""
@@ -123,9 +125,7 @@ class Control:
         self._next_refresh_s = 0.0
         self._jobs = tuple(jobs)
         self._skipped = tuple(skipped)
-        self._intake = intake
-        self._residency = residency
-        self._grace_s = grace_s
+        self._intake = steering.intake
         self._has_warned = False
         """Of a standstill that may end when more jobs come."""
         self._saved: set[str] = set()
@@ -219,7 +219,7 @@ class Control:
             case JobArrived():
                 self.decider.note_change()
             case StopRequested() | ClosingTime():
-                self.clock.at(GraceOver(event.time_s + self._grace_s))
+                self.clock.at(GraceOver(event.time_s + self.state.closing.grace_s))
             case _:
                 pass
         outcomes = self.state.apply(event)

@@ -48,7 +48,7 @@ class State:
     def __init__(
         self, jobs: Sequence[AdmittedJob], start: RunStart, *, clock: Clock, costs: CostModel
     ) -> None:
-        self._clock = clock
+        self.clock = clock
         self._costs = costs
         self._is_looking_ahead = start.lookahead_s > 0
         self.models = ModelTurns(
@@ -62,7 +62,7 @@ class State:
         self.flights = Flights(
             lookahead_s=start.lookahead_s, last_number=max([start.last_number, *last_numbers])
         )
-        self.closing = Closing(start.closes_s, costs)
+        self.closing = Closing(start, costs)
         self.max_degree = start.max_degree or max(map(len, self.ranks.islands))
         """The most ranks that one task can use."""
         self._job_costs = _JobCosts(self.jobs.records, costs)
@@ -87,7 +87,7 @@ class State:
     @property
     def is_at_rest(self) -> bool:
         """Nothing runs, and nothing of the resident models can be started."""
-        return not self.flights and not self.jobs.open_in_time(self.closing, self._clock.turn_s)
+        return not self.flights and not self.jobs.open_in_time(self.closing, self.clock.turn_s)
 
     def stopped_at(self) -> dict[str, tuple[int, int]]:
         """(next task, dispatch that made its input) of jobs that have begun and not ended.
@@ -107,7 +107,7 @@ class State:
 
         Renews predictions, here alone: what a policy sees does not depend on whether observers looked.
         """
-        now_s = self._clock.turn_s
+        now_s = self.clock.turn_s
         ending = self.flights.ending(now_s)
         if not (ending or self.ranks.idle) or not (self.jobs.busy or self.jobs.open):
             return None
@@ -119,7 +119,7 @@ class State:
 
     def snapshot(self) -> Snapshot:
         """The frozen picture of this moment."""
-        now_s = self._clock.turn_s
+        now_s = self.clock.turn_s
         ending = self.flights.ending(now_s)
         return self._snapshot(now_s, self.ranks.free(ending), self.jobs.joining(ending))
 
@@ -173,7 +173,7 @@ class State:
 
         Raises: PolicyFault when it is illegal; nothing has changed then.
         """
-        now_s = self._clock.turn_s
+        now_s = self.clock.turn_s
         record = legal_job(
             decision, self.jobs, self.ranks, self.models, max_degree=self.max_degree, now_s=now_s
         )
@@ -382,7 +382,7 @@ class State:
 
     def _end(self, record: JobRecord, *, error: str | None) -> Iterable[JobOutcome]:
         self.jobs.remove(record)
-        return (record.outcome(ended_s=self._clock.now_s, error=error),)
+        return (record.outcome(ended_s=self.clock.now_s, error=error),)
 
     def check(self) -> None:
         """Assert what always holds: after every event in tests, and in runs when idle."""

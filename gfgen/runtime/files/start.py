@@ -8,6 +8,9 @@ from typing import Any
 
 from gfgen.runtime.files.resume import ResumePoint
 
+GRACE_S = 30.0
+"""How long running tasks may take to end when the run is to stop, before they are stopped, too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
@@ -32,6 +35,7 @@ class RunStart:
     """By job: where a stopped job continues."""
     closes_s: float | None = None
     """No job begins that is predicted to end after this time on the run's clock."""
+    grace_s: float = GRACE_S
     resident: Collection[str] | None = None
     """Models that ranks hold at first; jobs of other models wait for their turn. None: ranks hold all."""
     islands: Sequence[Sequence[int]] | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.flights import LOOKAHEAD_S
 from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.control.residency import Residency
@@ -70,11 +70,12 @@ def simulate(
         jobs,
         state=state,
         backend=backend,
-        clock=clock,
         policy=policy,
         observers=[kept, *observers],
-        chooser=None if policy.choose is None else ImmediateChooser(policy.choose),
-        residency=residency,
+        steering=Steering(
+            chooser=None if policy.choose is None else ImmediateChooser(policy.choose),
+            residency=residency,
+        ),
     )
     summary = control.run()
     return Simulated(
