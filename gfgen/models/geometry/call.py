@@ -1,0 +1,419 @@
+"""What the call of a diffusers pipeline takes, read from diffusers' source files without importing it.
+
+signature_of("FluxPipeline") -> CallSignature -> problems of a job, and the arguments of its call
+
+Importing diffusers imports torch and takes seconds. Admission needs only names, defaults and annotations.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import ModelError, Problem
+from gfgen.job.fields import shown
+from gfgen.job.spec import JobSpec
+
+_BY_FIELD: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("prompt",),
+    "negative_prompt": ("negative_prompt",),
+    "width": ("width",),
+    "height": ("height",),
+    "frames": ("num_frames", "video_length"),
+    "fps": ("frame_rate", "fps"),
+    "steps": ("num_inference_steps",),
+    "guidance_scale": ("guidance_scale",),
+    "guidance_scale_2": ("guidance_scale_2",),
+    "true_cfg_scale": ("true_cfg_scale",),
+    "sigmas": ("sigmas",),
+}
+"""Arguments that a field of the job sets; the first one that the call has."""
+
+_SET_OTHERWISE = {
+    "generator": "use seed",
+    "seed": "use seed",
+    "timesteps": "use steps or sigmas",
+    "width": "use size",
+    "height": "use size",
+    "batch_size": "use num_images",
+    "num_videos_per_prompt": "use num_images, which makes a job of each",
+    "output_type": "gfgen writes pictures, videos and sound",
+    "return_dict": "gfgen writes pictures, videos and sound",
+    "latents": "use seed",
+}
+_HIDDEN = re.compile(r"callback|latents|embed|_kwargs$|attention_mask|_generator$|_ids$|_thw$")
+"""Arguments whose values no job file can hold."""
+_NAMED_AS_FILES = re.compile(r"(^|_)(images?|videos?|mask|frames|hint)($|_)")
+_PICTURES = re.compile(r"Image|PipelineMaskInput")
+_ARRAYS = re.compile(r"Tensor|ndarray")
+
+_NEEDED = ("image", "mask_image", "control_image", "control_mask", "video")
+"""Pictures that a call needs, whatever the default, unless its annotation says that they may be None."""
+
+_WORDS = {
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "None": "null",
+    "list": "a list",
+}
+_PLURALS = {
+    "str": "texts",
+    "int": "whole numbers",
+    "float": "numbers",
+    "bool": "true or false",
+    "None": "null",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One parameter of a function of diffusers."""
+
+    name: str
+    annotation: ast.expr | None
+    is_required: bool
+    may_be_none: bool
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether its values are pictures."""
+        if _HIDDEN.search(self.name) or self.annotation is None:
+            return False
+        text = ast.unparse(self.annotation)
+        is_array = bool(_ARRAYS.search(text) and _NAMED_AS_FILES.search(self.name))
+        return bool(_PICTURES.search(text)) or is_array
+
+    @property
+    def is_needed_picture(self) -> bool:
+        """Whether the call fails without it although it has a default."""
+        if self.annotation is None or self.name not in _NEEDED or not self.takes_files:
+            return False
+        return bool(_PICTURES.search(ast.unparse(self.annotation))) and "None" not in _kinds(self.annotation)
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a JSON value has the annotated type."""
+        if value is None and self.may_be_none:
+            return True
+        return self.annotation is None or _matches(value, self.annotation)
+
+    @property
+    def accepted(self) -> str:
+        """The annotated types in words; empty if no JSON value has one."""
+        if self.annotation is None:
+            return ""
+        kinds = dict.fromkeys(_kinds(self.annotation))
+        if self.may_be_none and kinds:
+            kinds["None"] = None
+        return " or ".join(_WORDS.get(kind, kind) for kind in kinds)
+
+    def value(self, given: Any) -> Any:
+        """The value for the call: 5 and 5.0 are one value in a job, so they become one here."""
+        kinds = set() if self.annotation is None else set(_kinds(self.annotation))
+        if isinstance(given, float) and given.is_integer() and "int" in kinds and "float" not in kinds:
+            return int(given)
+        is_number = isinstance(given, int) and not isinstance(given, bool)
+        if is_number and "float" in kinds and "int" not in kinds:
+            return float(given)
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class CallSignature:
+    """The arguments of a pipeline's call."""
+
+    pipeline_class: str
+    arguments: Mapping[str, Argument]
+
+    def argument_of(self, field: str) -> str | None:
+        """The argument that a field of the job sets; None if the call has none."""
+        return next((name for name in _BY_FIELD[field] if name in self.arguments), None)
+
+    def problems(self, spec: JobSpec, *, scheduler_class: str | None = None) -> Iterator[Problem]:
+        """Everything in a job that this call does not take, and everything that it lacks.
+
+        `scheduler_class` is the model's own.
+        """
+        yield from self._field_problems(spec)
+        for name, value in (spec.args or {}).items():
+            if (why := self._why_no_arg(name, value)) is not None:
+                yield Problem.of(f"args.{name}", shown(value), why)
+        for name in spec.files or {}:
+            if (why := self._why_no_file(name)) is not None:
+                yield Problem.of(f"files.{name}", None, why)
+        yield from self._missing(spec)
+        if spec.scheduler is not None or spec.sigmas is not None:
+            yield from _scheduler_problems(spec, scheduler_class)
+
+    def arguments_for(self, spec: JobSpec) -> dict[str, Any]:
+        """The arguments of the call for a job without problems, except for the files."""
+        found = {}
+        for field in _BY_FIELD:
+            value, name = getattr(spec, field), self.argument_of(field)
+            if value is not None and name is not None:
+                found[name] = self.arguments[name].value(value)
+        return found | {name: self.arguments[name].value(value) for name, value in (spec.args or {}).items()}
+
+    def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
+        for field in _BY_FIELD:
+            value = getattr(spec, field)
+            # A file has `fps` even if the call does not ask for it, and a picture may have one frame.
+            is_harmless = field in ("prompt", "fps", "steps") or (field == "frames" and value == 1)
+            if value is not None and not is_harmless and self.argument_of(field) is None:
+                name = "size" if field in ("width", "height") else field
+                yield Problem.of(field, shown(value), f"{self.pipeline_class} takes no {name}; leave it out")
+        if spec.image is not None and "image" not in self.arguments:
+            yield Problem.of(
+                "image", spec.image, f"{self.pipeline_class} takes no image; {self._its_files()}"
+            )
+        if spec.flow_shift is not None:
+            yield Problem.of("flow_shift", spec.flow_shift, 'give "scheduler": {"shift": ...} instead')
+        if spec.boundary_ratio is not None:
+            reason = "needs a model with two experts (Wan2.2-A14B)"
+            yield Problem.of("boundary_ratio", spec.boundary_ratio, reason)
+
+    def _why_no_arg(self, name: str, value: Any) -> str | None:
+        """Why `args` cannot have this; None if it can."""
+        if (field := _field_for(name)) is not None:
+            return f"is set by gfgen; {field}"
+        argument = self.arguments.get(name)
+        if argument is None:
+            return self._unknown(name, lambda known: not known.takes_files and bool(known.accepted))
+        if argument.takes_files:
+            return f'is a picture or video; give its path in files: {{"{name}": "..."}}'
+        if _HIDDEN.search(name) or not argument.accepted:
+            return "takes what a job file cannot hold; leave it out"
+        return None if argument.accepts(value) else f"{argument.accepted} is accepted"
+
+    def _why_no_file(self, name: str) -> str | None:
+        argument = self.arguments.get(name)
+        if argument is None:
+            return self._unknown(name, lambda known: known.takes_files)
+        return None if argument.takes_files else f"takes no pictures; {self._its_files()}"
+
+    def _unknown(self, name: str, is_wanted: Callable[[Argument], bool]) -> str:
+        known = [
+            other
+            for other, argument in self.arguments.items()
+            if is_wanted(argument) and not _field_for(other)
+        ]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}"
+        return f"is no such argument of {self.pipeline_class}; {hint}"
+
+    def _its_files(self) -> str:
+        names = [name for name, argument in self.arguments.items() if argument.takes_files]
+        return f"its files are {', '.join(names)}" if names else "it takes no files"
+
+    def _missing(self, spec: JobSpec) -> Iterator[Problem]:
+        given = {*(spec.args or {}), *(spec.files or {}), *(["image"] if spec.image else [])}
+        is_either = {"image", "video"} <= self.arguments.keys()
+        for name, argument in self.arguments.items():
+            is_needed = argument.is_required or (argument.is_needed_picture and not is_either)
+            if is_needed and name not in given and _field_for(name) is None:
+                if argument.takes_files:
+                    accepted = f"missing; {self.pipeline_class} needs a picture or video"
+                    field = "image" if name == "image" else f"files.{name}"
+                    yield Problem.of(field, None, accepted)
+                else:
+                    yield Problem.of(f"args.{name}", None, f"missing; {self.pipeline_class} needs it")
+
+
+def signature_of(pipeline_class: str) -> CallSignature:
+    """Raises: ModelError for a class that the installed diffusers lacks."""
+    found = _method("pipelines", pipeline_class, "__call__")
+    if found is None:
+        raise ModelError(f"pipeline class {pipeline_class!r} is not in diffusers {_version()}")
+    return CallSignature(pipeline_class, found)
+
+
+def _field_for(name: str) -> str | None:
+    """What to use in place of an argument that gfgen sets."""
+    if name in _SET_OTHERWISE:
+        return _SET_OTHERWISE[name]
+    field = next((field for field, names in _BY_FIELD.items() if name in names), None)
+    return None if field is None else f"use {field}"
+
+
+def _scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Problem]:
+    options = dict(spec.scheduler or {})
+    name = options.pop("class", own_class)
+    if not isinstance(name, str):
+        yield Problem.of("scheduler.class", shown(name), "the name of a scheduler of diffusers is accepted")
+        return
+    known = _method("schedulers", name, "__init__")
+    if known is None:
+        near = difflib.get_close_matches(name, _class_names("schedulers"), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        yield Problem.of("scheduler.class", name, f"is no scheduler of diffusers {_version()}{hint}")
+        return
+    for option, value in options.items():
+        argument = known.get(option)
+        if argument is None:
+            near = difflib.get_close_matches(option, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            yield Problem.of(f"scheduler.{option}", shown(value), f"is no option of {name}; {hint}")
+        elif not argument.accepts(value):
+            yield Problem.of(f"scheduler.{option}", shown(value), f"{argument.accepted} is accepted")
+    if spec.sigmas is not None and "sigmas" not in (_method("schedulers", name, "set_timesteps") or {}):
+        yield Problem.of("sigmas", None, f"{name} takes no sigmas; name another scheduler or leave them out")
+
+
+# Annotations ----------------------------------------------------------------------------------------
+
+
+def _matches(value: Any, annotation: ast.expr) -> bool:
+    match annotation:
+        case ast.BinOp(left=left, right=right):
+            return _matches(value, left) or _matches(value, right)
+        case ast.Constant(value=None):
+            return value is None
+        case ast.Constant(value=str(text)):
+            return _matches(value, ast.parse(text, mode="eval").body)
+        case ast.Subscript(value=outer, slice=inner):
+            return _matches_generic(value, ast.unparse(outer).rpartition(".")[2], _items(inner))
+        case ast.Name(id=name):
+            return _matches_name(value, name)
+    return False
+
+
+def _matches_name(value: Any, name: str) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    match name:
+        case "Any":
+            return True
+        case "str":
+            return isinstance(value, str)
+        case "bool":
+            return isinstance(value, bool)
+        case "int":
+            return is_number and float(value).is_integer()
+        case "float":
+            return is_number
+        case "list" | "List" | "tuple" | "Tuple" | "Iterable" | "Sequence":
+            return isinstance(value, list)
+    return False
+
+
+def _matches_generic(value: Any, outer: str, inner: list[ast.expr]) -> bool:
+    if outer in ("Optional", "Union"):
+        return (outer == "Optional" and value is None) or any(_matches(value, each) for each in inner)
+    if outer == "Literal":
+        return any(isinstance(each, ast.Constant) and each.value == value for each in inner)
+    if outer in ("list", "List", "Iterable", "Sequence", "tuple", "Tuple"):
+        return isinstance(value, list) and all(any(_matches(item, each) for each in inner) for item in value)
+    return False
+
+
+def _kinds(annotation: ast.expr) -> Iterator[str]:
+    """The JSON types that an annotation names."""
+    match annotation:
+        case ast.BinOp(left=left, right=right):
+            yield from _kinds(left)
+            yield from _kinds(right)
+        case ast.Constant(value=None):
+            yield "None"
+        case ast.Constant(value=str(text)):
+            yield from _kinds(ast.parse(text, mode="eval").body)
+        case ast.Name(id=name) if name in _WORDS:
+            yield name
+        case ast.Name(id="Any"):
+            yield from _WORDS
+        case ast.Name(id="List" | "tuple" | "Tuple" | "Iterable" | "Sequence"):
+            yield "list"
+        case ast.Subscript(value=outer, slice=inner):
+            yield from _generic_kinds(ast.unparse(outer).rpartition(".")[2], _items(inner))
+
+
+def _generic_kinds(outer: str, inner: list[ast.expr]) -> Iterator[str]:
+    if outer in ("Optional", "Union"):
+        for each in inner:
+            yield from _kinds(each)
+        if outer == "Optional":
+            yield "None"
+    elif outer == "Literal":
+        yield from (shown(each.value) for each in inner if isinstance(each, ast.Constant))
+    elif outer in ("list", "List", "Iterable", "Sequence", "tuple", "Tuple"):
+        items = [_PLURALS.get(kind, "lists") for each in inner for kind in _kinds(each)]
+        if items:
+            yield f"a list of {' or '.join(dict.fromkeys(items))}"
+
+
+def _items(inner: ast.expr) -> list[ast.expr]:
+    return inner.elts if isinstance(inner, ast.Tuple) else [inner]
+
+
+# The source of diffusers ------------------------------------------------------------------------------
+
+
+@cache
+def _method(package: str, class_name: str, method: str) -> Mapping[str, Argument] | None:
+    """The arguments of a method by name; None if there is no such class, or if it lacks the method."""
+    path = _files_by_class(package).get(class_name)
+    if path is None:
+        return None
+    classes = {node.name: node for node in _parsed(path).body if isinstance(node, ast.ClassDef)}
+    for node in classes[class_name].body:
+        if isinstance(node, ast.FunctionDef) and node.name == method:
+            return _arguments(node.args)
+    bases = [ast.unparse(base).rpartition(".")[2] for base in classes[class_name].bases]
+    return next((found for base in bases if (found := _method(package, base, method)) is not None), None)
+
+
+def _arguments(parameters: ast.arguments) -> Mapping[str, Argument]:
+    positional = [*parameters.posonlyargs, *parameters.args]
+    defaults = [None] * (len(positional) - len(parameters.defaults)) + list(parameters.defaults)
+    pairs = [
+        *zip(positional, defaults, strict=True),
+        *zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True),
+    ]
+    return {
+        parameter.arg: Argument(
+            parameter.arg,
+            parameter.annotation,
+            is_required=default is None,
+            may_be_none=isinstance(default, ast.Constant) and default.value is None,
+        )
+        for parameter, default in pairs[1:]
+    }
+
+
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes())
+
+
+@cache
+def _files_by_class(package: str) -> Mapping[str, Path]:
+    """The source file of each class in a package of diffusers."""
+    found: dict[str, Path] = {}
+    pattern = re.compile(rb"^class (\w+)", re.MULTILINE)
+    for path in sorted((_root() / package).rglob("*.py")):
+        for name in pattern.findall(path.read_bytes()):
+            found.setdefault(name.decode(), path)
+    return found
+
+
+def _class_names(package: str) -> list[str]:
+    return [name for name in _files_by_class(package) if not name.startswith("_")]
+
+
+def _root() -> Path:
+    spec = importlib.util.find_spec("diffusers")
+    if spec is None or spec.origin is None:
+        raise ModelError("diffusers is not installed; pip install diffusers")
+    return Path(spec.origin).parent
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("diffusers")
