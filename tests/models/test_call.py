@@ -52,10 +52,10 @@ class TestArgs:
             ({"max_sequence_length": "256"}, 'args.max_sequence_length = "256": a whole number is accepted'),
             ({"max_sequence_length": 2.5}, "args.max_sequence_length = 2.5: a whole number is accepted"),
             ({"max_sequence_length": True}, "args.max_sequence_length = true: a whole number is accepted"),
-            ({"prompt_2": 5}, "args.prompt_2 = 5: a text or a list, each a text or null is accepted"),
+            ({"prompt_2": 5}, "args.prompt_2 = 5: a text or a list of texts or null is accepted"),
             (
                 {"prompt_2": ["a", 5]},
-                'args.prompt_2 = ["a", 5]: a text or a list, each a text or null is accepted',
+                'args.prompt_2 = ["a", 5]: a text or a list of texts or null is accepted',
             ),
         ],
     )
