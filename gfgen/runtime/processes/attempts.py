@@ -1,7 +1,7 @@
-"""What is known of each dispatch, from its messages to the ranks until its frames are in the writer's memory.
+"""The record of each dispatch, from its messages to the ranks until its frames are in the writer's memory.
 
-A dispatch becomes one event, whatever the number of its ranks: when all of them have reported, or when
-it has been given up (recovery.py). Pure.
+A dispatch becomes one event, however many ranks it has: when all of them have reported, or when it has been
+given up (recovery.py). Pure.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class Attempt:
 
     dispatch: Dispatch
     reports: dict[int, RankTimes] = field(default_factory=dict)
-    """By rank that has done its part."""
+    """By rank that has done its part of the task."""
     storing: dict[int, float] = field(default_factory=dict)
-    """Ranks whose frames have yet to reach the writer's memory, and since when they copy them."""
+    """By rank that copies its frames to the writer's memory: when it began."""
     is_done: bool = False
-    """It has become an event; some of its frames are yet to come."""
+    """It has become an event, and some of its frames have not come."""
     stopped_s: float | None = None
-    """When its ranks were asked to leave it because nobody wants it."""
+    """When its ranks were asked to leave it because it is unwanted."""
     inside: set[int] = field(default_factory=set)
-    """Ranks that have not left it since."""
+    """Ranks that have not left it since then."""
 
     @property
     def unreported(self) -> list[int]:
-        """The ranks that are still at it."""
+        """The ranks that have not done their part."""
         return [rank for rank in self.dispatch.layout.ranks if rank not in self.reports]
 
     @property
@@ -50,6 +50,10 @@ class Attempt:
     def is_sent_by(self, rank: int) -> bool:
         """Whether a rank sends state for it."""
         return any(transfer.source == rank for transfer in self.dispatch.transfers)
+
+    def storing_since(self, before_s: float) -> list[int]:
+        """The ranks that have copied frames since before this time."""
+        return [rank for rank, since_s in self.storing.items() if since_s < before_s]
 
     def stop(self, now_s: float) -> None:
         """Its ranks are asked to leave it."""
@@ -63,7 +67,7 @@ class Attempt:
 
 
 class Attempts:
-    """The dispatches that have not ended, and decodes of which frames are yet to come."""
+    """The dispatches that have not ended, and decodes whose frames have not all come."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, Attempt] = {}
@@ -73,11 +77,11 @@ class Attempts:
 
     @property
     def dispatches(self) -> dict[int, Dispatch]:
-        """Those that have not become an event, by number."""
+        """By number: those that have not become an event."""
         return {number: each.dispatch for number, each in self._by_number.items() if not each.is_done}
 
     def begin(self, dispatch: Dispatch) -> None:
-        """A dispatch is on its way to its ranks."""
+        """A dispatch is sent to its ranks."""
         self._by_number[dispatch.number] = Attempt(dispatch)
 
     def running(self, number: int | None) -> Attempt | None:
@@ -86,11 +90,11 @@ class Attempts:
         return None if attempt is None or attempt.is_done else attempt
 
     def drop(self, attempt: Attempt) -> None:
-        """Nothing is expected of it any more."""
+        """Expect nothing more of it."""
         del self._by_number[attempt.dispatch.number]
 
     def forget(self, job_id: str) -> None:
-        """The job has ended: nobody waits for its frames."""
+        """The job has ended, so nobody waits for its frames."""
         for attempt in self:
             if attempt.is_done and attempt.dispatch.task.job_id == job_id:
                 self.drop(attempt)
@@ -102,7 +106,7 @@ class Attempts:
                 attempt.inside.discard(rank)
 
     def report(self, number: int, times: RankTimes, *, now_s: float, do_frames_follow: bool) -> None:
-        """A rank has done its part. A second report changes nothing, nor does one of an earlier run."""
+        """A rank has done its part. A second report, or one of an earlier run, changes nothing."""
         attempt = self.running(number)
         if attempt is None or times.rank not in attempt.unreported:
             return
@@ -111,11 +115,10 @@ class Attempts:
             attempt.storing[times.rank] = now_s
 
     def take_done(self, number: int, *, given_up: Collection[int]) -> Iterator[Attempt]:
-        """The dispatch if it is done, then what was held back until it was: causes come before effects.
+        """The dispatch if it is done, then those that waited for that: causes come before effects.
 
-        A task can overtake its producer, whose output is there before all of its ranks have
-        reported; should one of them fail, both are given up. What is being given up for another reason
-        stays so when its producer ends.
+        A task can overtake its producer, whose output is there before all of its ranks have reported. If one
+        of them fails, both are given up. A dispatch in `given_up` stays given up when its producer ends.
         """
         attempt = self.running(number)
         if attempt is None or attempt.unreported or number in given_up:
@@ -131,10 +134,10 @@ class Attempts:
                 yield from self.take_done(other.dispatch.number, given_up=given_up)
 
     def lose(self, rank: int, cause: Cause | None) -> dict[int, Cause | None]:
-        """The dispatches that a dead rank was still needed for, and why each fails.
+        """The dispatches that needed a dead rank, and why each fails.
 
-        The rank was running the first of those that it has not reported, which dies of the cause, as do
-        those whose frames are lost.
+        The rank ran the first one that it has not reported. That one fails for the cause, and so do those
+        whose frames are lost.
         """
         causes: dict[int, Cause | None] = {}
         is_running = False

@@ -48,12 +48,12 @@ class Lost:
 
     reason: str
     was_told: bool = False
-    """The reason is why it was killed, or its own words; else how the process ended."""
+    """The reason is its own, or why it was killed; otherwise it is how the process ended."""
     is_retired: bool = False
     pause_s: float = 0.0
-    """In how many seconds a writer's successor is started."""
+    """Seconds until a writer's successor starts."""
     unloadable: Sequence[str] = ()
-    """Names of the model that it was loading, now that no rank can load it."""
+    """Names of the model that it was loading and that no rank can load."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -71,7 +71,7 @@ class Child:
     ends_within_s: float = Patience().killed_s
     """How long it may take to end once it is killed."""
     verdict: str | None = None
-    """Why it was killed, or why it says that it ends."""
+    """Why it was killed, or the reason that it gave for its end."""
 
     def enter(self, phase: Phase) -> None:
         """Go on to another phase."""
@@ -82,8 +82,8 @@ class Child:
     def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         """Send a message without waiting for the process.
 
-        If the process is gone, nothing is sent: the end of its channel tells later. If its socket is full, it
-        is stopped or stuck and is killed. The socket holds about 200 KB (hundreds of small messages, five
+        If the process is gone, nothing is sent: the end of its channel shows that. If its socket is full, it
+        is stopped or stuck, and is killed. The socket holds about 200 KB (hundreds of small messages, five
         with the longest prompts), so large messages in bursts have to wait for answers, as `warm_up` does.
         """
         try:
@@ -99,7 +99,7 @@ class Child:
         raise NotImplementedError
 
     def kill(self, why: str | None = None) -> None:
-        """Kill the process; does not wait for its end. The first reason stands."""
+        """Kill the process without waiting for its end. The first reason counts."""
         if self.phase in GONE:
             return
         if self.phase is not Phase.ENDING:
@@ -109,15 +109,14 @@ class Child:
 
     @property
     def should_have_ended(self) -> bool:
-        """It was killed so long ago that its end will not come, nor the end of its channel."""
+        """It was killed, and neither it nor its channel has ended in time."""
         return self.phase is Phase.ENDING and time.monotonic() > self.since_s + self.ends_within_s
 
     def reap(self, *, patience_s: float) -> str:
-        """Wait for the end of the process, and kill it if that does not come; returns how it ended.
+        """Wait for the end of the process, and kill it if it does not end; returns how it ended.
 
-        A process that survives this is left to itself. A killed process returns from the kernel no more.
-        What it launched on a GPU before waits for signals that will not come, so it writes to nobody's
-        arena.
+        A process that survives this is left to itself. A killed process never returns from the kernel. Its
+        kernels on a GPU wait for signals that do not come, so they write to no arena.
         """
         self.channel.close()
         self.process.join(patience_s)
@@ -142,9 +141,9 @@ class WriterProcess(Child):
     """A process that encodes and writes files."""
 
     pause_s: float = 0.0
-    """How long its start was put off because its predecessor could not start."""
+    """The delay of its start, because its predecessor could not start."""
     due_s: float = 0.0
-    """Once it is gone: when its successor is started, by the machine's monotonic clock."""
+    """When its successor starts after its end, by the machine's monotonic clock."""
 
     def hear(self, message: Any) -> Joined | None:
         if not isinstance(message, WriterReady) or self.phase is not Phase.STARTING:
@@ -160,11 +159,11 @@ class RankProcess(Child):
     rank: int
     incarnation: int = 1
     has_arenas: bool = False
-    """It knows its peers' arenas, and they know its own or have been sent it."""
+    """It knows its peers' arenas, and they know its own or will get it."""
     unknown_to: set[int] = field(default_factory=set)
-    """Ranks that have yet to map its arena."""
+    """Ranks that have not mapped its arena yet."""
     counts_tokens: bool = False
-    """It could pad texts."""
+    """It can pad texts."""
     startup_s: float = 0.0
     """How long it took to load its models."""
     loading: str | None = None
@@ -172,9 +171,9 @@ class RankProcess(Child):
     num_to_load: int = 0
     """Changes of models that it has not answered."""
     warm_ups: deque[WarmUp] = field(default_factory=deque)
-    """Steps that have to get ready; it has been told of the first of them."""
+    """Steps to prepare; it has the message for the first of them."""
     load_s: float = 0.0
-    """What the last change of models has taken so far."""
+    """The time that the last change of models has taken so far."""
     jobs: set[str] = field(default_factory=set)
     """Jobs that this worker knows."""
     is_to_blame: bool = True
@@ -252,6 +251,6 @@ class RankProcess(Child):
 
 
 def _forget(process: BaseProcess) -> None:
-    """Let this process end without the child: `multiprocessing` waits for all its children at the exit."""
+    """Let this process end without the child; `multiprocessing` waits for all of its children at exit."""
     children: set[BaseProcess] = multiprocessing.process._children  # type: ignore[attr-defined]
     children.discard(process)

@@ -1,4 +1,4 @@
-"""What is kept of each job for its workers: the job, and its slab from its first task on."""
+"""The memory of each job for its workers: the job, and its slab from its first task on."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class JobMemory:
         self._slabs: dict[str, int] = {}
 
     def slab(self, job_id: str) -> int:
-        """The job's slab; made at its first task, with what an earlier run has left of it.
+        """The job's slab; made at its first task, with the state that an earlier run kept.
 
-        Raises: OSError when there is no descriptor for it; that, ValueError or KeyError when what was left
-        cannot be read any more.
+        Raises: OSError when there is no descriptor for it; OSError, ValueError or KeyError when the kept
+        state cannot be read.
         """
         if job_id not in self._slabs:
             job, point = self.jobs[job_id], self._resume_points.get(job_id)
@@ -46,7 +46,7 @@ class JobMemory:
         return self._slabs[job_id]
 
     def introduce(self, job_id: str, worker: RankProcess) -> None:
-        """Tell a worker of a job, before its first task there."""
+        """Make a job known to a worker, before its first task there."""
         if job_id not in worker.jobs:
             job = self.jobs[job_id]
             message = StartJob(job.spec, job.trajectory, str(job.checkpoint))
@@ -54,8 +54,8 @@ class JobMemory:
             worker.jobs.add(job_id)
 
     def save(self, job_id: str, pool: WorkerPool, *, next_index: int, producer: int) -> None:
-        """Keep a stopped job's state for the next run; a job that cannot be kept starts again then."""
-        if job_id in self._resume_points:  # no task of it was begun: what was kept is as it was
+        """Keep a stopped job's state for the next run; if that fails, the job starts again then."""
+        if job_id in self._resume_points:  # none of its tasks began, so the kept state is unchanged
             return
         job = self.jobs[job_id]
         try:

@@ -1,6 +1,6 @@
-"""Starts processes: forks them from a fork server that has the imports done and has run nothing yet.
+"""Starts processes: forks them from a fork server that has only done the imports.
 
-CUDA and its like must not be initialised before a process starts, and importing torch takes seconds.
+Importing torch takes seconds, and CUDA must not be initialised before a fork.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from gfgen.system import descriptors, forkserver
 logger = logging.getLogger(__name__)
 
 WORKER_MAINS = {"cpu": "gfgen.runtime.worker.host:main", "cuda": "gfgen.runtime.worker.gpu:main"}
-"""By what a rank computes on: where its process begins."""
+"""By device: where a rank's process begins."""
 _PROGRAMS = ("gfgen.runtime.worker.host", "gfgen.runtime.files.writer")
 PRELOADS = {
     "cpu": (*_PROGRAMS, "gfgen.models.families.wan_adapter", "gfgen.models.families.qwen_adapter"),
     "cuda": _PROGRAMS,
 }
-"""What the fork server imports, once, before it forks the first process; by what ranks compute on. Ranks on
-GPUs import diffusers by themselves, all at the same time: whatever it asks CUDA then, no fork inherits."""
+"""By device: what the fork server imports before it forks the first process. Ranks on GPUs import diffusers
+themselves, at the same time, so no fork inherits what it asks CUDA."""
 MAX_FORKS = 3
-"""Tries to start a process when it, or the fork server, is killed before it is known."""
+"""Tries to start a process if it, or the fork server, is killed during its start."""
 
 
 class Launcher:
@@ -47,10 +47,10 @@ class Launcher:
         keep_fds: Sequence[int],
         ends_within_s: float,
     ) -> None:
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # their warnings are not the user's to mend
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # users cannot act on their warnings
         os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-        # So that nothing that the fork server imports initialises CUDA by asking whether it is there: it does
-        # not survive a fork. NVML, which is asked then, does.
+        # Imports in the fork server ask whether CUDA is there. Without this they initialise it, and it does
+        # not survive a fork; NVML does.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         descriptors.allow_most()
         self._settings = settings
@@ -58,7 +58,7 @@ class Launcher:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOADS[settings.device] if preload is None else preload))
         self._keep_fds = keep_fds
-        """What all processes keep open until they end."""
+        """All processes keep these open until they end."""
         self._worker_main = worker_main or WORKER_MAINS[settings.device]
         self._writer_main = writer_main
         self._ends_within_s = ends_within_s
@@ -97,7 +97,7 @@ class Launcher:
                 logger.warning("%s was killed as it was started (%s); it is started again", name, error)
 
     def _fork(self, name: str, target: str, settings: WorkerSettings | None) -> tuple[BaseProcess, Channel]:
-        """One try. A process that has begun though nobody knows it ends with its channel."""
+        """Try once. If this fails and the process has begun, it ends with its channel."""
         forkserver.ensure_running(self._keep_fds)  # it may have died
         ours, theirs = Channel.pair()
         process = self._context.Process(
@@ -114,7 +114,7 @@ class Launcher:
 
 
 def _enter(target: str, end: socket.socket, settings: WorkerSettings | None) -> None:
-    """First function of a child process: import its main and go there."""
+    """The first function of a child process: import its main and call it."""
     module_name, _, attribute = target.partition(":")
     module = __import__(module_name, fromlist=[attribute])
     main: Callable[..., None] = getattr(module, attribute)

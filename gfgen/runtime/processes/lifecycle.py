@@ -1,4 +1,4 @@
-"""The phases of a process, from its start to its end, and the only ways from one to another. Pure."""
+"""The phases of a process, from its start to its end, and the transitions between them. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Where a worker or a writer is in its life."""
-
     STARTING = "starting"
     """It loads its models."""
     INTRODUCING = "introducing"
@@ -18,13 +16,13 @@ class Phase(StrEnum):
     SERVING = "serving"
     """It takes tasks, or files."""
     LOADING = "loading"
-    """It changes its models after the tasks that it has, and gets their steps ready."""
+    """It changes its models after its earlier tasks, and prepares their steps."""
     ENDING = "ending"
     """It was killed, and its channel has not ended."""
     STUCK = "stuck"
-    """It was killed and does not end. It runs nothing of ours any more, but its device is not free."""
+    """It was killed and does not end. It runs none of our code, but its device is not free."""
     ENDED = "ended"
-    """Its process is reaped. A worker that nobody replaces stays in this phase: its rank is retired."""
+    """Its process is reaped. A worker without a successor stays in this phase: its rank is retired."""
 
 
 _GOES_AWAY = {Phase.ENDING: "killed", Phase.ENDED: "its channel has ended"}
@@ -63,6 +61,6 @@ TRANSITIONS: Mapping[Phase, Mapping[Phase, str]] = {
     Phase.STUCK: {},
     Phase.ENDED: {},
 }
-"""By phase: the phases that may follow, and what brings them."""
+"""By phase: the phases that may follow, and their causes."""
 STARTS = frozenset({Phase.STARTING, Phase.INTRODUCING})
 GONE = frozenset({Phase.ENDED, Phase.STUCK})

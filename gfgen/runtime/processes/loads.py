@@ -16,8 +16,8 @@ from gfgen.models.geometry.weight_files import weights_mark
 MAX_FAILURES = 2
 """Of one rank, at one model."""
 MAX_SPARED = 4
-"""Deaths of one rank after one change of models for which nobody is blamed: each costs a start, and is
-followed by the next one at once."""
+"""Deaths of one rank after one change of models that no rank is blamed for. Each costs a start, and the next
+one follows at once."""
 
 
 class HeldModels:
@@ -29,7 +29,7 @@ class HeldModels:
         self.unloadable: dict[str, str] = {}
         """Checkpoints that no rank could load when the workers started, and why."""
         self.loads: Loads | None = None
-        """What became of the last change; None in a run that has changed none."""
+        """The result of the last change; None in a run that has changed none."""
         self._weights_marks = {path: weights_mark(path) for path in checkpoints}
 
     def weights_mark(self, checkpoint: Path) -> str:
@@ -69,7 +69,7 @@ class HeldModels:
 
 
 class Loads:
-    """What became of the last change of models; `models` are those that ranks are to hold, by name."""
+    """The result of the last change of models; `models` are those that ranks are to hold, by name."""
 
     def __init__(self, models: Mapping[str, Path]) -> None:
         self._names: dict[str, list[str]] = {}
@@ -77,15 +77,15 @@ class Loads:
         for name, checkpoint in models.items():
             self._names.setdefault(str(checkpoint), []).append(name)
         self._failures: dict[str, Counter[int]] = {}
-        """By checkpoint: of ranks that have not loaded it since."""
+        """By checkpoint: the failures of ranks that have not loaded it since then."""
         self._holders: set[int] = set()
         self._num_spared: Counter[int] = Counter()
-        """By rank: deaths over models that it was not blamed for."""
+        """By rank: deaths during a load that it was not blamed for."""
 
     def spares(self, rank: int) -> bool:
-        """Whether a rank that has died over a model is not to blame, for once more.
+        """Whether a rank that died during a load is not to blame this time.
 
-        It is when another one holds all models, or when it has died of them too often.
+        It is to blame if another rank holds all models, or if it has died so too often.
         """
         if self._holders or self._num_spared[rank] >= MAX_SPARED:
             return False
@@ -99,11 +99,11 @@ class Loads:
             failures.pop(rank, None)
 
     def lost(self, rank: int) -> None:
-        """What the rank held is gone with its process."""
+        """The rank's process, which held models, is gone."""
         self._holders.discard(rank)
 
     def failed(self, checkpoint: str, rank: int, *, ranks: Collection[int]) -> tuple[str, ...]:
-        """A rank could not load a model; the model's names if that is the model's fault, told once.
+        """A rank could not load a model; returns the model's names, once, if it is the model's fault.
 
         `ranks` are those that are not retired.
         """

@@ -1,4 +1,4 @@
-"""How workers and their peers come to map each other's arenas, before they take tasks."""
+"""Introduces workers to their peers: all map each other's arenas before they take tasks."""
 
 from __future__ import annotations
 

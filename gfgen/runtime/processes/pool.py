@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 DEATHS_WINDOW_S = 600.0
-"""A rank that dies so often within this time is retired: something is wrong with its device."""
+"""A rank that dies that often within this time is retired: something is wrong with its device."""
 _EXIT_S = 5.0
-"""How long a process may take to end after the pool has closed its channel, before it is killed."""
+"""How long a process may take to end after the pool has closed its channel; then it is killed."""
 _REAP_S = 1.0
-"""The same after the process has closed its channel."""
+"""The same if the process has closed its channel."""
 WRITER_PAUSE_S, MAX_WRITER_PAUSE_S = 0.1, 10.0
-"""Before there is another writer in place of one that could not start; doubles each time."""
+"""The delay before another writer replaces one that could not start; it doubles each time."""
 
 ChildT = TypeVar("ChildT", bound=Child)
 
@@ -48,8 +48,8 @@ class File(Protocol):
 
 
 def default_writers(*, num_ranks: int, num_cores: int) -> int:
-    """As many as there are GPUs, which may all decode at once, as long as each has four cores: a writer keeps
-    some busy while it encodes (`outputs.encoder_threads`), and each rank one."""
+    """One per GPU, because all may decode at once, if each has four cores: a writer keeps some of them busy
+    while it encodes (`outputs.encoder_threads`), and each rank one."""
     return max(1, min(num_ranks, num_cores // 4))
 
 
@@ -70,7 +70,7 @@ class WorkerPool:
         self.settings = settings
         self.models = HeldModels(checkpoints)
         self.patience = Patience().with_shared_gpus(settings.ranks_per_gpu)
-        """With its ranks; longer where they share GPUs."""
+        """With its ranks; more where they share GPUs."""
         self._launcher = Launcher(
             settings,
             worker_main=worker_main,
@@ -89,9 +89,9 @@ class WorkerPool:
         """Sets of ranks that map each other's arenas, and so can share a layout."""
         self.meeting = Meeting(self._arenas, self.workers, self.islands)
         self.deaths: dict[int, list[float]] = defaultdict(list)
-        """By rank, by the machine's monotonic clock; those that the rank is to blame for."""
+        """By rank: when it died and was to blame for it, by the machine's monotonic clock."""
         self.last_number = 0
-        """Of the last dispatch that these workers were given, in any run."""
+        """The last dispatch that these workers got, in any run."""
         self.steps_at_hand: Callable[[], Sequence[WarmUp]] | None = None
         """Steps that a worker prepares before it joins a run."""
         self.is_stopping = False
@@ -108,7 +108,7 @@ class WorkerPool:
                 self.workers.append(self._start_worker(rank, incarnation=1))
             for idx in range(num_writers):
                 self.writers.append(self._listen(self._launcher.start_writer(idx)))
-        except BaseException:  # those that were started would load their models first, and are waited for
+        except BaseException:  # otherwise this process waits for those that load their models
             self.close(at_once=True)
             raise
 
@@ -130,7 +130,7 @@ class WorkerPool:
 
     @property
     def retired(self) -> set[int]:
-        """Ranks that died too often, or whose process does not end; they stay away."""
+        """Ranks without a successor: they died too often, or their process does not end."""
         return {worker.rank for worker in self.workers if worker.phase in GONE}
 
     @property
@@ -141,7 +141,7 @@ class WorkerPool:
     # The loop -------------------------------------------------------------------------------
 
     def listen(self, file: File) -> None:
-        """Let `turn` tell when there is something to read in this file."""
+        """Let `turn` say when there is something to read in this file."""
         self._selector.register(file, selectors.EVENT_READ, file)
 
     def ignore(self, file: File) -> None:
@@ -152,9 +152,9 @@ class WorkerPool:
         return child
 
     def turn(self, timeout_s: float) -> Iterator[tuple[Any, Any]]:
-        """What happens within this time: (process, its message), (process, what became of it), (file, None).
+        """What happens within this time: (process, its message), (process, its change), (file, None).
 
-        A message comes after it has had its effect here.
+        Changes are `Joined`, `Loaded` and `Lost`. A message comes after its effect here.
         """
         news, self._news = self._news, []
         yield from news
@@ -183,7 +183,7 @@ class WorkerPool:
                     self.meeting.note_mapped(child.rank, message)
                 case WorkerReady():
                     self._arenas.take(child.rank, fds)
-                    if not child.num_to_load:  # else it holds those of before
+                    if not child.num_to_load:  # otherwise it holds the models before the change
                         self.models.succeeded(child.rank)
                 case ModelsSet():
                     self.models.succeeded(child.rank)
@@ -203,7 +203,7 @@ class WorkerPool:
             self.replace_worker(rank, is_to_blame=False)
 
     def begin_run(self, steps_at_hand: Callable[[], Sequence[WarmUp]]) -> None:
-        """Another run begins: nobody is inside any arena."""
+        """Another run begins: no rank is inside an arena."""
         self.steps_at_hand, self.models.loads, self.is_stopping = steps_at_hand, None, False
         self.meeting.let_in()
 
@@ -224,7 +224,7 @@ class WorkerPool:
     # Ends -----------------------------------------------------------------------------------
 
     def _lose(self, child: Child) -> Iterator[tuple[Child, Lost]]:
-        """A process is gone, or will never be: start another."""
+        """A process has ended, or does not end: start another."""
         ending = self._bury(child)
         reason, was_told = child.verdict or ending, child.verdict is not None
         if was_told and child.phase is Phase.STUCK:
@@ -243,22 +243,22 @@ class WorkerPool:
         yield child, Lost(reason, was_told, child.rank in self.retired, unloadable=unloadable)
 
     def _bury(self, child: Child) -> str:
-        """Reap a process, and expect nothing of it; returns how it ended."""
+        """Reap a process and expect nothing of it; returns how it ended."""
         self._selector.unregister(child.channel)
         if isinstance(child, RankProcess):
             self.meeting.lose(child.rank)
         return child.reap(patience_s=_REAP_S)
 
     def retire(self, worker: RankProcess) -> None:
-        """Kill a worker that nobody replaces."""
+        """Kill a worker without replacing it."""
         worker.kill()
         self._bury(worker)
 
     def replace_worker(self, rank: int, *, is_to_blame: bool = True) -> None:
         """Start a new process for a rank whose old one is reaped, unless the rank is retired.
 
-        It is when it died too often by its own fault, or when the old process does not end and so holds
-        its device.
+        It is retired if it died too often by its own fault, or if the old process does not end, which still
+        holds the device.
         """
         deaths, now_s = self.deaths[rank], time.monotonic()
         if is_to_blame:
@@ -273,10 +273,8 @@ class WorkerPool:
         self.workers[rank] = self._start_worker(rank, incarnation=incarnation)
 
     def _put_off(self, writer: WriterProcess) -> float:
-        """When a writer's successor is started: at once, unless the writer could not start.
-
-        The reason may last.
-        """
+        """Start a writer's successor: at once, or later if the writer could not start, as its successor may
+        fail as well. Returns the delay."""
         pause_s = 0.0
         if not writer.has_started:
             pause_s = min(MAX_WRITER_PAUSE_S, max(WRITER_PAUSE_S, 2 * writer.pause_s))
@@ -290,7 +288,7 @@ class WorkerPool:
                 self.writers[idx] = self._listen(self._launcher.start_writer(idx, pause_s=writer.pause_s))
 
     def close(self, *, at_once: bool = False) -> None:
-        """End all processes: they leave when their channel closes, and are killed if not."""
+        """Close the channels of all processes, which ends them, and kill those that do not end."""
         self._selector.close()
         for child in self.children:
             child.channel.close()

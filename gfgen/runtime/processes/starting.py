@@ -1,4 +1,4 @@
-"""What a pool does while no run goes on: its ranks start, and prepare steps of the jobs at hand.
+"""Between runs: wait until ranks have started, and let them prepare steps of the jobs at hand.
 
 Both turn the pool's loop until no rank has anything left to do.
 """

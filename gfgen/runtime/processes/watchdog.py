@@ -1,7 +1,7 @@
-"""Which processes are hung: silent, far too long in one task, or unable to leave one. Pure.
+"""Which processes hang: those that are silent, far too long in one task, or unable to leave one. Pure.
 
-A process that has died is noticed at once, by the end of its channel. These are the others:
-stopped, swapped out, caught in a loop or in a driver.
+The end of its channel shows at once that a process has died. Others are stopped, swapped out, or caught in a
+loop or in a driver.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from gfgen.runtime.core.dispatch import Dispatch
 Process = TypeVar("Process", bound=Hashable)
 
 MAX_PAUSES = 32
-"""So many pauses of this process are made good; one that is for ever slow must not forgive for ever."""
+"""Pauses of this process that do not count for others. If it is always slow, it must not forgive forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to wait before a process is taken for hung, and killed."""
+    """How long to wait before a process counts as hung and is killed."""
 
     starting_s: float = 1800.0
-    """For loading the models; from a slow disk that takes minutes."""
+    """For loading the models, which takes minutes from a slow disk."""
     warm_up_s: float = 600.0
     """Between two answers of ranks that warm up before a run."""
     ping_s: float = 1.0
     silence_s: float = 10.0
-    """Without any word, pings included; a Python that computes outside the interpreter's lock answers."""
+    """Without any message, even after pings. Python that computes without the interpreter's lock answers."""
     task_s: float = 300.0
-    """A task may run so much longer than predicted; or `task_factor` times as long."""
+    """A task may run this much longer than predicted, or `task_factor` times as long."""
     task_factor: float = 20.0
     wait_s: float = 30.0
-    """For one wait of a rank for another, in the middle of a task; or `wait_factor` times what the whole
-    task was predicted to take, since what the other one does meanwhile is a part of it."""
+    """For one wait of a rank for another during a task, or `wait_factor` times the predicted duration of the
+    task, because the other rank is busy with a part of the same task."""
     wait_factor: float = 3.0
     longest_wait_s: float = 3600.0
-    """Whatever was predicted. A rank that dies, or is given up, ends the waits for it long before."""
+    """Even if more was predicted. The waits for a rank that dies, or is given up, end long before."""
     leaving_s: float = 15.0
-    """For leaving a task that is given up, beyond `leaving_factor` times what it was predicted to take."""
+    """For leaving a task that is given up, in addition to `leaving_factor` times its predicted duration."""
     leaving_factor: float = 3.0
     stopping_s: float = 10.0
-    """For leaving a task that nobody wants any more. A rank looks for a stop at every block, but on a CPU
-    a block of a huge job takes minutes."""
+    """For leaving an unwanted task. A rank looks for a stop at every block, but on a CPU a block of a huge
+    job takes minutes."""
     killed_s: float = 10.0
-    """For the end of a killed process. Freeing a GPU takes it a second or two; one that hangs in a driver, or
-    on a disk that is gone, does not end before that does."""
+    """For the end of a killed process. It takes a second or two to free a GPU. A process that hangs in a
+    driver, or on a disk that is gone, does not end."""
     write_s: float = 60.0
-    """For writing a file, beyond what the slowest writer would take."""
+    """For writing a file, in addition to the time of the slowest writer."""
     asleep_s: float = 3.0
-    """If this process has not looked for so long, it was stopped itself: that time counts for nobody."""
+    """If this process has not looked for this long, it was stopped: that time counts for no other process."""
 
     def with_shared_gpus(self, ranks_per_gpu: int) -> Patience:
-        """The same for ranks that take turns on a GPU: everything they do takes that many times as long."""
+        """The same for ranks that take turns on a GPU: everything takes that many times as long."""
         return replace(self, **{name: ranks_per_gpu * getattr(self, name) for name in _OF_RANKS})
 
 
@@ -62,22 +62,22 @@ _OF_RANKS = (
     *("starting_s", "warm_up_s", "silence_s", "task_s", "task_factor", "wait_s", "wait_factor"),
     *("longest_wait_s", "leaving_s", "leaving_factor", "stopping_s", "killed_s"),
 )
-"""What waits for ranks; the rest is about this process and writers."""
+"""Waits for ranks; the others are for this process and writers."""
 
 
 @dataclass(slots=True)
 class Watchdog(Generic[Process]):
-    """Remembers when it heard of whom. Times are seconds of one clock, given by the caller."""
+    """Remembers when each process was last heard. Times are seconds of one clock, given by the caller."""
 
     patience: Patience
     heard_s: dict[Process, float] = field(default_factory=dict)
     pinged_s: float = 0.0
     looked_s: float = 0.0
     pauses: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_PAUSES))
-    """When this process went on after it had been stopped, and how long it had been."""
+    """When this process continued after it was stopped, and how long that was."""
 
     def look(self, now_s: float) -> float:
-        """Note that somebody looks; for how long nobody did, where this process was stopped meanwhile."""
+        """Note that this process looks; returns how long it was stopped before, or 0."""
         paused_s, self.looked_s = now_s - self.looked_s, now_s
         if paused_s <= self.patience.asleep_s:
             return 0.0
@@ -90,37 +90,37 @@ class Watchdog(Generic[Process]):
         self.heard_s[process] = now_s
 
     def forget(self, process: Process) -> None:
-        """It is gone, or not ready yet: its silence says nothing."""
+        """It is gone, so its silence says nothing."""
         self.heard_s.pop(process, None)
 
     def wants_ping(self, now_s: float) -> bool:
-        """Whether it is time to ask everyone for a sign of life."""
+        """Whether it is time to ask all processes for a sign of life."""
         if now_s < self.pinged_s + self.patience.ping_s:
             return False
         self.pinged_s = now_s
         return True
 
     def silent(self, now_s: float) -> Iterator[tuple[Process, str]]:
-        """Processes that have said nothing for too long, and why they are suspect."""
+        """Processes that have been silent for too long, and the reason to kill them."""
         for process, heard_s in self.heard_s.items():
             if now_s > heard_s + self.patience.silence_s:
                 yield process, f"no sign of life for {now_s - heard_s:.0f} s"
 
     def is_overdue(self, dispatch: Dispatch, now_s: float) -> bool:
-        """Whether a running task takes so long that it must be hung."""
+        """Whether a running task takes so long that a rank must hang."""
         allowed_s = max(self.patience.task_s, self.patience.task_factor * _predicted_s(dispatch))
         allowed_s += sum(paused_s for at_s, paused_s in self.pauses if at_s > dispatch.submitted_s)
         return now_s > dispatch.predicted_end_s + allowed_s
 
     def time_to_wait_s(self, dispatch: Dispatch) -> float:
-        """How long a rank may wait for another one in the middle of this task, before both give it up."""
+        """How long a rank may wait for another one during this task, before both give it up."""
         patience = self.patience
         return min(
             max(patience.wait_s, patience.wait_factor * _predicted_s(dispatch)), patience.longest_wait_s
         )
 
     def time_to_leave_s(self, dispatches: Iterable[Dispatch]) -> float:
-        """How long ranks may take to leave these tasks, which they cannot interrupt as they like."""
+        """How long ranks may take to leave these tasks, which they cannot interrupt everywhere."""
         longest_s = max(map(_predicted_s, dispatches), default=0.0)
         return self.patience.leaving_s + self.patience.leaving_factor * longest_s
 

@@ -1,7 +1,7 @@
-"""The process backend: dispatches become messages to workers, and what they answer, events.
+"""The process backend: turns dispatches into messages to workers, and their answers into events.
 
-What goes wrong with a task or a process is settled here (recovery.py has the rounds) before
-it becomes an event: when the control plane learns of a failure, its ranks are free again.
+A failure becomes an event when it is settled (recovery.py has the rounds): when the control plane learns of
+it, the ranks are free again.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ from gfgen.system.signals import SignalPipe
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-"""The control loop turns at least this often: progress is shown, and silence noticed."""
+"""The control loop turns at least this often, to show progress and to notice silent processes."""
 _ANSWER_S = 1.0
-"""How long is waited, at the end of a run, for what ranks tell of themselves."""
+"""The longest wait for the ranks' memory use at the end of a run."""
 _ON_OWN_TIME = (Phase.WARMING, Phase.LOADING)
-"""Phases in which a worker may be silent for as long as its start may take."""
+"""Phases in which a worker may be silent as long as its start may take."""
 
 
 class Requests(Protocol):
-    """What is asked of a run from outside while it goes on; readable when there is something."""
+    """Requests to a run from outside; readable when there is one."""
 
     def fileno(self) -> int: ...
 
     def take_events(self, now_s: float) -> Sequence[Event]:
-        """What was asked since the last call, as events of this moment; nothing may follow from it but a
-        turn of the loop, in which the intake is looked at."""
+        """The requests since the last call, as events of this moment. Their only effect is a turn of the
+        loop, which looks at the intake."""
         ...
 
 
@@ -105,17 +105,17 @@ class ProcessBackend:
         for source in self._inputs:
             pool.listen(source)
         self._warm_ups = warm_ups
-        """What ranks get ready for jobs before they join, or when they load other models."""
+        """Chooses the steps that ranks prepare before they join, or when they load other models."""
         self._unchecked = list(memory.jobs)
-        """Jobs of which it may have to be told that no rank could load their model at the start."""
+        """Jobs whose models may be ones that no rank could load at the start."""
         self._known_unloadable: set[str] = set()
-        """Models of which that was told."""
+        """Such models that were reported."""
         self._pending: list[Event] = []
-        """Events that no message brings."""
+        """Events that come from no message."""
         self._begin()
 
     def _begin(self) -> None:
-        """Take over a pool: workers that take tasks are ready, and retired ranks are lost."""
+        """Take over a pool: report workers that take tasks as ready, and retired ranks as lost."""
         pool, now_s = self._pool, self._clock.now_s
         pool.begin_run(partial(self._warm_ups_of, None))
         for worker in pool.workers:
@@ -132,7 +132,7 @@ class ProcessBackend:
     # What the control loop calls ------------------------------------------------------------
 
     def wait(self, until: float | None) -> list[Event]:
-        """Events in order of receipt, and what has fallen due; none when nothing happened for a tick."""
+        """Events in order of receipt, then those that are due; none if nothing happened for a tick."""
         events, self._pending = [*self._pending, *self._tell_unloadable()], []
         timeout_s = _TICK_S if until is None else min(_TICK_S, until - self._clock.now_s)
         for source, what in self._pool.turn(0.0 if events else timeout_s):
@@ -143,13 +143,13 @@ class ProcessBackend:
         return events
 
     def submit(self, dispatch: Dispatch) -> None:
-        """Send a task to its ranks, and before it what they do not know yet of the job."""
+        """Send a task to its ranks, after what they do not know yet of its job."""
         task, ranks = dispatch.task, dispatch.layout.ranks
         try:
             self._memory.slab(task.job_id)
             job = self._memory.jobs[task.job_id]
             fds = (self._writes.new_frames(job),) if task.stage is Stage.DECODE else ()
-        except (OSError, ValueError, KeyError) as error:  # too many open files, or what was kept is gone
+        except (OSError, ValueError, KeyError) as error:  # too many open files, or kept state is gone
             reason = f"its state has no place here: {in_one_line(error)}"
             self._pending.append(TaskFailed(self._clock.now_s, dispatch.number, reason))
             return
@@ -175,7 +175,7 @@ class ProcessBackend:
         self._rounds.include(now_s=self._clock.now_s)
 
     def stop(self, dispatches: Sequence[Dispatch]) -> None:
-        """Let ranks leave tasks that nobody wants; those that do not in time are killed and replaced."""
+        """Let ranks leave unwanted tasks; a rank that does not leave in time is killed and replaced."""
         numbers, now_s = {each.number for each in dispatches} - self._rounds.numbers, self._clock.now_s
         stopped = [attempt for attempt in map(self._attempts.running, numbers) if attempt is not None]
         for attempt in stopped:
@@ -203,25 +203,25 @@ class ProcessBackend:
         self._pool.set_models(models, warm_ups=self._warm_ups_of(checkpoints))
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
-        """Know these jobs too; workers are told of one before its first task."""
+        """Accept more jobs; workers get each of them before its first task."""
         self._memory.jobs |= {job.job_id: job for job in jobs}
         self._unchecked += [job.job_id for job in jobs]
 
     def memory_use(self) -> dict[int, MemoryUse]:
-        """What the ranks have taken in this run, as far as they answer in time."""
+        """The memory that ranks have used in this run, of those that answer in time."""
         asked = [worker for worker in self._pool.living if worker.has_started]
         for worker in asked:
             worker.tell(TellMemory())
         deadline_s = self._clock.now_s + _ANSWER_S
         while len(self._memory_use) < len(asked) and (left_s := deadline_s - self._clock.now_s) > 0:
             for source, what in self._pool.turn(left_s):
-                if source in self._inputs:  # a signal: nobody is to wait any more
+                if source in self._inputs:  # a signal ends the wait
                     return self._memory_use
                 list(self._events_of(source, what))
         return self._memory_use
 
     def close(self) -> None:
-        """Let go of the pool, which stays usable, and of all memory."""
+        """Release all memory, and the pool, which stays usable."""
         for source in self._inputs:
             self._pool.ignore(source)
         if self._own_signals:
@@ -230,7 +230,7 @@ class ProcessBackend:
         self._memory.close()
         self._writes.close()
 
-    # What children say ------------------------------------------------------------------------
+    # What processes say ------------------------------------------------------------------------
 
     def _tell_unloadable(self) -> Iterator[LoadFailed]:
         """Models of jobs at hand that no rank could load when the workers started."""
@@ -242,7 +242,7 @@ class ProcessBackend:
                 yield LoadFailed(self._clock.now_s, (model,), reason)
 
     def _events_of(self, source: Any, what: Any) -> Iterator[Event]:
-        """What a message, or what became of a process, means for the run."""
+        """The events that a message, or a change of a process, means for the run."""
         now_s = self._clock.now_s
         if isinstance(source, WriterProcess):
             yield from self._writes.events_of(source, what, now_s)
@@ -268,7 +268,7 @@ class ProcessBackend:
             case Lost():
                 yield from self._worker_lost(source, what, now_s)
             case WarmedUp() if what.reason is not None:
-                text = "%s: warming up: %s; jobs are tried all the same"
+                text = "%s: warming up: %s; its jobs run anyway"
                 logger.warning(text, source.name, what.reason)
             case MemoryUse():
                 self._memory_use[source.rank] = what
@@ -280,7 +280,7 @@ class ProcessBackend:
                 pass
 
     def _task_done(self, worker: RankProcess, report: TaskReport, now_s: float) -> Iterator[Event]:
-        """A rank has done its part; what is being given up counts no more."""
+        """A rank has done its part, which does not count if the dispatch is being given up."""
         if report.number in self._rounds.numbers:
             return
         times = RankTimes(
@@ -297,7 +297,7 @@ class ProcessBackend:
             self._write_what_is_there(attempt)
 
     def _write_what_is_there(self, attempt: Attempt) -> None:
-        """Let a job be written whose decode has ended, once all of its frames have come."""
+        """Write the file of a decode that has ended, once all of its frames have come."""
         task = attempt.dispatch.task
         if task.stage is Stage.DECODE and attempt.is_done and not attempt.storing:
             self._writes.begin(self._memory.jobs[task.job_id])
@@ -306,7 +306,7 @@ class ProcessBackend:
         """A rank's frames have reached the writer's memory, or never will."""
         attempt = self._attempts.stored(stored.number, worker.rank, are_lost=stored.reason is not None)
         if attempt is None:
-            return  # of an earlier run, or given up
+            return  # it is of an earlier run, or given up
         if stored.reason is None:
             self._write_what_is_there(attempt)
         elif attempt.is_done:
@@ -315,7 +315,7 @@ class ProcessBackend:
             self._rounds.fail(worker, TaskFault(stored.number, stored.reason), now_s=now_s)
 
     def _frames_lost_with(self, rank: int, reason: str, now_s: float) -> Iterator[Event]:
-        """What a dead rank had decoded and not stored, of decodes that had ended."""
+        """Decodes that had ended, and whose frames a dead rank had not stored."""
         for attempt in self._attempts:
             if attempt.is_done and rank in attempt.storing:
                 self._attempts.drop(attempt)
@@ -327,7 +327,7 @@ class ProcessBackend:
         reason = lost.reason
         if lost.was_told and worker.loading is not None:
             reason = f"it cannot load its models: {reason}"
-        # Without its last rank a run that stops would end as one that cannot go on, and keep nothing.
+        # A run without ranks ends with an error and keeps nothing. One that stops keeps its jobs.
         is_retired = lost.is_retired and bool(self._pool.living or not self._pool.is_stopping)
         yield RankLost(now_s, worker.rank, worker.incarnation, reason, is_retired=is_retired)
         if lost.unloadable:
@@ -338,22 +338,40 @@ class ProcessBackend:
         yield from self._rounds.lose(worker.rank, cause, now_s=now_s)
 
     def _warm_ups_of(self, checkpoints: Collection[str] | None) -> Sequence[WarmUp]:
-        """What is to be got ready for the jobs at hand of these models; None for those that ranks hold."""
+        """The steps to prepare for known jobs of these models; None stands for the models that ranks hold."""
         if self._warm_ups is None:
             return ()
         held = self._pool.models.checkpoints if checkpoints is None else checkpoints
         return self._warm_ups([job for job in self._memory.jobs.values() if str(job.checkpoint) in held])
 
-    # Processes that live and yet do nothing ---------------------------------------------------------
+    # Processes that hang ----------------------------------------------------------------------------
 
     def _look_for_hung_processes(self) -> None:
-        """Kill what is hung; its end is then noticed like any other."""
+        """Kill processes that hang; the loop then notices their end."""
         now_s, patience = self._clock.now_s, self._watchdog.patience
-        living = self._pool.living
         if paused_s := self._watchdog.look(now_s):
-            self._forgive(paused_s, living)
+            self._forgive(paused_s)
+        self._look_for_hung_workers(now_s)
+        for writer in list(self._writes.overdue(patience_s=patience.write_s)):
+            writer.kill("it does not finish a file")
+        overdue = set()
+        for attempt in self._attempts:
+            for rank in attempt.storing_since(now_s - patience.task_s):
+                self._pool.workers[rank].kill("it does not store its frames")
+            if not attempt.is_done and self._watchdog.is_overdue(attempt.dispatch, now_s):
+                overdue.add(attempt.dispatch.number)
+            if attempt.stopped_s is not None and now_s > attempt.stopped_s + patience.stopping_s:
+                for worker in [self._pool.workers[rank] for rank in attempt.inside]:
+                    worker.is_to_blame = worker.phase is Phase.ENDING and worker.is_to_blame
+                    worker.kill("it did not leave a task that was stopped")
+        self._rounds.give_up_overdue(overdue, now_s=now_s)
+        self._rounds.kill_late(now_s)
+
+    def _look_for_hung_workers(self, now_s: float) -> None:
+        """Kill workers that are silent, or start or load for too long; ask all for a sign of life."""
+        living = self._pool.living
         for worker in living:
-            if time.monotonic() > worker.since_s + patience.starting_s:
+            if time.monotonic() > worker.since_s + self._watchdog.patience.starting_s:
                 if worker.phase is Phase.STARTING:
                     worker.kill("it does not get ready")
                 elif worker.phase in _ON_OWN_TIME:
@@ -365,37 +383,19 @@ class ProcessBackend:
         for worker, why in list(self._watchdog.silent(now_s)):
             if worker.phase not in _ON_OWN_TIME:
                 worker.kill(why)
-        for writer in list(self._writes.overdue(patience_s=patience.write_s)):
-            writer.kill("it does not finish a file")
-        overdue = set()
-        for attempt in self._attempts:
-            for rank, since_s in attempt.storing.items():
-                if now_s > since_s + patience.task_s:
-                    self._pool.workers[rank].kill("it does not store its frames")
-            if not attempt.is_done and self._watchdog.is_overdue(attempt.dispatch, now_s):
-                overdue.add(attempt.dispatch.number)
-            stopped_s = attempt.stopped_s
-            if stopped_s is not None and now_s > stopped_s + patience.stopping_s:
-                for worker in [self._pool.workers[rank] for rank in attempt.inside]:
-                    worker.is_to_blame = worker.phase is Phase.ENDING and worker.is_to_blame
-                    worker.kill("it did not leave a task that was stopped")
-        self._rounds.give_up_overdue(overdue, now_s=now_s)
-        self._rounds.kill_late(now_s)
 
-    def _forgive(self, paused_s: float, workers: Sequence[RankProcess]) -> None:
-        """This process was stopped itself for so long: nobody could be heard, whatever they did."""
-        logger.info("not at work for %.0f s: that counts for nobody", paused_s)
-        for worker in workers:
+    def _forgive(self, paused_s: float) -> None:
+        """This process was stopped for this time, in which it could hear nobody: it counts for no process."""
+        logger.info("this process stood still for %.0f s, which counts for no other process", paused_s)
+        for worker in self._pool.living:
             worker.since_s += paused_s
         for attempt in self._attempts:
             attempt.forgive(paused_s)
         self._writes.forgive(paused_s)
         self._rounds.forgive(paused_s)
 
-    # What workers need to know -----------------------------------------------------------------------
-
     def _ask_for_state(self, dispatch: Dispatch) -> None:
-        """Tell the ranks that hold a job's state which parts of it to send where."""
+        """Let the ranks that hold a job's state send the parts that others need."""
         for source in sorted({transfer.source for transfer in dispatch.transfers}):
             assert dispatch.producer is not None
             mine = tuple([transfer for transfer in dispatch.transfers if transfer.source == source])

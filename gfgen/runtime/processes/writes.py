@@ -1,6 +1,6 @@
 """Frames on their way from a worker to a file: their memory, and the writer that encodes them.
 
-A writer is given one file at a time; the others wait here, where they can go to another one.
+A writer gets one file at a time. The others wait here for whichever writer is free first.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from gfgen.runtime.processes.pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 MAX_WRITES = 2
-"""A file whose writer died so often is given up."""
+"""A file is given up after this many writers have died with it."""
 SLOWEST_BYTES_PER_S = 1e6
-"""A writer that is slower than this is stuck: encoding takes about 1 s for 50 MB on one core."""
+"""A slower writer hangs: encoding takes about 1 s for 50 MB on one core."""
 
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """Kept until the file is there, should the writer die."""
+    """Kept until the file is there, because the writer may die."""
 
     request: WriteRequest
     frames: int
@@ -42,7 +42,7 @@ class _Write:
 
 
 class Writes:
-    """Hands frames to the writer with the least to do."""
+    """Hands frames to idle writers."""
 
     def __init__(self, pool: WorkerPool, output_dir: Path) -> None:
         self._pool = pool
@@ -59,7 +59,7 @@ class Writes:
         return fd
 
     def begin(self, job: AdmittedJob) -> None:
-        """The frames are complete: let them be written."""
+        """The frames are complete: write them."""
         ((_, shape, _),) = job.trajectory.artifact("frames").fields
         frames, height, width, channels = shape
         request = WriteRequest(
@@ -79,26 +79,26 @@ class Writes:
         self.give_out()
 
     def ended(self, job_id: str) -> None:
-        """The writer has answered, well or not."""
+        """The writer has answered."""
         write = self._writes.pop(job_id, None)
         if write is not None:
             os.close(write.frames)
             self.give_out()
 
     def overdue(self, *, patience_s: float) -> Iterator[WriterProcess]:
-        """Writers that have been at one file for so long beyond what the slowest would take."""
+        """Writers that have taken this much longer for a file than the slowest would."""
         for write in self._writes.values():
             allowed_s = patience_s + math.prod(write.request.shape) / SLOWEST_BYTES_PER_S
             if write.writer is not None and time.monotonic() > write.begun_s + allowed_s:
                 yield write.writer
 
     def forgive(self, paused_s: float) -> None:
-        """Nobody looked for so long: it counts for no writer."""
+        """The control process did not run for this time, which counts for no writer."""
         for write in self._writes.values():
             write.begun_s += paused_s
 
     def events_of(self, writer: WriterProcess, what: Any, now_s: float) -> Iterator[Event]:
-        """What a writer's message, or what became of it, means for the run."""
+        """The events that a writer's message, or its start or end, means for the run."""
         match what:
             case WriteDone():
                 self.ended(what.job_id)
@@ -114,7 +114,7 @@ class Writes:
                 yield from self._writer_lost(writer, what, now_s)
 
     def _writer_lost(self, writer: WriterProcess, lost: Lost, now_s: float) -> Iterator[Event]:
-        """Let another writer write what a dead one has not; its second death gives a file up."""
+        """Let another writer write the file of a dead one, unless two have died with it."""
         from gfgen.runtime.files.outputs import (
             remove_unfinished,  # imports numpy, which --help can do without
         )
@@ -134,7 +134,7 @@ class Writes:
                 yield FramesLost(now_s, job_id, f"{writer.name} cannot start: {lost.reason}", lost=True)
 
     def release(self, job_id: str) -> None:
-        """The job has ended: nothing of it is kept."""
+        """The job has ended: keep nothing of it."""
         self._close_frames(job_id)
         self.ended(job_id)
 
