@@ -20,7 +20,7 @@ from diffusers import ContextParallelConfig
 from torch import Tensor
 
 from benchmarks.measured import MeasuredShape
-from gfgen.gfc.cuda.captured import CapturedAlone, capture
+from gfgen.gfc.cuda.captured import Captured, CapturedAlone
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import CudaGroup
 from gfgen.gfc.descriptor import Descriptor
@@ -181,7 +181,7 @@ def captured(run: RunForward, group: CudaGroup | None) -> RunForward:
     if group is None:
         alone = CapturedAlone(lambda: run(None))
         return lambda _: alone.replay()
-    graph = capture(group, run)
+    graph = Captured(group, run)
 
     def replay(group: CudaGroup | None) -> Sequence[Tensor]:
         assert group is not None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gfgen.gfc.cuda.captured import capture
+from gfgen.gfc.cuda.captured import Captured
 from gfgen.gfc.cuda.compiler import compiled
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import CudaGroup
@@ -262,7 +262,7 @@ def replay_everywhere(
         if number < num_prepared:
             step(group)
             if size not in captures:
-                captures[size] = capture(group, step)
+                captures[size] = Captured(group, step)
             group.finish()
             continue
         kept, back, small = captures[size].replay(group)

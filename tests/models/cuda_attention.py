@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from test_shared_attention import Inputs, alone, on_one_rank
 
-from gfgen.gfc.cuda.captured import capture
+from gfgen.gfc.cuda.captured import Captured
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import CudaGroup, bank_of
 from gfgen.gfc.descriptor import Descriptor
@@ -93,7 +93,7 @@ def attend(
             for _ in range(2):
                 step(group, static)
             group.finish()
-            captured = captured or capture(group, partial(step, share=static))
+            captured = captured or Captured(group, partial(step, share=static))
             continue
         if captured is None:
             results = [step(group, share) for _ in range(3)]

@@ -1,6 +1,6 @@
 """CUDA graphs of collectives that run on any group of the same degrees.
 
-    captured = capture(group, lambda group: step(group))      # once per shape and degrees
+    captured = Captured(group, lambda group: step(group))     # once per shape and degrees
     group = endpoint.group(other_descriptor); group.enter()   # any ranks, same degrees
     captured.replay(group)
 
@@ -30,7 +30,11 @@ Capturing = Callable[[Any], AbstractContextManager[Any]]
 
 
 class Captured(Generic[T]):
-    """A CUDA graph of collectives and computation; `result` is what its function returned."""
+    """A CUDA graph of collectives and computation; `result` is what its function returned.
+
+    The group has been entered or is `CudaEndpoint.unentered`. Run the function once before, so that all
+    kernels are loaded.
+    """
 
     def __init__(
         self,
@@ -101,11 +105,6 @@ class CapturedAlone(Generic[T]):
         """Runs it on the current stream."""
         self._graph.replay()
         return self.result
-
-
-def capture(group: CudaGroup, function: Callable[[CudaGroup], T], *, copies: int = 1) -> Captured[T]:
-    """Captures a function on an entered group. Run the function once before, so that everything is loaded."""
-    return Captured(group, function, copies=copies)
 
 
 @contextlib.contextmanager

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gfgen.gfc.cuda.captured import CapturedAlone, capture
+from gfgen.gfc.cuda.captured import Captured, CapturedAlone
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import CudaGroup
-from gfgen.gfc.cuda.selector import KernelChoice, Selector
+from gfgen.gfc.cuda.selector import KernelChoice, Rule, Selector
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
@@ -216,7 +216,10 @@ def tune_cell(
     copies = 10 if pair_bytes <= MIB else 4
     found = []
     for choice in choices:
-        endpoint.selector = Selector({}, usual.has_bulk, forced=choice)
+        everywhere = (Rule(1 << 62, choice),)
+        endpoint.selector = Selector(
+            {(len(ranks), in_arena): everywhere for in_arena in (True, False)}, usual.has_bulk
+        )
         endpoint.prepared.clear()
         calls = [_calls(pattern, x, x, None) for pattern, x in zip(PATTERNS, inputs, strict=True)]
         order = [calls[0][0], calls[1][0], calls[0][1], calls[1][1]]
@@ -274,7 +277,7 @@ def _random_bytes(endpoint: CudaEndpoint, num_bytes: int) -> Tensor:
 def graph_us(group: CudaGroup, call: _GroupCall, copies: int, repeats: int) -> float:
     call(group)
     call(group)
-    captured = capture(group, call, copies=copies)
+    captured = Captured(group, call, copies=copies)
 
     def align() -> None:
         _start_late(group)

@@ -61,11 +61,10 @@ MIN_BULK_ROW = 256
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Rules by number of ranks and kind of result; `forced` overrides them, for measurements."""
+    """Rules by number of ranks and kind of result."""
 
     rules: Mapping[TableKey, tuple[Rule, ...]]
     has_bulk: bool
-    forced: KernelChoice | None = None
 
     def choose(
         self,
@@ -83,7 +82,7 @@ class Selector:
         tensors. Threads and bulk copies write the same bytes, so each rank may choose by its own unit and
         rows.
         """
-        choice = self.forced or self._by_size((num_ranks, in_arena), pair_bytes)
+        choice = self._by_size((num_ranks, in_arena), pair_bytes)
         if choice.path == "flagged" and (dense_unit_bytes < MIN_FLAGGED_UNIT or pair_bytes > FLAGGED_LIMIT):
             return FALLBACK
         if choice.path == "bulk" and not (

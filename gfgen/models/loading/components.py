@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from diffusers.utils import logging as diffusers_logging
@@ -24,20 +24,8 @@ _UNUSED = ("lm_head.weight",)
 """Only hidden states of a text encoder are used, so it may lack its head."""
 
 
-class LoadPipeline(Protocol):
-    """The type of `load_pipeline` and `random_pipeline`."""
-
-    def __call__(
-        self,
-        pipeline_class: Any,
-        checkpoint: Path,
-        *,
-        device: str,
-        dtype: torch.dtype,
-        dtypes: Mapping[str, str] | None = None,
-    ) -> Any:
-        """See `load_pipeline`."""
-        ...
+LoadPipeline = Callable[..., Any]
+"""`load_pipeline`, or `random_pipeline` with the same parameters."""
 
 
 def load_pipeline(
