@@ -1,4 +1,4 @@
-"""What a worker needs of the device that its rank computes on, and what all devices do alike."""
+"""The interface of a worker to the device of its rank, and what all devices have in common."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Run:
 
     made: dict[str, Fields]
     total: torch.Tensor | None
-    """`sum_of` what it made; in host memory once the task has ended."""
+    """`sum_of` its output; in host memory when the task has ended."""
     started_s: float = 0.0
     ended_s: float | None = None
     """None where the task ends when its output is published."""
     waited_s: float = 0.0
     moved_s: float = 0.0
     idle_s: float | None = None
-    """By the device's clock: from the end of the task before it until this one had begun."""
+    """By the device's clock: from the end of the previous task to the start of this one."""
     is_there: Any = None
-    """A device's event, if what the task made is only enqueued."""
+    """The device's event, if the output is only enqueued."""
 
 
 class Device(Protocol):
@@ -59,7 +59,7 @@ class Device(Protocol):
     arena_fds: tuple[int, ...]
     """The control plane hands these to the other ranks."""
     counts_tokens: bool
-    """Padded texts cost next to nothing here."""
+    """Whether this device can pad texts at almost no cost."""
     adapters: dict[str, Adapter]
     endpoint: Any
     """None before `connect`."""
@@ -77,19 +77,19 @@ class Device(Protocol):
         ...
 
     def drop(self, paths: Sequence[str]) -> None:
-        """Let go of models and of their memory."""
+        """Release models and their memory."""
         ...
 
     def warm_up(self, message: WarmUp) -> None:
-        """Get steps ready, alone. Raises: what the model raises."""
+        """Prepare steps without other ranks. Raises: what the model raises."""
         ...
 
     def take_in(self, fields: Fields) -> Fields:
-        """Copies of fields that lie in a slab, where this rank computes."""
+        """Copies of fields of a slab on this device."""
         ...
 
     def fetch(self, work: RankTask) -> None:
-        """Bring what a task needs and this rank lacks. Raises: InputVoidError when it is given up."""
+        """Bring the input that this rank lacks. Raises: InputVoidError when it is given up."""
         ...
 
     def run(self, work: RankTask) -> Run:
@@ -99,32 +99,32 @@ class Device(Protocol):
     def finish(self, run: Any) -> None:
         """Wait until a run has ended and complete its times.
 
-        Raises: InputVoidError when it was given up; what went wrong between the ranks.
+        Raises: InputVoidError when it was given up; the error of an exchange between ranks.
         """
         ...
 
     def store(self, tensor: torch.Tensor, place: memoryview) -> None:
-        """Copy a dense tensor that was computed into a slab; it is there on return."""
+        """Copy a computed dense tensor into a slab; the copy is complete on return."""
         ...
 
     def store_rows(self, rows: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a rank's rows of all frames into the writer's memory; they are there on return."""
+        """Copy a rank's rows of all frames into the writer's memory; complete on return."""
         ...
 
     def send(self, shipment: Shipment, message: SendState) -> None:
-        """Send what a job's next task needs elsewhere, or enqueue that."""
+        """Send, or enqueue, state that a job's next task needs on other ranks."""
         ...
 
     def await_sent(self, message: SendState) -> None:
-        """Wait until it has left. Raises: what went wrong with a receiver."""
+        """Wait until it has left. Raises: the error of a receiver."""
         ...
 
     def drain(self) -> None:
-        """Wait until nothing is under way that the calling thread has begun."""
+        """Wait until the device has done all that the calling thread has launched."""
         ...
 
     def memory_use(self) -> MemoryUse:
-        """What this rank has taken of memory since `forget_peaks`."""
+        """The memory that this rank has used since `forget_peaks`."""
         ...
 
     def forget_peaks(self) -> None:
@@ -132,21 +132,21 @@ class Device(Protocol):
         ...
 
     def note_shortage(self) -> None:
-        """A task ran out of memory: give back what is kept for later."""
+        """A task ran out of memory: release what is kept for later."""
         ...
 
     def exit_if_lost(self, error: BaseException) -> None:
-        """End the process if the error means that it cannot use the device any more."""
+        """End the process if the error means that it has lost the device."""
         ...
 
 
 def bring_input(
     work: RankTask, receive: Callable[[RunTask, Outline], Fields], *, is_void: Callable[[], bool]
 ) -> None:
-    """Bring what a task needs and this rank lacks; `receive` gets what other ranks send.
+    """Bring the input that this rank lacks; `receive` gets what other ranks send.
 
-    That comes last: if its arrival is only enqueued, nothing is waited for behind it. It is for this attempt
-    alone: it may never arrive if the attempt is given up, and the next one takes its input from the slab.
+    `receive` comes last: if the arrival is only enqueued, nothing waits behind it. What arrives is for this
+    attempt alone: if the attempt is given up, it may never arrive, and the next one reads the slab.
     """
     job, task, message = work.job, work.task, work.message
     job.fetch_constants(task, message.producer, is_void=is_void)
@@ -160,7 +160,7 @@ def bring_input(
 
 
 def meet(endpoint: Any, message: RunTask) -> LayoutGroup | None:
-    """The group of a task on several ranks, once all of them have come; None for one rank."""
+    """The group of a task on several ranks when all of them are there; None for one rank."""
     if message.layout.degree == 1:
         return None
     group: LayoutGroup = endpoint.group(
@@ -171,7 +171,7 @@ def meet(endpoint: Any, message: RunTask) -> LayoutGroup | None:
 
 
 def execute(adapters: Mapping[str, Adapter], work: RankTask, parallel: Parallel | None) -> dict[str, Fields]:
-    """Run the task; the artifacts that it makes."""
+    """Run the task; returns the artifacts that it makes."""
     job, task = work.job, work.task
     adapter = adapters[job.start.checkpoint]
     spec, artifacts = job.start.spec, job.artifacts

@@ -1,4 +1,4 @@
-"""How the process of a worker starts: its settings, its models, and its life until the channel ends."""
+"""A worker's process, from its start to the end of its channel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_worker(
     settings: WorkerSettings,
     make: Callable[[Channel, WorkerSettings], Worker],
 ) -> None:
-    """The life of a worker that `make` sets up."""
+    """Run a worker that `make` sets up, until its channel ends."""
     leave_to_the_run()  # which closes the channel
     channel = Channel(channel_socket)
     started_s = time.monotonic()
@@ -43,7 +43,7 @@ def run_worker(
         with contextlib.suppress(ConnectionError):
             channel.send(WorkerFailed(settings.rank, reason_of(error)))
         return
-    with contextlib.suppress(ConnectionError):  # the control plane is gone, and no report is read any more
+    with contextlib.suppress(ConnectionError):  # the control plane is gone
         device = worker.device
         ready = WorkerReady(settings.rank, time.monotonic() - started_s, device.counts_tokens)
         channel.send(ready, device.arena_fds)
@@ -56,7 +56,7 @@ def run_worker(
 def load_models(
     channel: Channel, settings: WorkerSettings, load: Callable[[str], Adapter]
 ) -> dict[str, Adapter]:
-    """The adapters of the models that a rank holds at first, by checkpoint."""
+    """The adapters of the rank's first models, by checkpoint."""
     adapters = {}
     for path in settings.checkpoints:
         channel.send(Loading(path))

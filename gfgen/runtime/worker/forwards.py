@@ -1,10 +1,10 @@
-"""What makes the steps of one GPU's rank fast, and when: loading what they launch, recording forwards.
+"""Makes the steps of a GPU's rank fast: loads the kernels that they launch, and records forwards.
 
-Either takes a while, in which other ranks must not wait for this one inside a task. So it comes before the
-rank enters a task: by a *rehearsal*, in which the rank runs a step alone, with zeros for what others would
-send (models/parallel/rehearsal.py). `warm_up` does this for the shapes that are known before a run begins.
-For others, the first step of a kind is recorded before it runs, if records of such forwards are worth it
-(models/fast/recording.py). Prompts of another length are another kind where texts are not padded.
+Both take time in which other ranks must not wait for this one inside a task. So the rank does it before it
+enters a task, by a *rehearsal*: it runs a step alone, with zeros for what others would send
+(models/parallel/rehearsal.py). `warm_up` does this for the shapes that are known before a run begins. For
+others, the first step of a kind is recorded before it runs, if records of such forwards are worth it
+(models/fast/recording.py). Where texts are not padded, prompts of another length are another kind.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from gfgen.runtime.worker.jobs import RankJob
 MIN_REPLAYS = 5
 """Recording takes about as long as launching a forward once or twice, so it pays if a few steps follow."""
 MAX_SHORTAGES = 4
-"""Records are made again after memory was short, but not for ever: they might let tasks fail for ever."""
+"""After memory was short, records are made again at most this often: they may be the reason."""
 
 Unentered = Callable[[Layout], Parallel | None]
-"""The ranks of a step on this layout, of whom none has come; None for a rank alone."""
+"""The ranks of a step on this layout before they meet; None for one rank."""
 
 
 class Kind(NamedTuple):
-    """Steps that launch the same forwards: of jobs of equal shapes, in the same place of a layout."""
+    """Steps that launch the same forwards: jobs of equal shapes, at the same place in a layout."""
 
     checkpoint: str
     artifacts: object
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """The same with any prompt in any slot: records are worth it for all of them or for none."""
+        """The same for all prompts and slots: records are worth it for all of them or for none."""
         return self[:3]
 
 
@@ -55,26 +55,26 @@ class Forwards:
         self._adapters, self._graphs = adapters, graphs
         self._rank, self._unentered = rank, unentered
         self._ready: dict[Kind, int] = {}
-        """Steps that were got ready, and how many records were gone by then."""
+        """By prepared kind: the number of lost records at that time."""
         self._not_worth: set[object] = set()
         """Shapes whose steps are launched kernel by kernel."""
         self._num_shortages = 0
 
     def kind_of(self, job: RankJob, layout: Layout) -> Kind:
-        """Of a job's next step on this layout."""
+        """The kind of a job's next step on this layout."""
         start, prompt = job.start, job.artifacts["prompt"]
         texts = self._adapters[start.checkpoint].text_shape(start.spec, prompt, layout)
         artifacts = start.trajectory.artifacts
         return Kind(start.checkpoint, artifacts, layout.degrees, texts, layout.slot_of(self._rank))
 
     def attach(self, checkpoint: str) -> None:
-        """Before a step of this model: its forwards go through records."""
+        """Let the forwards of this model go through records, before a step of it."""
         self._adapters[checkpoint].evaluate_by(self._graphs)
 
     def is_to_record(self, job: RankJob, task: Task, kind: Kind) -> bool:
-        """Whether the forwards of such steps are recorded before this one: the first of its kind.
+        """Whether to record the forwards of such steps before this one, which is the first of its kind.
 
-        If records had to go since, the next job may record them again, before its own first step.
+        If records were lost since then, the next job may record them again before its own first step.
         """
         if not self._graphs.may_record or self._num_shortages >= MAX_SHORTAGES:
             return False
@@ -85,9 +85,9 @@ class Forwards:
         return is_due and kind.shape not in self._not_worth and num_left >= MIN_REPLAYS
 
     def record(self, job: RankJob, task: Task, kind: Kind, layout: Layout) -> None:
-        """Record the forwards of a job's next step, while nothing that this rank has launched runs.
+        """Record the forwards of a job's next step, while no task of this rank runs.
 
-        If they turn out not to be worth it, this takes a part of one forward.
+        If they are not worth it, this takes a part of one forward.
         """
         self._ready[kind] = self._graphs.num_gone
         self.attach(job.start.checkpoint)
@@ -125,20 +125,20 @@ class Forwards:
             self._ready[kind] = self._graphs.num_gone
 
     def clear(self) -> None:
-        """Give the memory of records back, which is short."""
+        """Release the memory of records, because memory is short."""
         self._num_shortages += 1
         self._graphs.clear()
         self._ready.clear()
 
     def forget(self) -> None:
-        """Models are about to go: no record is kept, nothing that was seen counts, all may be tried again."""
+        """Forget all records and observations, because models are about to change."""
         self._graphs.forget()
         self._ready.clear()
         self._not_worth.clear()
         self._num_shortages = 0
 
     def _layouts(self, degrees: tuple[int, int, int]) -> Iterator[Layout]:
-        """With this rank in each slot in turn; who the others are does not matter."""
+        """With this rank in each slot in turn; the other ranks may be any."""
         cfg, ulysses, ring = degrees
         others = [rank for rank in range(MAX_RANKS) if rank != self._rank]
         for slot in range(number := cfg * ulysses * ring):

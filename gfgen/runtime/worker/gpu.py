@@ -1,9 +1,9 @@
-"""A rank on a GPU, where the launch of a task is not its end.
+"""A rank on a GPU, where a task ends after its launch.
 
-The main thread enqueues a task on its stream and goes on to the next one; the watcher waits for the device
-and reports. Latents may be used as soon as they are enqueued: by their own rank, whose stream has an order,
-and by others, to which another stream sends them behind the event of their making. The slab describes them
-at once (slab.py). So a job goes from GPU to GPU without a thread in between.
+The main thread enqueues a task on its stream and continues with the next one; the watcher waits for the
+device and reports. Latents may be used as soon as they are enqueued: their own rank uses the same stream, and
+another stream sends them to other ranks after the event that follows them. The slab describes them at once
+(slab.py). So a job goes from GPU to GPU and waits for no thread.
 
     main stream    tasks, in the order of dispatch; collectives too
     arrivals       state that other ranks send, so that it does not wait for the previous task
@@ -11,8 +11,8 @@ at once (slab.py). So a job goes from GPU to GPU without a thread in between.
     copies         to host memory
     frames         of decodes
 
-A rank is inside a dispatch from its start until the device is done with it: so when the rank says that it
-has left, none of its kernels can touch another rank's arena any more.
+A rank is inside a dispatch from its start until the device is done with it. So when the rank says that it
+has left, none of its kernels can touch another rank's arena.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ from gfgen.runtime.worker.staging import Staging
 logger = logging.getLogger(__name__)
 
 _FIRST_STEPS = 2
-"""The first steps differ from all later ones: UniPC of order 2 corrects from the second one on, and solves a
-system of equations from the third."""
+"""The first steps differ from all later ones: UniPC of order 2 corrects from the second step on, and solves a
+system of equations from the third step on."""
 _SHORT_S = 0.25
-"""A task that is expected to end sooner may be launched as a whole: stopping it would gain nothing."""
+"""A task that is expected to end sooner is launched as a whole: stopping it would gain nothing."""
 _NUM_SUMS = 16
 """More than a rank has tasks under way, which are two at most."""
 
@@ -79,7 +79,7 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
     """The worker of a GPU rank, with its models."""
     device = torch.device("cuda", settings.gpu)
     torch.cuda.set_device(device)
-    Kernels(settings.gpu)  # compiled and kept on disk before anyone waits for this rank
+    Kernels(settings.gpu)  # compile and keep them on disk before another rank waits for this one
     try_kernels(device)
     if settings.ranks.memory_limit is not None:
         _limit_memory(settings.ranks, device)
@@ -101,7 +101,7 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
 
 @dataclass(slots=True)
 class Arrival:
-    """When state that other ranks send comes, by the device's clock."""
+    """The arrival of state that other ranks send, by the device's clock."""
 
     begun: torch.cuda.Event
     """The first of it is there."""
@@ -122,12 +122,12 @@ class GpuRun(Run):
     entered: torch.cuda.Event
     outcome: DispatchOutcome | None
     arrival: Arrival | None
-    """Of the input, where other ranks send it."""
+    """Of input from other ranks."""
 
 
 @dataclass(slots=True)
 class _Streams:
-    """The streams of a rank, and what moves bytes between its GPU and host memory on some of them."""
+    """The streams of a rank, and the buffers of those that copy to or from host memory."""
 
     device: torch.device
     main: torch.cuda.Stream = field(init=False)
@@ -146,7 +146,7 @@ class _Streams:
         self.incoming = Staging(self.device, self.arrivals)
 
     def of(self, thread: Thread) -> torch.cuda.Stream:
-        """On which this thread of the worker launches."""
+        """The stream on which this thread of the worker launches."""
         match thread:
             case "main":
                 return self.main
@@ -160,7 +160,7 @@ class _Streams:
                 return self.frames.stream
 
     def load_transfers(self) -> None:
-        """Load what moves state, and take memory for it: either would wait for the device later on."""
+        """Load the kernels that move state, and take their memory: later, both would wait for the device."""
         for stream in (self.arrivals, self.departures):
             with torch.cuda.stream(stream):
                 for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
@@ -201,20 +201,20 @@ class GpuDevice:
         graphs = Graphs(recorder, device, may_record=settings.ranks.has_graphs)
         self.forwards = Forwards(adapters, graphs, rank=settings.rank, unentered=self._unentered)
         self._sums = itertools.cycle(torch.empty(_NUM_SUMS, pin_memory=True).unbind())
-        """Host memory for sums of what tasks make, in turn; made now, since pinning waits for the device."""
+        """Host memory for the sums of tasks, in turn; allocated now, because pinning waits for the device."""
         self._last_end: torch.cuda.Event | None = None
-        """Of the last task that the watcher has seen to its end."""
+        """The end of the last task that the watcher has seen."""
         self._has_peers = True
         self._arrival: Arrival | None = None
-        """What the main thread has enqueued of the task that it is about to launch."""
+        """The input, if enqueued, of the task that the main thread is about to launch."""
         self._is_short = False
-        """A task has run out of memory: the main thread gives back what it keeps before its next one."""
+        """A task has run out of memory: the main thread releases what it keeps before its next task."""
         self._streams.load_transfers()
 
     def use(self, thread: Thread) -> None:
         """Set torch's device and stream, and the context that our launches need.
 
-        torch leaves the context alone where the device is 0, which every thread begins with.
+        torch does not set the context of device 0, with which every thread begins.
         """
         driver().use(self._device.index)
         torch.cuda.set_device(self._device)
@@ -242,7 +242,7 @@ class GpuDevice:
     def drop(self, paths: Sequence[str]) -> None:
         self.forwards.forget()
         drop_models(self.adapters, paths)
-        torch.cuda.empty_cache()  # so that other models do not have to fit into the gaps
+        torch.cuda.empty_cache()  # otherwise other models would have to fit into the gaps
 
     def warm_up(self, message: WarmUp) -> None:
         try:
@@ -253,7 +253,7 @@ class GpuDevice:
             raise
 
     def _unentered(self, layout: Layout) -> Parallel | None:
-        """The ranks of a step, of whom none has come, for rehearsals and records."""
+        """The ranks of a step before they meet, for rehearsals and records."""
         return None if layout.degree == 1 else parallel_from(self.endpoint.unentered(layout))
 
     # Input ------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class GpuDevice:
             bring_input(work, self._receive, is_void=partial(self._dispatches.is_void, work.number))
 
     def _receive(self, message: RunTask, outline: Outline) -> Fields:
-        """Enqueue the arrival of latents: they may not be there yet, nor be made."""
+        """Enqueue the arrival of latents, which may not be made yet."""
         stream = self._streams.arrivals
         with torch.cuda.stream(stream):
             begun = self.event(stream)
@@ -280,14 +280,14 @@ class GpuDevice:
         return self._arrived(fields)
 
     def take_in(self, fields: Fields) -> Fields:
-        """Copies on the arrivals stream, so it does not wait for the previous task."""
+        """Copy on the arrivals stream, which does not wait for the previous task."""
         with torch.cuda.stream(self._streams.arrivals):
             brought = self._streams.incoming.brought
             found = {name: brought(tensor) for name, tensor in fields.tensors.items()}
         return self._arrived(Fields(found, fields.scalars))
 
     def _arrived(self, fields: Fields) -> Fields:
-        """Fields of the stream of arrivals, for tasks."""
+        """Let tasks use fields of the arrivals stream."""
         self._streams.main.wait_stream(self._streams.arrivals)
         for tensor in fields.tensors.values():
             tensor.record_stream(self._streams.main)
@@ -338,9 +338,9 @@ class GpuDevice:
         return stop_checks.DeviceWatch(is_void, record=self.event)
 
     def _get_ready(self, work: RankTask, forward: Kind | None, *, may_block: bool) -> None:
-        """See to it that nobody will wait for this rank inside the task; `forward` is a step's.
+        """Do what other ranks must not wait for inside the task; `forward` is the kind of a step.
 
-        Forwards are recorded while nothing runs here, nor is about to be sent: that may wait for the device.
+        Recording may wait for the device, so it happens while no task runs here and no state is to be sent.
         """
         forwards = self.forwards
         is_to_record = (
@@ -351,7 +351,7 @@ class GpuDevice:
         try:
             self._dispatches.await_clear(work.number, may_block=may_block or is_to_record or self._is_short)
         except InputVoidError:
-            self._streams.arrivals.synchronize()  # what was to arrive for it has been aborted with it
+            self._streams.arrivals.synchronize()  # its arrivals were aborted with it
             raise
         if self._is_short:  # nothing is under way
             self._is_short = False
@@ -379,7 +379,7 @@ class GpuDevice:
         run.idle_s = None if last_end is None else last_end.elapsed_time(run.entered) / 1e3
 
     def event(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-        """Recorded, on the stream of tasks unless another is given."""
+        """An event that is recorded, on the stream of tasks unless another is given."""
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream or self._streams.main)
         return event
@@ -393,7 +393,7 @@ class GpuDevice:
         self._streams.frames.store_rows(rows, target)
 
     def send(self, shipment: Shipment, message: SendState) -> None:
-        """Enqueue it behind the event of its making."""
+        """Enqueue it after the event that follows the latents."""
         if shipment.is_there is not None:
             self._streams.departures.wait_event(shipment.is_there)
         send_state(self.endpoint, shipment.fields, message.transfers, dispatch=message.number)
@@ -425,10 +425,10 @@ class GpuDevice:
         self._memory.forget()
 
     def note_shortage(self) -> None:
-        self._is_short = True  # what is kept belongs to the main thread
+        self._is_short = True  # only the main thread may release it
 
     def exit_if_lost(self, error: BaseException) -> None:
-        """End the process when its CUDA context is broken for good: a new one takes its place."""
+        """End the process if its CUDA context is broken; a new one replaces it."""
         is_ours = isinstance(error, RunError) and str(error).startswith("CUDA:")
         if is_ours or isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
             logger.error("the GPU is lost to this process: %s", error)
@@ -439,7 +439,7 @@ class GpuDevice:
 def pad_as_others(message: Arenas, *, can_pad: bool) -> None:
     """Pad texts if all ranks of the run do.
 
-    Raises: ModelError if they do and this rank cannot, which is then of no use.
+    Raises: ModelError if they do and this rank cannot.
     """
     if message.counts_tokens and not can_pad:
         raise ModelError("cuDNN's attention with padding works on the other ranks, and not on this one")
@@ -448,9 +448,9 @@ def pad_as_others(message: Arenas, *, can_pad: bool) -> None:
 
 
 def task_kinds(work: RankTask, rank: int, forward: Kind | None) -> frozenset[object]:
-    """What decides which kernels a task launches, for its own part and for the transformer's.
+    """The kinds that determine which kernels a task launches: its own, and that of its forward.
 
-    Shapes; the solver's order; the place in the layout; and what forwards know of how long prompts are.
+    They consist of shapes, the solver's order, the place in the layout, and the lengths of prompts.
     """
     start, layout, task = work.job.start, work.message.layout, work.task
     what = (start.checkpoint, task.stage, start.trajectory.artifacts)
@@ -460,13 +460,13 @@ def task_kinds(work: RankTask, rank: int, forward: Kind | None) -> frozenset[obj
 
 
 def arrival_kind(work: RankTask) -> object:
-    """What decides which memory a task's input takes when it arrives."""
+    """The kind that determines how much memory a task's input takes when it arrives."""
     parts = tuple([(part.field, part.axis, part.start, part.stop) for part in work.message.transfers])
     return ("arrival", work.job.start.trajectory.artifacts, work.task.stage, parts)
 
 
 class _TimedArrivals:
-    """A device's endpoint as `receive_state` uses it; `begun` is recorded when the first of it is there."""
+    """A device's endpoint for `receive_state`; records `begun` when the first part is there."""
 
     def __init__(self, endpoint: CudaEndpoint, begun: torch.cuda.Event) -> None:
         self._endpoint = endpoint
@@ -480,12 +480,12 @@ class _TimedArrivals:
 
 
 def _dense(fields: Fields) -> Fields:
-    """So that nothing has to be launched on them when they go to the host or to other ranks."""
+    """Make fields dense, so that copying and sending them launches nothing else."""
     return Fields({name: tensor.contiguous() for name, tensor in fields.tensors.items()}, fields.scalars)
 
 
 def _limit_memory(ranks: RankSettings, device: torch.device) -> None:
-    """Let torch take no more of the device than what is left of the limit beside the rest."""
+    """Limit torch's memory to the part of the limit that the arena and the context leave."""
     assert ranks.memory_limit is not None
     total = torch.cuda.get_device_properties(device).total_memory
     left = ranks.memory_limit - arena_bytes(ranks.arena_plan) - CONTEXT_BYTES

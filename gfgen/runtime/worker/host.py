@@ -38,7 +38,7 @@ from gfgen.system.allocator import give_back_freed_memory
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
-    """Entry of a CPU rank's process: load, then serve until the channel is closed."""
+    """Entry of a CPU rank's process."""
     run_worker(channel_socket, settings, make_worker)
 
 
@@ -134,7 +134,7 @@ class HostDevice:
 
 
 def drop_models(adapters: dict[str, Adapter], paths: Sequence[str]) -> None:
-    """Let go of models and of the main memory that they had."""
+    """Release models and their main memory."""
     for path in paths:
         del adapters[path]
     gc.collect()
@@ -142,7 +142,7 @@ def drop_models(adapters: dict[str, Adapter], paths: Sequence[str]) -> None:
 
 
 def peak_host_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """The most main memory that this process has held; 0 where the system does not say."""
+    """Peak of this process's main memory; 0 where the system does not report it."""
     with contextlib.suppress(OSError, ValueError):
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -151,6 +151,6 @@ def peak_host_bytes(status: Path = Path("/proc/self/status")) -> int:
 
 
 def reset_host_peak() -> None:
-    """Let `peak_host_bytes` count from now on, where the kernel allows it."""
+    """Reset the peak of `peak_host_bytes`, where the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

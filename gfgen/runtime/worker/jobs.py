@@ -1,8 +1,8 @@
-"""The state of a job on one rank, and how it comes to the rank and leaves it.
+"""The state of a job on one rank, and how it reaches and leaves the rank.
 
-State reaches a rank from the ranks that ran the last task (`receive_state`, by transfers that
-the control plane planned), or from the job's slab in host memory: the prompt's embeddings and
-the condition always, the latents when nobody holds them any more.
+Latents come from the ranks that ran the last task (`receive_state`, by transfers that the control plane
+planned), or from the job's slab in host memory if no rank holds them. The prompt's embeddings and the
+condition always come from the slab.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from gfgen.runtime.ipc.slab import Slab
 from gfgen.runtime.worker.dispatches import InputVoidError
 
 Store = Callable[[torch.Tensor, memoryview], None]
-"""Copies a dense tensor into host memory; it is there when this returns."""
+"""Copies a dense tensor into host memory; complete on return."""
 TakeIn = Callable[[Fields], Fields]
-"""Copies of fields that lie in a slab, where the rank computes; the slab may change when this returns."""
+"""Copies fields of a slab to the rank's device; the slab may change on return."""
 
 _POLL_S = (0.0, 0.0, 5e-5, 1e-4, 2e-4)
-"""Pauses between looks at a producer's word: short first, a fifth of a millisecond at last."""
+"""Pauses between looks at a producer's word: none at first, a fifth of a millisecond in the end."""
 
 Outline = tuple[Mapping[str, tuple[torch.dtype, tuple[int, ...]]], Mapping[str, Any]]
 """Dtype and shape of each tensor of an artifact, and its scalars."""
 
 
 class Sender(Protocol):
-    """An endpoint, for a rank that has state."""
+    """An endpoint of a rank that has state."""
 
     def send(self, x: torch.Tensor, *, to: int, dispatch: int, label: int = 0) -> None:
         """Push a tensor to a rank."""
@@ -48,7 +48,7 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """An endpoint, for a rank that lacks state."""
+    """An endpoint of a rank that lacks state."""
 
     def recv(
         self, shape: Sequence[int], dtype: torch.dtype, *, source: int, dispatch: int, label: int = 0
@@ -63,14 +63,14 @@ class Shipment:
 
     fields: Fields
     is_there: Any = None
-    """The device's event behind them if they are only enqueued, else None."""
+    """The device's event that follows them if they are only enqueued, otherwise None."""
 
 
 def sum_of(made: Mapping[str, Fields]) -> torch.Tensor | None:
-    """The sum of what a task made: NaN or infinite if any number of it is. None if it made no floats.
+    """The sum of a task's output, which is NaN or infinite if any number is. None if it has no floats.
 
-    One pass over the numbers, which a GPU only enqueues. For latents it takes only the sample, because all
-    other tensors of the solver have gone into it.
+    This takes one pass over the numbers, which a GPU only enqueues. Of latents it sums only the sample,
+    because all other tensors of the solver have gone into it.
     """
     tensors: list[torch.Tensor] = []
     for fields in made.values():
@@ -90,7 +90,7 @@ def require_finite(made: Mapping[str, Fields], total: torch.Tensor | None) -> No
 
 
 def copied(fields: Fields) -> Fields:
-    """The same fields in memory of their own."""
+    """A copy of the fields."""
     return Fields({name: tensor.clone() for name, tensor in fields.tensors.items()}, fields.scalars)
 
 
@@ -106,7 +106,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class RankJob:
-    """A job as one rank knows it."""
+    """One rank's state of a job."""
 
     start: StartJob
     slab: Slab
@@ -116,14 +116,14 @@ class RankJob:
     """By constant (prompt, condition) that is here: the dispatch that made it; None if it ended well before
     the constant came."""
     producer: int | None = None
-    """The dispatch that made the latents in `artifacts`; None when they are not here."""
+    """The dispatch that made the latents in `artifacts`; None if they are not here."""
     is_there: Any = None
-    """As `Shipment` has it, of those latents."""
+    """The event of those latents, as in `Shipment`."""
     wanted: dict[int, list[Future[Shipment]]] = field(default_factory=dict)
-    """By dispatch: futures of its latents, for the sender thread."""
+    """By dispatch: the sender thread's futures of its latents."""
 
     def keep(self, made: Mapping[str, Fields], *, dispatch: int, is_there: Any = None) -> None:
-        """Take over what a task has made or enqueued, and hand latents to the sender."""
+        """Keep what a task has made or enqueued, and hand latents to the sender."""
         self.artifacts.update(made)
         self.makers |= dict.fromkeys(made.keys() - {"latents"}, dispatch)
         if "latents" in made:
@@ -132,7 +132,7 @@ class RankJob:
                 future.set_result(Shipment(made["latents"], is_there))
 
     def latents_of(self, dispatch: int) -> Future[Shipment]:
-        """The latents that a dispatch has made or will make on this rank."""
+        """The latents of a dispatch on this rank, now or when it has made them."""
         future: Future[Shipment] = Future()
         if self.producer == dispatch:
             future.set_result(Shipment(self.artifacts["latents"], self.is_there))
@@ -154,24 +154,24 @@ class RankJob:
             future.set_exception(InputVoidError())
 
     def drop_all(self) -> None:
-        """The job has ended: no latents will come that are not there yet."""
+        """The job has ended: expect no more latents."""
         for dispatch in list(self.wanted):
             self.drop(dispatch)
 
     def hold(self, latents: Fields, *, producer: int | None) -> None:
-        """Take over latents that a dispatch made elsewhere.
+        """Keep latents that a dispatch made on other ranks.
 
-        producer: its number; None where they are for one attempt alone.
+        producer: the dispatch's number; None if the latents are for one attempt alone.
         """
         self.artifacts["latents"] = latents
         self.producer, self.is_there = producer, None
 
     def fetch_constants(self, task: Task, producer: int | None, *, is_void: Callable[[], bool]) -> None:
-        """Copy prompt and condition out of the slab when they are not here yet.
+        """Copy prompt and condition from the slab unless they are here.
 
         Latents of the previous task, dispatch `producer`, may arrive before its condition is published.
 
-        Raises: InputVoidError as soon as `is_void` says that it will not be.
+        Raises: InputVoidError when `is_void` says that it is given up.
         """
         versions = {"prompt": 1, "condition": 2} if task.index > 1 else {"prompt": 1} if task.index else {}
         for name, version in versions.items():
@@ -193,7 +193,7 @@ class RankJob:
     def await_published(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> None:
         """Wait until the slab has the input of the task, made by exactly this dispatch.
 
-        Raises: InputVoidError as soon as `is_void` says that it will not come.
+        Raises: InputVoidError when `is_void` says that it is given up.
         """
         name = "prompt" if task.index == 1 else "latents"
         _await_word(partial(self._is_made_by, producer, name, task.index), is_void)
@@ -201,7 +201,7 @@ class RankJob:
     def await_outline(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> Outline:
         """The outline of the latents that exactly this dispatch makes and other ranks send.
 
-        Raises: InputVoidError as soon as `is_void` says that they will not come.
+        Raises: InputVoidError when `is_void` says that they are given up.
         """
         _await_word(lambda: self.slab.outliner("latents", task.index) == producer, is_void)
         listed, scalars = self.slab.outline("latents", task.index)
@@ -218,13 +218,13 @@ def _await_word(is_there: Callable[[], bool], is_void: Callable[[], bool]) -> No
 
 
 def frames_shape(job: RankJob) -> tuple[int, ...]:
-    """Of a job's frames as the writer sees them: [F, H, W, 3]."""
+    """The shape of a job's frames for the writer: [F, H, W, 3]."""
     ((_, shape, _),) = job.start.trajectory.artifact("frames").fields
     return shape
 
 
 def place_of(frames: Fields, memory: mmap.mmap, shape: Sequence[int]) -> torch.Tensor:
-    """Where a rank's rows of all frames belong in memory of this shape, uint8 [F, H, W, 3]."""
+    """The place of a rank's rows of all frames in memory of this shape, uint8 [F, H, W, 3]."""
     rows, first_row = frames.tensors["frames"], frames.scalars["first_row"]
     assert rows.dtype == torch.uint8
     assert isinstance(first_row, int)
@@ -235,7 +235,7 @@ def place_of(frames: Fields, memory: mmap.mmap, shape: Sequence[int]) -> torch.T
 def publish(
     slab: Slab, name: str, version: int, fields: Fields, *, producer: int, store: Store = store_bytes
 ) -> None:
-    """Copy an artifact into the slab and make it visible as made by this dispatch."""
+    """Copy an artifact into the slab and show it as the output of this dispatch."""
     places = _places(slab, name, version, fields)
     for tensor, place in zip(fields.tensors.values(), places, strict=True):
         if place.nbytes:
@@ -286,7 +286,7 @@ def send_state(endpoint: Sender, fields: Fields, transfers: Sequence[Transfer], 
 def receive_state(
     endpoint: Receiver, transfers: Sequence[Transfer], outline: Outline, *, dispatch: int
 ) -> Fields:
-    """Assemble a job's latents from the parts that the sources send; the counterpart of `send_state`."""
+    """Assemble a job's latents from the parts that `send_state` sends on other ranks."""
     listed, scalars = outline
     fields = Fields(scalars=dict(scalars))
     for source in dict.fromkeys(transfer.source for transfer in transfers):

@@ -1,13 +1,13 @@
-"""The worker of one rank: takes messages, runs tasks, and answers for them.
+"""The worker of one rank: takes messages, runs tasks and reports them.
 
-    receiver    takes messages off the channel; what is urgent takes effect at once
-    main        runs tasks, in the order in which they were dispatched
+    receiver    takes messages from the channel; urgent ones take effect at once
+    main        runs tasks, in the order of dispatch
     sender      sends the state of jobs to other ranks, in the same order
 
-So a rank that computes still sends, and a rank that waits can still be stopped. Where the device runs
-ahead of the host (`Device.runs_ahead`), two more threads keep the main one free:
+So a rank that computes can send, and a rank that waits can be stopped. If the device runs ahead of the host
+(`Device.runs_ahead`), two more threads keep the main thread free:
 
-    watcher     waits for the end of each task, publishes what it made and reports
+    watcher     waits for the end of each task, publishes its output and reports
     frames      copies the frames of decodes to the writer, so that no report waits for them
 """
 
@@ -90,7 +90,7 @@ class Launched:
 
 @dataclass(slots=True)
 class Decoded:
-    """Frames on the device, and the writer's memory, which is closed when they are there."""
+    """Frames on the device, and the writer's memory, which is closed when it has them."""
 
     work: RankTask
     frames: Fields
@@ -112,13 +112,13 @@ class Worker:
         self._launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
         self._decoded: queue.SimpleQueue[Decoded] = queue.SimpleQueue()
         self.last_number = 0
-        """Of the dispatches that came so far."""
+        """The largest dispatch number so far."""
         self.on_main: dict[type, Handler] = {
             RunTask: self._run,
             WarmUp: self._warm_up,
             SetModels: self._set_models,
         }
-        """By type of message: what the main thread does with it, in the order of arrival."""
+        """By type: the messages that the main thread handles in their order."""
         if device.runs_ahead:
             self.on_main[ReplacePeer] = self._map_arena
 
@@ -160,7 +160,7 @@ class Worker:
         self._abort(self._dispatches.end())
 
     def _take(self, message: Any, fds: Sequence[int]) -> None:
-        """Handle what takes effect at once, also while a task runs."""
+        """Handle a message that takes effect at once, also during a task."""
         match message:
             case SendState():
                 latents = self._jobs[message.job_id].latents_of(message.producer)
@@ -199,21 +199,21 @@ class Worker:
                 raise AssertionError(f"unknown message {message!r}")
 
     def _abort(self, number: int | None) -> None:
-        """End all exchanges through this dispatch, which a thread is inside of."""
+        """Abort all exchanges up to this dispatch, which a thread is inside of."""
         if number is not None and self.device.endpoint is not None:
             self.device.endpoint.abort_through(number)
 
     def _map_arena(self, message: ReplacePeer, fds: Sequence[int]) -> None:
-        """Map a new incarnation's arena; nothing runs here that involves the old one."""
+        """Map a new incarnation's arena; no task here uses the old one."""
         self.device.endpoint.replace_peer(message.rank, fds[0], message.incarnation)
         self._channel.send(PeerReplaced(message.rank, message.incarnation))
         self._dispatches.note_mapped()
 
     def _resign(self, error: Exception) -> NoReturn:
-        """Say why this process is of no use, and end it."""
+        """Report why this process cannot work, and end it."""
         if isinstance(error, ConnectionError):
             raise error
-        logger.debug("rank %d is of no use", self._rank, exc_info=error)
+        logger.debug("rank %d cannot work", self._rank, exc_info=error)
         self._channel.send(WorkerFailed(self._rank, reason_of(error)))
         sys.stderr.flush()
         os._exit(1)
@@ -251,7 +251,7 @@ class Worker:
     # The main thread --------------------------------------------------------------------------
 
     def _warm_up(self, message: WarmUp, fds: Sequence[int]) -> None:
-        """Get steps ready before a run; report what cannot be, and go on."""
+        """Prepare steps before a run; report a failure and continue."""
         began_s = time.monotonic()
         reason = None
         try:
@@ -265,7 +265,7 @@ class Worker:
         self._channel.send(WarmedUp(message.number, time.monotonic() - began_s, reason))
 
     def _set_models(self, message: SetModels, fds: Sequence[int]) -> None:
-        """Hold other models; a process that cannot is of no use, and ends with its reason."""
+        """Hold other models; a process that cannot ends with its reason."""
         with contextlib.suppress(InputVoidError):  # the control plane is gone
             self._dispatches.await_quiet(AFTER_ALL)
             started_s = time.monotonic()
@@ -283,13 +283,13 @@ class Worker:
 
     def _run(self, message: RunTask, fds: Sequence[int]) -> None:
         """Run one task and report; an exception fails the task, never the worker."""
-        self._dispatches.await_no_failure()  # which another thread may have found meanwhile
+        self._dispatches.await_no_failure()  # another thread may have found one
         assert message.number > self.last_number, (
             f"dispatch {message.number} came after {self.last_number}: the global order is broken"
         )
         self.last_number = message.number
         if not self._dispatches.enter(message.number):
-            return  # the control plane has given it up and expects no report
+            return  # it is given up, and the control plane expects no report
         try:
             job = self._jobs[message.job_id]
             work = RankTask(message, job, job.start.trajectory.task(message.index))
@@ -301,7 +301,7 @@ class Worker:
             self._give_reason(message.number, error)
 
     def _perform(self, work: RankTask, fds: Sequence[int]) -> None:
-        """Bring the input, meet the other ranks, execute; then publish and report, here or by the watcher."""
+        """Bring the input, meet the other ranks, execute; then publish and report, or let the watcher."""
         times = [time.monotonic()]
         self._await_input(work)
         times.append(time.monotonic())
@@ -335,7 +335,7 @@ class Worker:
         return work.message.layout.slot_of(self._rank) == 0
 
     def _keep(self, launched: Launched) -> None:
-        """Take over what a task made, all but frames, for the tasks behind it; with the lock held."""
+        """Keep what a task made, except frames, for the next tasks; with the lock held."""
         run, job, number = launched.run, launched.work.job, launched.work.number
         kept = {name: fields for name, fields in run.made.items() if name != "frames"}
         job.keep(kept, dispatch=number, is_there=run.is_there)
@@ -364,7 +364,7 @@ class Worker:
             del launched
 
     def _settle(self, launched: Launched) -> None:
-        """Publish what a task made when it has ended, and report."""
+        """Publish the output of a task when it has ended, and report."""
         work, run, ahead = launched.work, launched.run, self.device.runs_ahead
         self.device.finish(run)
         require_finite(run.made, run.total)
@@ -436,14 +436,14 @@ class Worker:
             del decoded
 
     def _store(self, decoded: Decoded) -> None:
-        """Put this rank's rows of all frames into the memory that the writer will read."""
+        """Copy this rank's rows of all frames into the writer's memory."""
         shape = frames_shape(decoded.work.job)
         target = place_of(decoded.frames, mmap.mmap(decoded.fd, math.prod(shape)), shape)
         self.device.store_rows(decoded.frames.tensors["frames"], target)
 
 
 def reason_of(error: BaseException) -> str:
-    """One line that names the exception and where it was raised; what the user can mend, as it is."""
+    """One line with the exception and its place; errors that users can mend have no place."""
     text = " ".join(str(error).split())[:500] or "no message"
     if isinstance(error, JobError | ModelError):
         return text
