@@ -13,8 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gfgen.errors import InputError
 from gfgen.gfc.arena import ArenaPlan
@@ -23,6 +22,9 @@ from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, KernelChoice, Rule, Selector, TableKey, store_rules
 from gfgen.system.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
@@ -278,15 +280,13 @@ def _bytes(size: int) -> str:
     return f"{size // MIB} MB" if size >= MIB else f"{size // KIB} KB"
 
 
-def chart(content: dict[str, Any], path: Path) -> None:
-    """Draw both patterns on all GPUs, with NCCL, from a report's JSON. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def draw_collectives(content: dict[str, Any]) -> Figure:
+    """Draw both patterns on all GPUs, with NCCL, from a report's JSON."""
+    from matplotlib.figure import Figure
 
     degree = max(row["degree"] for row in content["cells"])
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    figure = Figure(figsize=(11, 4.2), layout="tight")
+    axes = figure.subplots(1, 2, sharey=True)
     series = {
         "nccl_eager": ("NCCL, eager", "#b0b0b0", "--"),
         "nccl_graph": ("NCCL, graph", "#606060", "-"),
@@ -306,6 +306,4 @@ def chart(content: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("microseconds per call")
     axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return figure

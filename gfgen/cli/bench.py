@@ -10,6 +10,8 @@ import click
 
 from gfgen.bench.stock import is_stock
 from gfgen.cli.compare import compare, workload
+from gfgen.errors import InputError
+from gfgen.runtime.report.picture import save_figure
 
 
 class _BenchGroup(click.Group):
@@ -68,6 +70,8 @@ def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
         (output / f"{stem}.json").write_text(report.as_json())
         (output / f"{stem}.md").write_text(text)
         try:
-            collectives.chart(json.loads(report.as_json()), output / f"{stem}.png")
-        except ImportError:
-            click.echo("no chart: matplotlib is missing (pip install 'gfgen[plot]')", err=True)
+            save_figure(
+                lambda: collectives.draw_collectives(json.loads(report.as_json())), output / f"{stem}.png"
+            )
+        except InputError as error:  # matplotlib is an extra
+            click.echo(f"no chart: {error}", err=True)
