@@ -83,17 +83,18 @@ def cogvideox_rotary() -> tuple[nn.Module, Inputs]:
     return model, inputs | {"image_rotary_emb": (random(45, 16), random(45, 16))}
 
 
+FLUX: dict[str, Any] = {
+    **HEADS,
+    "in_channels": 8,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "joint_attention_dim": 32,
+    "axes_dims_rope": (4, 6, 6),
+}
+
+
 def flux() -> tuple[nn.Module, Inputs]:
-    model = diffusers.FluxTransformer2DModel(
-        **HEADS,
-        in_channels=8,
-        num_layers=2,
-        num_single_layers=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=16,
-        guidance_embeds=True,
-        axes_dims_rope=(4, 6, 6),
-    )
+    model = diffusers.FluxTransformer2DModel(**FLUX, pooled_projection_dim=16, guidance_embeds=True)
     return model, {
         "hidden_states": random(1, 21, 8),
         "encoder_hidden_states": random(1, 5, 32),
@@ -189,6 +190,48 @@ def hunyuan(**config: Any) -> tuple[nn.Module, Inputs]:
 def hunyuan_image() -> tuple[nn.Module, Inputs]:
     """From an image, whose tokens have a timestep of their own."""
     return hunyuan(image_condition_type="token_replace")
+
+
+def hunyuan_still() -> tuple[nn.Module, Inputs]:
+    model = diffusers.HunyuanImageTransformer2DModel(
+        **HEADS,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        num_single_layers=2,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        text_embed_dim=32,
+        rope_axes_dim=(8, 8),
+    )
+    return model, {
+        "hidden_states": random(1, 4, 3, 7),
+        "timestep": when(),
+        "encoder_hidden_states": random(1, 11, 32),
+        "encoder_attention_mask": text_mask(11, 6),
+    }
+
+
+def longcat() -> tuple[nn.Module, Inputs]:
+    return like_flux(diffusers.LongCatImageTransformer2DModel(**FLUX, pooled_projection_dim=16))
+
+
+def ovis() -> tuple[nn.Module, Inputs]:
+    return like_flux(diffusers.OvisImageTransformer2DModel(**FLUX, out_channels=8))
+
+
+def like_flux(model: nn.Module) -> tuple[nn.Module, Inputs]:
+    _, inputs = flux()
+    return model, {name: x for name, x in inputs.items() if name not in ("pooled_projections", "guidance")}
+
+
+def skyreels() -> tuple[nn.Module, Inputs]:
+    """A timestep for each frame."""
+    model = diffusers.SkyReelsV2Transformer3DModel(
+        **HEADS, in_channels=4, out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2
+    )
+    _, inputs = wan()
+    return model, inputs | {"timestep": torch.tensor([[0, 300, 900]]), "enable_diffusion_forcing": True}
 
 
 def ltx() -> tuple[nn.Module, Inputs]:
@@ -381,8 +424,8 @@ CASES: Mapping[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     case.__name__.replace("_", "-"): case
     for case in (
         *(chronoedit, cogvideox, cogvideox_rotary, flux, flux_controlnet, flux2, helios, helios_history),
-        *(hunyuan, hunyuan_image, ltx, ltx2, ltx2_split, minimax, qwen, qwen_edit, qwen_layered),
-        *(sd3, sd3_controlnet, wan, wan_vace, z_image),
+        *(hunyuan, hunyuan_image, hunyuan_still, longcat, ltx, ltx2, ltx2_split, minimax, ovis, qwen),
+        *(qwen_edit, qwen_layered, sd3, sd3_controlnet, skyreels, wan, wan_vace, z_image),
     )
 }
 

@@ -95,6 +95,27 @@ BOTH: Entry = {PICTURE: Cut(1, PICTURE), TEXT: Cut(1, TEXT)}
 
 MODALITIES = ("video_indices", "audio_indices", "text_indices")
 
+HUNYUAN = Plan(
+    {
+        "rope": {0: Cut(0), 1: Cut(0)},
+        "transformer_blocks.0": {PICTURE: Cut(1, PICTURE), TEXT: Cut(1, TEXT, may_be_empty=False)},
+        "transformer_blocks.*": {
+            "attention_mask": CutStreams(3, (PICTURE, TEXT)),
+            "num_tokens": Count(PICTURE),
+        },
+        "single_transformer_blocks.*": {
+            "attention_mask": CutStreams(3, (PICTURE, TEXT)),
+            "num_tokens": Count(PICTURE),
+        },
+        "proj_out": OUT,
+    },
+    {"transformer_blocks.*.attn": JOINT, "single_transformer_blocks.*.attn": JOINT},
+)
+LIKE_FLUX = Plan(
+    {"": {**BOTH, "img_ids": Cut(-2), "txt_ids": Cut(-2)}, "proj_out": OUT},
+    {"transformer_blocks.*.attn": JOINT, "single_transformer_blocks.*.attn": JOINT},
+)
+
 PLANS: Mapping[str, Plan] = {
     "CogVideoXTransformer3DModel": Plan(
         {
@@ -125,22 +146,9 @@ PLANS: Mapping[str, Plan] = {
         {"blocks.*.attn1": PICTURE},
         replaces_class=True,
     ),
-    "HunyuanVideoTransformer3DModel": Plan(
-        {
-            "rope": {0: Cut(0), 1: Cut(0)},
-            "transformer_blocks.0": {PICTURE: Cut(1, PICTURE), TEXT: Cut(1, TEXT, may_be_empty=False)},
-            "transformer_blocks.*": {
-                "attention_mask": CutStreams(3, (PICTURE, TEXT)),
-                "num_tokens": Count(PICTURE),
-            },
-            "single_transformer_blocks.*": {
-                "attention_mask": CutStreams(3, (PICTURE, TEXT)),
-                "num_tokens": Count(PICTURE),
-            },
-            "proj_out": OUT,
-        },
-        {"transformer_blocks.*.attn": JOINT, "single_transformer_blocks.*.attn": JOINT},
-    ),
+    "HunyuanImageTransformer2DModel": HUNYUAN,
+    "HunyuanVideoTransformer3DModel": HUNYUAN,
+    "LongCatImageTransformer2DModel": LIKE_FLUX,
     # The classes of LTX cut the text, too. Whole, it needs no exchange: video attends to it alone.
     "LTXVideoTransformer3DModel": Plan(
         {
@@ -175,6 +183,7 @@ PLANS: Mapping[str, Plan] = {
         attentions={"transformer_blocks.*.attn": ALL},
         unbatched=frozenset(("timestep", "timestep_indices", "token_tags", "position_ids", *MODALITIES)),
     ),
+    "OvisImageTransformer2DModel": LIKE_FLUX,
     "SD3Transformer2DModel": Plan(
         {
             "": {"block_controlnet_hidden_states": Cut(1)},
@@ -183,6 +192,16 @@ PLANS: Mapping[str, Plan] = {
             "proj_out": OUT,
         },
         {"transformer_blocks.*.attn": JOINT, "transformer_blocks.*.attn2?": PICTURE},
+    ),
+    # With a timestep for each frame, the last modulation is for all tokens.
+    "SkyReelsV2Transformer3DModel": Plan(
+        {
+            "rope": {0: Cut(1), 1: Cut(1)},
+            "blocks.0": {PICTURE: Cut(1, PICTURE)},
+            "blocks.*": {"temb": Cut(2, ndim=4), "attention_mask": Refused()},
+            "blocks.-1": OUT,
+        },
+        {"blocks.*.attn1": PICTURE},
     ),
     "WanVACETransformer3DModel": Plan(
         {
