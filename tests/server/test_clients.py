@@ -8,10 +8,12 @@ OpenAI      unset optional fields as null, and fields that have no meaning here
 from __future__ import annotations
 
 import base64
+import io
 import json
 
 import pytest
-from fake_serving import MOVIE
+from fake_serving import MOVIE, SIDE
+from PIL import Image
 from serving import ROOT, fake_server
 
 PICTURE = (ROOT / "jobs/lighthouse.png").read_bytes()
@@ -126,6 +128,71 @@ def test_openais_curl_without_a_content_type(server):
     url = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
     fields = {"prompt": "a fox", "num_inference_steps": "1", "input_reference[image_url]": url}
     downloaded(server, server.http.post("/v1/videos", data=fields))
+
+
+def picture_in(url):
+    kind, _, content = url.partition(";base64,")
+    with Image.open(io.BytesIO(base64.b64decode(content))) as picture:
+        assert picture.format.lower() == kind.removeprefix("data:image/")
+    return picture
+
+
+def test_vllm_omni_image_edits(server):
+    fields = {
+        "model": "fake-video",
+        "prompt": "a fox",
+        "size": "64x64",
+        "response_format": "b64_json",
+        "num_inference_steps": "1",
+        "bot_task": "think",
+    }
+    files = {"image": ("x.png", PICTURE, "image/png")}
+    answer = server.http.post("/v1/images/edits", data=fields, files=files).json()
+    assert picture_in("data:image/png;base64," + answer["data"][0]["b64_json"]).size == (SIDE, SIDE)
+    assert answer["warnings"] == ["bot_task: not a field, ignored"]
+
+
+def test_vllm_omni_chat_text_to_image(server):
+    payload = {
+        "model": "fake-image",
+        "messages": [{"role": "user", "content": "a fox"}],
+        "extra_body": {"height": 64, "width": 64, "num_inference_steps": 1, "seed": 3},
+    }
+    answer = server.http.post("/v1/chat/completions", json=payload).json()
+    (choice,) = answer["choices"]
+    (part,) = choice["message"]["content"]
+    assert picture_in(part["image_url"]["url"]).size == (SIDE, SIDE)
+    assert (answer["object"], answer["model"], answer["warnings"]) == ("chat.completion", "fake-image", None)
+    job = server.job(answer["id"].removeprefix("chatcmpl-"))
+    assert (job["prompt"], job["seed"]) == ("a fox", 3)
+
+
+def test_vllm_omni_chat_image_to_image(server):
+    url = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
+    parts = [{"type": "text", "text": "a fox"}, {"type": "image_url", "image_url": {"url": url}}]
+    payload = {"model": "fake-video", "messages": [{"role": "user", "content": parts}]}
+    payload["extra_body"] = {"num_inference_steps": 1}
+    (choice,) = server.http.post("/v1/chat/completions", json=payload).json()["choices"]
+    assert len(choice["message"]["content"]) == 1
+    two = payload | {"messages": [{"role": "user", "content": [*parts, parts[1]]}]}
+    error = server.http.post("/v1/chat/completions", json=two).json()["error"]
+    assert error["message"] == "2 pictures; at most one is accepted"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "a fox"}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages"),
+        ({"messages": [{"role": "system", "content": "a fox"}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "a fox"}], "stream": True}, "stream"),
+    ],
+)
+def test_a_conversation_without_a_prompt_is_refused(server, fields, param):
+    answer = server.http.post("/v1/chat/completions", json=fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_streaming_is_refused_because_a_client_would_wait_for_events(server):

@@ -31,6 +31,21 @@ def test_images_are_generated(client):
     assert image.url.startswith("http://127.0.0.1:")
 
 
+def test_images_are_edited(client):
+    picture = (ROOT / "jobs/lighthouse.png").read_bytes()
+    for image in (("x.png", picture), [("x.png", picture)]):
+        answer = client.images.edit(image=image, prompt="a fox", size="auto", input_fidelity="high")
+        assert len(answer.data) == 1
+    with pytest.raises(openai.BadRequestError):
+        client.images.edit(image=("x.png", picture), mask=("m.png", picture), prompt="a fox")
+
+
+def test_pictures_come_in_a_conversation(client):
+    messages = [{"role": "user", "content": "a fox"}]
+    answer = client.chat.completions.create(model="fake-image", messages=messages)
+    assert answer.choices[0].message.content[0]["image_url"]["url"].startswith("data:image/png;base64,")
+
+
 def test_a_video_is_created_polled_downloaded_listed_and_deleted(client):
     video = client.videos.create(prompt="a fox", seconds="4", size="1280x720")
     assert (video.status, video.object, video.size) == ("queued", "video", "1280x720")

@@ -42,6 +42,8 @@ IDEMPOTENCY_KEY = {
     "description": "A repeated request with the same key creates nothing new.",
 }
 """OpenAPI description of the header."""
+MESSAGES = "messages"
+"""Name of the field that holds a conversation, whose parts may have a picture."""
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _NUMERIC = ("deadline", "timeout", "seconds")
 """Fields that accept a number or a string; forms have only strings."""
@@ -176,7 +178,7 @@ async def _from_form(request: Request, service: JobService, file_name: str) -> B
     ) as form:
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):
-                if name != file_name:
+                if name.removesuffix("[]") != file_name:
                     raise ApiError(
                         400, f"{name[:80]!r}: not a file of this form; send {file_name}", param=file_name
                     )
@@ -278,14 +280,31 @@ def _too_large(json_bytes: int) -> ApiError:
 
 def _picture_url(values: dict[str, Any], name: str) -> str | None:
     """Take the picture's data: URL out of a JSON body, from where OpenAI's clients put it."""
+    if name == MESSAGES:
+        return _picture_of_messages(values)
     given = values.pop(name, None)
     if given is None:
         return None
-    if isinstance(given, Mapping) and isinstance(given.get("image_url"), str) and len(given) == 1:
-        given = given["image_url"]
+    if isinstance(given, Mapping):
+        given = next((given[key] for key in ("image_url", "url") if isinstance(given.get(key), str)), None)
     if not isinstance(given, str):
         raise ApiError(400, f"{name}: send a file in a form, or a data:image/...;base64 URL", param=name)
     return given
+
+
+def _picture_of_messages(values: Mapping[str, Any]) -> str | None:
+    """Take the URL of the only picture out of the messages of a conversation."""
+    messages = values.get(MESSAGES)
+    urls: list[str] = []
+    for message in messages if isinstance(messages, list) else ():
+        parts = message.get("content") if isinstance(message, dict) else None
+        if isinstance(parts, list):
+            pictures = [part for part in parts if isinstance(part, dict) and part.get("type") == "image_url"]
+            message["content"] = [part for part in parts if part not in pictures]
+            urls += [url for part in pictures if (url := _picture_url(dict(part), "image_url"))]
+    if len(urls) > 1:
+        raise ApiError(400, f"{len(urls)} pictures; at most one is accepted", param=MESSAGES)
+    return urls[0] if urls else None
 
 
 def _address(request: Request) -> list[str]:

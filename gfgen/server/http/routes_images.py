@@ -1,14 +1,15 @@
-"""/v1/images/generations, as OpenAI's clients call it."""
+"""Pictures: /v1/images as OpenAI's clients call it, and /v1/chat/completions as vLLM-Omni's do."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from gfgen.server.http.bodies import documented, read_body, request_key
+from gfgen.server.http.bodies import MESSAGES, Body, documented, read_body, request_key
 from gfgen.server.http.routes_jobs import Service, log_ignored, results
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import image_jobs
@@ -18,33 +19,49 @@ from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, responses
 from gfgen.server.protocol.validation import opened
 
-router = APIRouter(prefix="/v1/images", tags=["images"])
+router = APIRouter(prefix="/v1", tags=["images"])
+
+_ERRORS = responses(400, 404, 408, 409, 413, 422, 429, 500, 503, 504, 507)
 
 
 @router.post(
-    "/generations",
+    "/images/generations",
     response_model=schemas.Images,
-    responses=responses(400, 404, 408, 409, 413, 422, 429, 500, 503, 504, 507),
+    responses=_ERRORS,
     openapi_extra=documented(schemas.ImageRequest),
     summary="Make pictures and wait for them",
 )
 async def create_images(request: Request, service: Service) -> Response:
     """Waits for the pictures. A client that disconnects cancels them, unless it sent an Idempotency-Key."""
     body = await read_body(request, service=service)
-    is_strict = service.api.strict
-    asked_for, warnings = opened(schemas.ImageRequest, body.values, is_strict=is_strict)
     if body.picture is not None:
-        raise ApiError(400, "input_reference: pictures are made from text here", param="input_reference")
-    models, ignored = service.ready_models(), None if is_strict else warnings
-    requested = image_jobs(asked_for, models=models, ignored=ignored)
-    ids = await service.take(requested, key=request_key(request, body.fingerprint))
-    log_ignored(ids, warnings)
-    await results(request, service, ids)
-    pictures = [_done(service, job_id) for job_id in ids]
-    data = [await _image(request, service, stored, asked_for) for stored in pictures]
+        raise ApiError(
+            400, "input_reference: pictures begin with one at /v1/images/edits", param="input_reference"
+        )
+    return await _images(request, service, body)
+
+
+@router.post(
+    "/images/edits",
+    response_model=schemas.Images,
+    responses=_ERRORS,
+    openapi_extra=documented(schemas.ImageRequest, picture="image"),
+    summary="Make pictures from a picture and wait for them",
+)
+async def edit_images(request: Request, service: Service) -> Response:
+    """As /v1/images/generations, with an `image` to begin with; masks are not supported."""
+    body = await read_body(request, service=service, picture_name="image")
+    if body.picture is None:
+        raise ApiError(400, "image: missing", param="image")
+    return await _images(request, service, body)
+
+
+async def _images(request: Request, service: JobService, body: Body) -> Response:
+    asked_for, warnings = opened(schemas.ImageRequest, body.values, is_strict=service.api.strict)
+    pictures = await _pictures(request, service, body, asked_for, warnings)
     answer = schemas.Images(
         created=int(pictures[0].facts.created_at),
-        data=data,
+        data=[await _image(request, service, stored, asked_for) for stored in pictures],
         output_format=asked_for.output_format,
         size=pictures[0].facts.size,
         warnings=warnings or None,
@@ -52,8 +69,53 @@ async def create_images(request: Request, service: Service) -> Response:
     return await asyncio.to_thread(answer.response)
 
 
+@router.post(
+    "/chat/completions",
+    tags=["chat"],
+    response_model=schemas.ChatCompletion,
+    responses=_ERRORS,
+    openapi_extra=documented(schemas.ChatRequest),
+    summary="Make pictures in a conversation",
+)
+async def complete_chat(request: Request, service: Service) -> Response:
+    """The prompt is the text of the last message of the user, which may also have a picture to begin with.
+    Earlier messages have no effect."""
+    body = await read_body(request, service=service, picture_name=MESSAGES)
+    asked_for, warnings = opened(schemas.ChatRequest, body.values, is_strict=service.api.strict)
+    pictures = await _pictures(request, service, body, asked_for, warnings)
+    kind = files.PICTURE_FORMATS[asked_for.output_format]
+    urls = [
+        f"data:{kind};base64,{await _base64(service, stored, asked_for.output_format)}" for stored in pictures
+    ]
+    content = [schemas.ImagePart(image_url=schemas.ImageUrl(url=url)) for url in urls]
+    answer = schemas.ChatCompletion(
+        id=f"chatcmpl-{pictures[0].facts.id}",
+        created=int(pictures[0].facts.created_at),
+        model=pictures[0].facts.model,
+        choices=[schemas.ChatChoice(message=schemas.ChatAnswer(content=content))],
+        warnings=warnings or None,
+    )
+    return await asyncio.to_thread(answer.response)
+
+
+async def _pictures(
+    request: Request,
+    service: JobService,
+    body: Body,
+    asked_for: schemas.ImageRequest | schemas.ChatRequest,
+    warnings: list[str],
+) -> Sequence[StoredJob]:
+    """The completed jobs of a request; adds to the warnings."""
+    models, ignored = service.ready_models(), None if service.api.strict else warnings
+    requested = image_jobs(asked_for, picture=body.picture, models=models, ignored=ignored)
+    ids = await service.take(requested, key=request_key(request, body.fingerprint))
+    log_ignored(ids, warnings)
+    await results(request, service, ids)
+    return [_done(service, job_id) for job_id in ids]
+
+
 def _done(service: JobService, job_id: str) -> StoredJob:
-    """The job, which has ended; ApiError when it has not ended well."""
+    """The ended job; raises ApiError if it has no result."""
     stored = service.store.job(job_id)
     if stored is None or stored.ending is None:
         raise ApiError(409, f"{job_id} was removed meanwhile", code="job_removed")
@@ -77,6 +139,9 @@ async def _image(
         base = (service.api.public_url or str(request.base_url)).rstrip("/")
         url = f"{base}/v1/jobs/{job_id}/content" + ("?" + "&".join(query) if query else "")
         return schemas.Image(url=url, id=job_id, seed=stored.facts.seed)
+    return schemas.Image(b64_json=await _base64(service, stored, kind), id=job_id, seed=stored.facts.seed)
+
+
+async def _base64(service: JobService, stored: StoredJob, kind: str) -> str:
     content = await files.picture_as(service.folder.result(stored.facts), kind)
-    text = (await asyncio.to_thread(base64.b64encode, content)).decode()
-    return schemas.Image(b64_json=text, id=job_id, seed=stored.facts.seed)
+    return (await asyncio.to_thread(base64.b64encode, content)).decode()

@@ -55,7 +55,8 @@ class JobFolder:
         if requested.picture is None:
             return requested
         async with self._pictures:
-            sha256 = await asyncio.to_thread(checked_picture, requested.picture, param="input_reference")
+            param = (requested.words or {}).get("image", "image")
+            sha256 = await asyncio.to_thread(checked_picture, requested.picture, param=param)
         path = self._inputs / requested.spec.id
         await asyncio.to_thread(_write_picture, path, requested.picture)
         return replace(requested, spec=replace(requested.spec, image=str(path), image_sha256=sha256))

@@ -78,30 +78,37 @@ def video_job(
         if request.num_frames is not None:
             raise ApiError(400, "num_frames and seconds exclude each other; give one", param="seconds")
         values["frames"] = _frames(request.seconds, request.fps or _default_fps(model))
-    words = {ours: theirs for theirs, ours in _VIDEO_WORDS.items()}
+    words = {ours: theirs for theirs, ours in _VIDEO_WORDS.items()} | {"image": "input_reference"}
     spec = _spec(values | {"model": model.root or model.id}, "video", words)
     must_be: schemas.MediaKind | None = None if model.kind == "video" else "video"
     return RequestedJob(spec, must_be=must_be, words=words, ignored=ignored)
 
 
 def image_jobs(
-    request: schemas.ImageRequest, *, models: Sequence[schemas.ServedModel], ignored: list[str] | None
+    request: schemas.ImageRequest | schemas.ChatRequest,
+    *,
+    picture: bytes | None,
+    models: Sequence[schemas.ServedModel],
+    ignored: list[str] | None,
 ) -> list[RequestedJob]:
-    """One job per picture; each after the first has the next seed."""
-    model = chosen_model(request.model, models, kind="image")
-    left_out = ("n", "num_outputs_per_prompt", "model", "response_format", "output_format")
+    """One job per picture; each after the first has the next seed. `picture` is the one to begin with."""
+    model = chosen_model(request.model, models, kind="image", takes_image=picture is not None)
+    left_out = ("n", "num_outputs_per_prompt", "model", "response_format", "output_format", "messages")
     values = _job_words(request, _IMAGE_WORDS, leave_out=left_out)
     if values.get("size") == "auto":
         del values["size"]
     if model.kind == "video":
         values["frames"] = 1
     words = {ours: theirs for theirs, ours in _IMAGE_WORDS.items()}
+    values["prompt"] = request.prompt
     first = _spec(values | {"model": model.root or model.id}, "image", words)
     specs = [first]
     for number in range(1, request.n or request.num_outputs_per_prompt or 1):
         seed = None if request.seed is None else (request.seed + number) % 2**63
         specs.append(replace(first, id=new_id("image"), seed=seed))
-    return [RequestedJob(spec, must_be="image", words=words, ignored=ignored) for spec in specs]
+    return [
+        RequestedJob(spec, picture=picture, must_be="image", words=words, ignored=ignored) for spec in specs
+    ]
 
 
 def plain_job(request: schemas.JobRequest, *, models: Sequence[schemas.ServedModel]) -> RequestedJob:
@@ -141,11 +148,19 @@ def batch_jobs(
 
 
 def chosen_model(
-    name: str | None, models: Sequence[schemas.ServedModel], *, kind: schemas.MediaKind | None
+    name: str | None,
+    models: Sequence[schemas.ServedModel],
+    *,
+    kind: schemas.MediaKind | None,
+    takes_image: bool = False,
 ) -> schemas.ServedModel:
-    """The served model of this name, or the first one of this kind; raises ApiError if there is none."""
+    """The served model of this name, or the first one that fits; raises ApiError if there is no such name.
+
+    A model of this kind fits, or if a picture is given and none of them takes one, any model that does.
+    """
     if name is None:
-        return next((model for model in models if kind in (None, model.kind)), models[0])
+        able = [model for model in models if model.takes_image != "no"] if takes_image else models
+        return next((model for model in able if kind in (None, model.kind)), (able or models)[0])
     for model in models:
         if model.id == name:
             return model

@@ -274,15 +274,13 @@ class JobRequest(RequestModel):
     tag: Tag | None = None
 
 
-class ImageRequest(OpenRequest):
-    """POST /v1/images/generations."""
+class PictureRequest(OpenRequest):
+    """Base of all requests for pictures."""
 
-    prompt: Prompt
     model: Model | None = Field(None, description="[the first one that makes pictures]")
     n: int | None = Field(None, ge=1, le=10, description="Number of pictures. [1]")
     num_outputs_per_prompt: int | None = Field(None, ge=1, le=10, description="The same as `n`.")
     size: Size | Literal["auto"] | None = None
-    response_format: Literal["b64_json", "url"] = "b64_json"
     output_format: Literal["png", "jpeg", "webp"] = "png"
     negative_prompt: NegativePrompt | None = None
     num_inference_steps: Steps | None = None
@@ -299,7 +297,15 @@ class ImageRequest(OpenRequest):
     moderation: Unused = None
     output_compression: Unused = None
     partial_images: Unused = None
+    input_fidelity: Unused = None
     stream: NoStream = None
+
+
+class ImageRequest(PictureRequest):
+    """POST /v1/images/generations and /v1/images/edits; the latter also has a picture."""
+
+    prompt: Prompt
+    response_format: Literal["b64_json", "url"] = "b64_json"
 
 
 class Image(ResponseModel):
@@ -317,6 +323,80 @@ class Images(ResponseModel):
     data: list[Image]
     output_format: Literal["png", "jpeg", "webp"]
     size: str
+    warnings: list[str] | None = Field(None, description="Fields that were ignored.")
+
+
+class TextPart(ResponseModel):
+    type: Literal["text", "input_text"] = "text"
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """A message of a conversation. Its picture, a part of type `image_url`, has been taken out."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content or ())
+
+
+class ChatRequest(PictureRequest):
+    """POST /v1/chat/completions: the last message of the user has the prompt and perhaps a picture."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
+    modalities: Unused = None
+    response_format: Unused = None
+    max_tokens: Unused = None
+    max_completion_tokens: Unused = None
+    temperature: Unused = None
+    top_p: Unused = None
+
+    @property
+    def prompt(self) -> str:
+        return next((each.text for each in reversed(self.messages) if each.role == "user"), "")
+
+
+class ImageUrl(ResponseModel):
+    url: str
+
+
+class ImagePart(ResponseModel):
+    type: Literal["image_url"] = "image_url"
+    image_url: ImageUrl
+
+
+class ChatAnswer(ResponseModel):
+    role: Literal["assistant"] = "assistant"
+    content: list[ImagePart]
+
+
+class ChatChoice(ResponseModel):
+    index: int = 0
+    message: ChatAnswer
+    finish_reason: Literal["stop"] = "stop"
+
+
+class ChatUsage(ResponseModel):
+    """Pictures have no tokens."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class ChatCompletion(ResponseModel):
+    """The pictures, as vLLM-Omni answers: data: URLs in one message."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: ChatUsage = ChatUsage()
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 
