@@ -39,6 +39,7 @@ def test_commands():
         "plan",
         "policies",
         "models",
+        "report",
         "plot",
         "config",
         "doctor",
@@ -56,6 +57,7 @@ def test_options_of_run():
         "--gpus",
         "--grace",
         "--graphs",
+        "--hook-timeout",
         "--limit",
         "--log-file",
         "--log-json",
@@ -64,6 +66,8 @@ def test_options_of_run():
         "--memory",
         "--model",
         "--no-graphs",
+        "--on-done",
+        "--on-file",
         "--only",
         "--output",
         "--overwrite",
@@ -96,6 +100,9 @@ def test_options_of_run():
 def test_check_has_the_options_of_run_that_decide_what_it_does():
     left_out = {
         "--dry-run",
+        "--hook-timeout",
+        "--on-done",
+        "--on-file",
         "--retries",
         "--verbose",
         "-v",
@@ -204,6 +211,8 @@ def test_options_of_the_other_commands():
             *JOBS,
         ]
     )
+    assert options_of(subcommand("report")) == ["--html", "--json", "--output", "-o"]
+    assert options_of(subcommand("config")) == ["--json"]
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "workload")) == [

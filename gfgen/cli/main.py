@@ -32,7 +32,11 @@ _COMMANDS = {
     ),
     "policies": ("gfgen.cli.listings:policies", "List the scheduling policies and when to use each."),
     "models": ("gfgen.cli.listings:models", "List models; write small ones for tests."),
-    "plot": ("gfgen.cli.plot:plot", "Draw a timeline of a run from its trace."),
+    "report": (
+        "gfgen.cli.report:report",
+        "Report on an output folder: text, JSON, or a page with a gallery.",
+    ),
+    "plot": ("gfgen.cli.report:plot", "Draw a timeline of a run from its trace."),
     "config": ("gfgen.cli.config:config", "Show the options that files and variables set."),
     "doctor": ("gfgen.cli.doctor:doctor", "Check this machine: GPUs, packages, and what is missing."),
     "bench": ("gfgen.cli.bench:bench", "Measure gfgen on this machine."),

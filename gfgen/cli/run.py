@@ -16,6 +16,7 @@ import click
 from gfgen import log
 from gfgen.cli.check import check_jobs
 from gfgen.cli.options import (
+    Duration,
     JobOptions,
     LogOptions,
     NamedPath,
@@ -45,6 +46,7 @@ from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.comparison import numbers
 from gfgen.session.admission import with_time
+from gfgen.session.hooks import FileHook, run_done_hook
 from gfgen.session.session import Arrivals, Session, try_to_write
 from gfgen.system.wording import counted
 
@@ -88,6 +90,21 @@ logger = logging.getLogger(__name__)
 @max_step_time_option(None)
 @click.option("--trace", type=NamedPath(), help="Write a timeline for Perfetto or 'gfgen plot'.")
 @click.option(
+    "--on-file",
+    metavar="CMD",
+    help="Run this shell command for each finished file; GFGEN_FILE names it (docs/unattended.md).",
+)
+@click.option(
+    "--on-done", metavar="CMD", help="Run this shell command when the run has ended; GFGEN_FAILED counts."
+)
+@click.option(
+    "--hook-timeout",
+    type=Duration(),
+    default="60s",
+    show_default=True,
+    help="Kill a command of --on-file or --on-done after this time.",
+)
+@click.option(
     "--watch",
     type=NamedPath(),
     metavar="DIR",
@@ -115,6 +132,9 @@ def run(
     lookahead: float,
     grace: float,
     trace: Path | None,
+    on_file: str | None,
+    on_done: str | None,
+    hook_timeout: float,
     watch: Path | None,
     until: str | None,
     max_step_time: float | None,
@@ -151,6 +171,9 @@ def run(
         lookahead_s=lookahead / 1000,
         grace_s=grace,
         trace=trace,
+        on_file=None if on_file is None else FileHook(on_file, output_dir, limit_s=hook_timeout),
+        on_done=on_done,
+        hook_timeout_s=hook_timeout,
         closes_at=None if until is None else closing_at(until, now=time.time()),
         job_bounds=JobBounds(step_s=max_step_time),
         logs=logs,
@@ -169,6 +192,7 @@ def run(
         else:
             admitted, done, problems = admit_jobs(source, session.admission, options)
             summary = run_jobs(session, admitted, options, done=done)
+    _end_hooks(summary, options)
     _report(summary, options)
     return 1 if summary.num_failed or problems else 0
 
@@ -266,6 +290,7 @@ def _run(
         todo, observers=[*_observers(options), *watchers], skipped=skipped, arrivals=arrivals
     )
     if session.stop_signal is not None:
+        _end_hooks(summary, options, is_stopped=True)
         if options.logs.log_json:
             _tell_of_end(summary, options, stopped_by=signal.Signals(session.stop_signal).name)
         raise InterruptedRunError(
@@ -274,6 +299,18 @@ def _run(
             signal_number=session.stop_signal,
         )
     return summary
+
+
+def _end_hooks(summary: Summary, options: RunOptions, *, is_stopped: bool = False) -> None:
+    """Finish the commands of --on-file, then run that of --on-done."""
+    if options.on_file is not None:
+        if is_stopped:
+            options.on_file.stop()
+        options.on_file.finish()
+    if options.on_done is not None:
+        status = "stopped" if is_stopped else "failed" if summary.num_failed else "done"
+        limit_s = options.hook_timeout_s
+        run_done_hook(options.on_done, summary, options.output_dir, status=status, limit_s=limit_s)
 
 
 def _name_of(jobs: JobOptions, watch: Path | None) -> str:
@@ -312,6 +349,8 @@ def _observers(options: RunOptions) -> list[Observer]:
     observers: list[Observer] = [make_progress(quiet=logs.quiet, log_json=logs.log_json)]
     if logs.log_file:
         observers.append(make_file_progress(quiet=logs.quiet, log_json=logs.log_json))
+    if options.on_file is not None:
+        observers.append(options.on_file)
     if options.trace:
         observers.append(TraceWriter(options.trace))
     return observers
@@ -356,6 +395,9 @@ def _check(as_json: bool, **params: Any) -> int:
 
 
 _NOT_CHECKED = (
+    "on_file",
+    "on_done",
+    "hook_timeout",
     "dry_run",
     "watch",
     "trace",

@@ -28,6 +28,7 @@ from gfgen.runtime.files.manifest import (
 )
 from gfgen.runtime.files.ownership import claim_files, job_file_name
 from gfgen.session.admission import Admission, admit_file
+from gfgen.session.hooks import FileHook
 from gfgen.session.session import SessionOptions
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".mp4")
@@ -78,6 +79,10 @@ class RunOptions(SessionOptions):
     overwrite: bool = False
     failed: bool = False
     """Take only jobs that failed before."""
+    on_file: FileHook | None = None
+    on_done: str | None = None
+    """The shell command for the end of the run."""
+    hook_timeout_s: float = 60.0
     retries: int = 0
     """How often jobs that failed run again at the end."""
     force: bool = False

@@ -1,0 +1,307 @@
+"""The report of an output folder: as text, as JSON, and as a page with a gallery in one file."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import logging
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from gfgen.errors import InputError
+from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestLine, read_manifest
+from gfgen.system.wording import counted, in_words
+
+logger = logging.getLogger(__name__)
+
+THUMBNAIL_SIDE = 320
+MAX_THUMBNAILS = 3_000
+"""About 30 MB of HTML; later jobs have a link alone."""
+FFMPEG_S = 20.0
+MAX_SLOWEST = 3
+STATUSES = ("failed", "cancelled", "done")
+"""In the order of the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """A job of the manifest; times are Unix times."""
+
+    line: ManifestLine
+    ended_at: float
+
+    @property
+    def job_id(self) -> str:
+        return str(self.line["id"])
+
+    @property
+    def status(self) -> str:
+        return str(self.line.get("status"))
+
+    @property
+    def busy_s(self) -> float:
+        return float(self._timings.get("busy_s") or 0.0)
+
+    @property
+    def latency_s(self) -> float:
+        return float(self._timings.get("latency_s") or 0.0)
+
+    @property
+    def started_at(self) -> float:
+        """Of its first task."""
+        started_s, ended_s = self._timings.get("started_s"), self._timings.get("ended_s")
+        return (
+            self.ended_at if started_s is None or ended_s is None else self.ended_at - (ended_s - started_s)
+        )
+
+    @property
+    def _timings(self) -> Mapping[str, Any]:
+        return self.line.get("timings") or {}
+
+    @property
+    def facts(self) -> str:
+        """Such as '128x128, 17 frames, 8 steps, seed 7, shapes'."""
+        shape = self.line.get("shape") or {}
+        frames = shape.get("frames") or 1
+        facts = [f"{shape.get('width')}x{shape.get('height')}"]
+        facts += [f"{frames} frames"] if frames > 1 else []
+        facts += [
+            f"{self.line.get('steps')} steps",
+            f"seed {self.line.get('seed')}",
+            str(self.line.get("model")),
+        ]
+        return ", ".join(facts)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderReport:
+    folder: Path
+    jobs: Sequence[JobReport]
+
+    @classmethod
+    def read(cls, folder: Path) -> FolderReport:
+        """Raises InputError for a folder without a manifest of runs."""
+        lines = read_manifest(folder / MANIFEST_NAME).values()
+        jobs = [JobReport(line, _time_of(line)) for line in lines if not line.get(SIMULATED)]
+        if not jobs:
+            raise InputError(f"{folder}: no jobs in {MANIFEST_NAME} there; name the output folder of a run")
+        return cls(folder, sorted(jobs, key=lambda job: (STATUSES.index(job.status), job.started_at)))
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return Counter(job.status for job in self.jobs)
+
+    @property
+    def failed(self) -> Sequence[JobReport]:
+        return [job for job in self.jobs if job.status == "failed"]
+
+    @property
+    def again(self) -> str | None:
+        """The command that runs failed jobs again; None if none failed, or if their job file is not known."""
+        files = {str(job.line.get("job_file")) for job in self.failed} - {"None", "-"}
+        paths = [(self.folder / file) for file in sorted(files)]
+        named = " ".join(_short(path) for path in paths if path.is_file())
+        return f"gfgen run {named} -o {self.folder} --failed" if named else None
+
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        done = [job for job in self.jobs if job.status == "done"]
+        counts = ", ".join(
+            f"{self.counts[status]} {status}" for status in reversed(STATUSES) if self.counts[status]
+        )
+        yield f"{self.folder}: {counted(len(self.jobs), 'job')}: {counts}"
+        first, last = min(job.started_at for job in self.jobs), max(job.ended_at for job in self.jobs)
+        busy = in_words(sum(job.busy_s for job in self.jobs))
+        yield f"made      {_clock(first)} to {_clock(last)}, with {busy} of rank time"
+        kinds = Counter(Path(str(job.line.get("file"))).suffix.lstrip(".").upper() for job in done)
+        size = sum(job.line.get("size_bytes") or 0 for job in done)
+        files = [f"{count} {kind}" for kind, count in sorted(kinds.items())]
+        yield f"files     {', '.join([*files, f'{size / 1e6:,.1f} MB'])}"
+        if due := [job for job in self.jobs if job.line.get("met_deadline") is not None]:
+            yield f"deadlines {sum(bool(job.line['met_deadline']) for job in due)} of {len(due)} met"
+        slowest = sorted(done, key=lambda job: -job.busy_s)[:MAX_SLOWEST]
+        if slowest:
+            yield f"slowest   {', '.join(f'{job.job_id} {in_words(job.busy_s)}' for job in slowest)}"
+        for job in self.failed:
+            yield f"failed    {job.job_id}: {job.line.get('error')}"
+        if self.again is not None:
+            yield f"again     {self.again}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "counts": {status: self.counts[status] for status in STATUSES},
+            "busy_s": round(sum(job.busy_s for job in self.jobs), 6),
+            "again": self.again,
+            "jobs": [
+                {**job.line, "started_at": round(job.started_at, 3), "ended_at": round(job.ended_at, 3)}
+                for job in self.jobs
+            ],
+        }
+
+    def as_html(self, target: Path) -> str:
+        """A page for the file `target`: it holds thumbnails, and links to the files."""
+        links = _Links(self.folder, target.parent)
+        cards = "\n".join(_card(job, links, number) for number, job in enumerate(self.jobs))
+        text = "\n".join(self.lines())
+        title = html.escape(f"{self.folder.name or self.folder}: {counted(len(self.jobs), 'job')}")
+        return _PAGE.format(
+            title=title, summary=html.escape(text), timeline=_timeline(self.jobs), cards=cards
+        )
+
+
+def _time_of(line: ManifestLine) -> float:
+    try:
+        return datetime.fromisoformat(str(line.get("written_at"))).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
+
+
+def _short(path: Path) -> str:
+    """The path from the current folder, if it is inside of it."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+# The page ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """Finds the files of jobs for a page in `page_folder`."""
+
+    folder: Path
+    page_folder: Path
+
+    def to(self, job: JobReport) -> tuple[Path, str] | None:
+        """The file and its URL from the page; None if it is not there."""
+        name = job.line.get("file")
+        path = self.folder / str(name)
+        if not name or not path.is_file():
+            return None
+        return path, quote(str(Path(_relative(path.absolute(), self.page_folder.absolute()))))
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+
+
+def _card(job: JobReport, links: _Links, number: int) -> str:
+    found = links.to(job)
+    picture = '<div class="none">no file</div>'
+    if found is not None:
+        path, url = found
+        inside = _thumbnail(path) if number < MAX_THUMBNAILS else None
+        shown = (
+            f'<img loading="lazy" alt="" src="data:image/webp;base64,{inside}">'
+            if inside
+            else html.escape(path.name)
+        )
+        badge = '<span class="kind">video</span>' if path.suffix == ".mp4" else ""
+        picture = f'<a href="{html.escape(url)}">{shown}{badge}</a>'
+    rows = [f'<p class="prompt">{html.escape(str(job.line.get("prompt")))}</p>']
+    if negative := job.line.get("negative_prompt"):
+        rows.append(f"<p>without: {html.escape(str(negative))}</p>")
+    rows.append(f"<p><b>{html.escape(job.job_id)}</b> {html.escape(job.facts)}</p>")
+    times = f"{in_words(job.busy_s)} of rank time, done {in_words(job.latency_s)} after its arrival"
+    rows.append(
+        f"<p>{times}</p>" if job.status == "done" else f'<p class="bad">{html.escape(job.status)}</p>'
+    )
+    if job.line.get("met_deadline") is False:
+        rows.append('<p class="bad">missed its deadline</p>')
+    for text in filter(
+        None, [job.line.get("error"), job.line.get("rounded"), *(job.line.get("warnings") or ())]
+    ):
+        rows.append(f"<p>{html.escape(str(text))}</p>")
+    return f'<article class="{html.escape(job.status)}">{picture}{"".join(rows)}</article>'
+
+
+def _thumbnail(path: Path) -> str | None:
+    """A small WEBP in base64; None if the file cannot be shown."""
+    from PIL import Image
+
+    try:
+        with Image.open(_first_frame(path) if path.suffix == ".mp4" else path) as picture:
+            small = picture.convert("RGB")
+        small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+        content = io.BytesIO()
+        small.save(content, format="WEBP", quality=80)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        logger.warning("no thumbnail of %s: %s", path, error)
+        return None
+    return base64.b64encode(content.getvalue()).decode()
+
+
+def _first_frame(path: Path) -> io.BytesIO:
+    import imageio_ffmpeg
+
+    options = ["-frames:v", "1", "-f", "image2pipe", "-c:v", "png", "pipe:1"]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-nostdin"]
+    command += ["-i", f"file:{path.absolute()}", *options]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, timeout=FFMPEG_S, check=False
+    )
+    return io.BytesIO(done.stdout)
+
+
+def _timeline(jobs: Sequence[JobReport]) -> str:
+    """A bar per job from its first task to its file, in the order of their starts."""
+    shown = sorted((job for job in jobs if job.ended_at > job.started_at), key=lambda job: job.started_at)
+    if not shown:
+        return ""
+    first = shown[0].started_at
+    scale = 1000 / max(1e-3, max(job.ended_at for job in shown) - first)
+    height = max(2.0, min(14.0, 600 / len(shown)))
+    bars = "".join(
+        f'<rect class="{html.escape(job.status)}" x="{(job.started_at - first) * scale:.1f}" '
+        f'y="{place * height:.1f}" width="{max(1.0, (job.ended_at - job.started_at) * scale):.1f}" '
+        f'height="{0.8 * height:.1f}"><title>{html.escape(job.job_id)}: {_clock(job.started_at)}, '
+        f"{in_words(job.ended_at - job.started_at)}</title></rect>"
+        for place, job in enumerate(shown)
+    )
+    return (
+        f'<svg viewBox="0 0 1000 {len(shown) * height:.0f}" role="img" '
+        f'aria-label="one bar for each job, from its first task to its file">{bars}</svg>'
+    )
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 14px/1.4 system-ui, sans-serif; margin: 2rem auto; max-width: 1400px; padding: 0 1rem; }}
+pre {{ white-space: pre-wrap; }}
+svg {{ width: 100%; max-height: 240px; }}
+rect {{ fill: #4a8; }} rect.failed, rect.cancelled {{ fill: #c44; }}
+main {{ display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(220px, 1fr)); }}
+article {{ border: 1px solid #8884; border-radius: 8px; overflow: hidden; overflow-wrap: anywhere; }}
+article p {{ margin: .4rem .6rem; }} article a {{ display: block; position: relative; }}
+img {{ display: block; width: 100%; }} .none {{ background: #8882; padding: 3rem 1rem; text-align: center; }}
+.kind {{ background: #000a; color: #fff; padding: .1rem .4rem; }}
+.kind {{ position: absolute; right: .4rem; top: .4rem; }}
+.prompt {{ font-weight: 600; }} .bad {{ color: #c44; }}
+input {{ font: inherit; margin: 1rem 0; padding: .4rem; width: 20rem; }}
+</style></head><body>
+<h1>{title}</h1>
+<pre>{summary}</pre>
+{timeline}
+<input type="search" placeholder="filter by any word" aria-label="filter" oninput="
+for (const card of document.querySelectorAll('article'))
+  card.hidden = !card.textContent.toLowerCase().includes(this.value.toLowerCase())">
+<main>
+{cards}
+</main></body></html>
+"""

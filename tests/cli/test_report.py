@@ -1,0 +1,135 @@
+"""`gfgen report`: text, JSON and a page from the manifest of a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from gfgen.cli.main import main
+
+SHAPE = {"width": 64, "height": 64, "frames": 1, "fps": None}
+ENDED = "2026-11-23T14:00:10Z"
+
+
+def line(job_id: str, **other: Any) -> dict[str, Any]:
+    timings = {
+        "arrival_s": 0.0,
+        "started_s": 1.0,
+        "ended_s": 4.0,
+        "latency_s": 4.0,
+        "busy_s": 2.5,
+        "stages_s": {},
+    }
+    return {
+        "version": 1, "id": job_id, "status": "done", "file": f"{job_id}.png", "size_bytes": 2_000_000,
+        "prompt": f"a {job_id}", "model": "shapes", "seed": 7, "shape": SHAPE, "steps": 4, "timings": timings,
+        "job_file": "../jobs.jsonl", "error": None, "warnings": [], "met_deadline": None, "written_at": ENDED,
+    } | other  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs.jsonl").write_text("")
+    out = tmp_path / "out"
+    out.mkdir()
+    Image.new("RGB", (64, 64), "red").save(out / "fox.png")
+    lines = [
+        line("owl", status="failed", file=None, size_bytes=None),
+        line("fox", met_deadline=True),
+        line("owl", status="failed", file=None, size_bytes=None, error="NaN in step 3", met_deadline=False),
+        line("<b>", file="gone.mp4", prompt="<script>alert(1)</script> & {braces}"),
+        line("sim", simulated=True),
+    ]
+    (out / "manifest.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return out
+
+
+def gfgen(capsys, *arguments: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
+
+
+def test_the_text_counts_jobs_names_failures_and_how_to_run_them_again(capsys, folder):
+    code, out, _ = gfgen(capsys, "report", "out")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == "out: 3 jobs: 2 done, 1 failed"
+    assert lines[1].endswith("with 7.5 s of rank time")
+    assert "files     1 MP4, 1 PNG, 4.0 MB" in lines
+    assert "deadlines 1 of 2 met" in lines
+    assert "failed    owl: NaN in step 3" in lines
+    assert lines[-1] == "again     gfgen run jobs.jsonl -o out --failed"
+
+
+def test_json_has_every_line_of_the_manifest(capsys, folder):
+    code, out, _ = gfgen(capsys, "report", "out", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert [job["id"] for job in found["jobs"]] == ["owl", "fox", "<b>"]
+    assert found["jobs"][1]["ended_at"] - found["jobs"][1]["started_at"] == 3
+    assert found["counts"] == {"failed": 1, "cancelled": 0, "done": 2}
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_holds_thumbnails_prompts_and_failures_and_needs_no_other_file(capsys, folder):
+    code, out, _ = gfgen(capsys, "report", "out", "--html")
+    assert code == 0
+    assert out.splitlines()[-1] == "the page is out/report.html"
+    page = Page((folder / "report.html").read_text())
+    (picture,) = [attrs for tag, attrs in page.tags if tag == "img"]
+    assert (picture["src"] or "").startswith("data:image/webp;base64,")
+    assert [attrs["href"] for tag, attrs in page.tags if tag == "a"] == ["fox.png"]
+    assert "script" not in [tag for tag, _ in page.tags]
+    assert "<script>alert(1)</script> & {braces}" in page.text
+    assert "NaN in step 3" in page.text
+    assert len([tag for tag, _ in page.tags if tag == "article"]) == 3
+    assert len([tag for tag, _ in page.tags if tag == "rect"]) == 3
+    assert not re.search(r'(?:src|href)="(?:https?:)?//', (folder / "report.html").read_text())
+
+
+def test_a_page_elsewhere_links_to_the_files(capsys, folder, tmp_path):
+    code, _, _ = gfgen(capsys, "report", "out", "-o", "page.html")
+    assert code == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert [attrs["href"] for tag, attrs in page.tags if tag == "a"] == ["out/fox.png"]
+
+
+def test_a_broken_picture_has_a_link_and_a_warning(capsys, folder):
+    (folder / "fox.png").write_bytes(b"no picture")
+    code, _, err = gfgen(capsys, "report", "out", "--html")
+    assert code == 0
+    assert "no thumbnail of out/fox.png" in err
+    assert "fox.png" in Page((folder / "report.html").read_text()).text
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", '{"version": 1, "id": "a", "status": "done", "simulated": true}\n']
+)
+def test_a_folder_without_jobs_is_refused(capsys, tmp_path: Path, content):
+    if content is not None:
+        (tmp_path / "manifest.jsonl").write_text(content)
+    code, _, err = gfgen(capsys, "report", str(tmp_path))
+    assert code == 2
+    assert "name the output folder of a run" in err

@@ -1,0 +1,81 @@
+"""Commands of --on-file and --on-done: what they get, and that their failures hold up nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builders import make_job
+
+from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.core.observer import JobOutcome, skipped_outcome
+from gfgen.session.hooks import FileHook, run_done_hook
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("gfgen"), "propagate", True)
+    caplog.set_level("INFO", logger="gfgen")
+    return caplog
+
+
+def outcome(job_id: str, status: str = "done") -> JobOutcome:
+    return replace(skipped_outcome(make_job(job_id).info), status=status)  # type: ignore[arg-type]
+
+
+def test_each_finished_file_runs_the_command_in_order(tmp_path: Path, heard) -> None:
+    log = tmp_path / "log"
+    hook = FileHook(f'echo "$GFGEN_JOB_ID $GFGEN_FILE $GFGEN_SEED" >> {log}', tmp_path, limit_s=20)
+    for each in (outcome("a"), outcome("b", "failed"), outcome("c"), outcome("d", "skipped")):
+        hook.ended(each)
+    hook.close()
+    hook.finish()
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert [line[0] for line in lines] == ["a", "c"]
+    assert lines[0][1] == str(tmp_path / outcome("a").info.file)
+    assert heard.text == "" or "waiting" in heard.text
+
+
+def test_a_slow_command_delays_nobody_and_is_killed_at_its_limit(tmp_path: Path, heard) -> None:
+    hook = FileHook("sleep 60 & sleep 60", tmp_path, limit_s=0.3)
+    began = time.monotonic()
+    hook.ended(outcome("a"))
+    assert time.monotonic() - began < 0.2
+    hook.finish()
+    assert time.monotonic() - began < 20
+    assert "--on-file for job a took longer than 300 ms and was killed" in heard.text
+
+
+def test_a_command_that_fails_is_named_with_its_output(tmp_path: Path, heard) -> None:
+    hook = FileHook("echo no such bucket; exit 3", tmp_path, limit_s=20)
+    hook.ended(outcome("a"))
+    hook.finish()
+    assert "--on-file for job a failed with status 3: no such bucket" in heard.text
+
+
+def test_a_stopped_run_starts_no_further_command_and_counts_them(tmp_path: Path, heard) -> None:
+    hook = FileHook("sleep 0.5; touch done", tmp_path, limit_s=20)
+    hook.stop()
+    for name in "abc":
+        hook.ended(outcome(name))
+    hook.finish()
+    assert "--on-file was not run for 3 jobs, because the run was stopped" in heard.text
+
+
+def test_the_end_of_a_run_passes_its_counts(tmp_path: Path, heard) -> None:
+    log = tmp_path / "log"
+    summary = Summary(num_done=3, num_failed=1, num_skipped=2)
+    command = f'echo "$GFGEN_STATUS $GFGEN_DONE $GFGEN_FAILED $GFGEN_SKIPPED $GFGEN_OUTPUT" > {log}'
+    run_done_hook(command, summary, tmp_path, status="failed", limit_s=20)
+    assert log.read_text() == f"failed 3 1 2 {tmp_path}\n"
+
+
+def test_a_command_that_cannot_start_is_named(tmp_path: Path, heard) -> None:
+    hook = FileHook("true", tmp_path, limit_s=20)
+    long = make_job("a").info
+    hook.ended(replace(outcome("a"), info=replace(long, spec=replace(long.spec, prompt="x" * 2**18))))
+    hook.finish()
+    assert "--on-file for job a could not start: Argument list too long" in heard.text
