@@ -88,9 +88,10 @@ class _RankClaims:
         running = self._running.get(job.job_id)
         if running is not None and self._num_left > 0:
             self._kept.update(running.layout.ranks)
-            wanted = self._claim(job, wanted)
-            island = self._island_of(running.layout.ranks[0])
-            self._hold(wanted - running.layout.degree, running.predicted_end_s, island)
+            num_more = self._claim(job, wanted) - len(running.layout.ranks)
+            if num_more > 0:
+                island = next(each for each in self._snapshot.islands if running.layout.ranks[0] in each)
+                self._hold(num_more, running.predicted_end_s, island)
 
     def fill_gap(self, job: JobView) -> Decision | None:
         """Run one task on a held rank, if it ends before the rank is wanted."""
@@ -134,14 +135,11 @@ class _RankClaims:
 
     def _hold(self, number: int, until_s: float, island: Collection[int]) -> None:
         """Hold free ranks of one island, because a layout cannot span islands."""
-        for rank in self._unheld_of(island)[: max(0, number)]:
+        for rank in self._unheld_of(island)[:number]:
             self._held_until_s[rank] = until_s
 
     def _unheld_of(self, island: Collection[int]) -> list[int]:
         return [rank for rank in self.unheld if rank in island]
-
-    def _island_of(self, rank: int) -> Collection[int]:
-        return next(island for island in self._snapshot.islands if rank in island)
 
     def _island_for(self, job: JobView, wanted: int) -> Collection[int]:
         """The island with the most free ranks, up to `wanted`; among equals, the one with the job's state."""

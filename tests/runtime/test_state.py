@@ -178,7 +178,7 @@ def test_lost_frames_are_decoded_again_from_the_same_latents(lost):
         if attempt == 0 or lost:
             assert not list(outcomes)
             assert cluster.state.snapshot().open["a"].next_task.stage is Stage.DECODE
-            assert cluster.state.stopped_at() == {"a": (3, made.number)}
+            assert cluster.state.jobs.stopped_at(cluster.state.ranks.records) == {"a": (3, made.number)}
         else:
             (outcome,) = outcomes
             assert (outcome.status, outcome.error) == ("failed", "decode: no room")

@@ -310,7 +310,8 @@ class Control:
 
     def save_stopped(self) -> None:
         """Keep the state of each job that has come to its stop, at once: the others may take long to stop."""
-        for job_id, (next_index, producer) in self.state.stopped_at().items():
+        stopped = self.state.jobs.stopped_at(self.state.ranks.records)
+        for job_id, (next_index, producer) in stopped.items():
             if job_id not in self._saved:
                 self._saved.add(job_id)
                 self.backend.save(job_id, next_index=next_index, producer=producer)

@@ -13,6 +13,7 @@ from gfgen.layout import Layout
 from gfgen.runtime.control.closing import Closing
 from gfgen.runtime.control.flights import Flight
 from gfgen.runtime.control.modelturns import ModelTurns
+from gfgen.runtime.control.ranks import RankRecord
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.events import TaskDone
 from gfgen.runtime.core.observer import JobOutcome
@@ -376,6 +377,19 @@ class Jobs:
             job_id: view
             for job_id, view in views.items()
             if view.next_task.index > 0 or (view.model, view.shape, view.num_tasks) not in late
+        }
+
+    def stopped_at(self, ranks: Sequence[RankRecord]) -> dict[str, tuple[int, int]]:
+        """(next task, dispatch that made its input) of jobs that have begun and not ended.
+
+        Only of jobs that have nothing under way on a rank that lives.
+        """
+        return {
+            record.job_id: (record.first_open_index, record.progress.last_completed)
+            for record in self.records.values()
+            if record.progress.last_completed is not None
+            and not record.is_writing
+            and all(ranks[rank].is_retired for rank in record.flying_ranks)
         }
 
     def renew_predictions(self, now_s: float) -> None:

@@ -131,7 +131,8 @@ class Ranks:
             record = self.records[rank]
             record.flights.remove(flight)
             record.view = None
-            self._note_idle(record, since_s=at_s)
+            if not record.flights:
+                self._note_idle(record, since_s=at_s)
 
     def become_ready(self, rank: int, *, at_s: float) -> None:
         """Its worker has loaded the models of this moment and takes tasks."""

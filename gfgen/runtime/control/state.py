@@ -89,19 +89,6 @@ class State:
         """Nothing runs, and nothing of the resident models can be started."""
         return not self.flights and not self.jobs.open_in_time(self.closing, self.clock.turn_s)
 
-    def stopped_at(self) -> dict[str, tuple[int, int]]:
-        """(next task, dispatch that made its input) of jobs that have begun and not ended.
-
-        Of those that have nothing under way on a rank that lives.
-        """
-        return {
-            record.job_id: (record.first_open_index, record.progress.last_completed)
-            for record in self.jobs.records.values()
-            if record.progress.last_completed is not None
-            and not record.is_writing
-            and all(self.ranks.records[rank].is_retired for rank in record.flying_ranks)
-        }
-
     def choice(self) -> Snapshot | None:
         """The snapshot if a policy has something to decide: some job is open and some rank can take it.
 

@@ -90,8 +90,7 @@ class Inbox(Observer):
     ) -> None:
         self._folder = folder
         self._output_dir = output_dir
-        self._manifest_path = output_dir / MANIFEST_NAME
-        self._manifest = GrowingManifest(self._manifest_path)
+        self._manifest = GrowingManifest(output_dir / MANIFEST_NAME)
         self._admit = admit
         self._skip_invalid = skip_invalid
         self._overwrite = overwrite
@@ -306,7 +305,7 @@ class Inbox(Observer):
                 if info.job_id in lines and lines[info.job_id].get("spec_hash") == info.spec_hash
             }
         else:
-            finished = set(finished_jobs(self._manifest_path, infos, entries=lines))
+            finished = set(finished_jobs(self._output_dir / MANIFEST_NAME, infos, entries=lines))
         return {job.job_id for job in jobs if job.job_id not in finished and not self._is_known(job)}
 
     def _is_known(self, job: AdmittedJob) -> bool:
