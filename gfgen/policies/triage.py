@@ -52,11 +52,13 @@ def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
     for job in _hopeful(snapshot, sorted(snapshot.busy.values(), key=_due)):
         insort(hopeful, job, key=_due)
     known = {job.job_id for job in hopeful}
-    waiting = (job for job in snapshot.in_order(_short) if job.job_id not in known)
-    others = list(itertools.islice(waiting, NUM_FIRST))
-    for job in snapshot.busy.values():
-        if job.job_id not in known:
-            insort(others, job, key=_short)
+    others: list[JobView] = []
+    if len(known) < len(snapshot.open) + len(snapshot.busy):
+        waiting = (job for job in snapshot.in_order(_short) if job.job_id not in known)
+        others += itertools.islice(waiting, NUM_FIRST)
+        for job in snapshot.busy.values():
+            if job.job_id not in known:
+                insort(others, job, key=_short)
     rests = _rests(snapshot, hopeful, base)
     saved, given_up = _most_in_time(snapshot.now_s, hopeful, rests)
     saved_ids = {job.job_id for job in saved}
