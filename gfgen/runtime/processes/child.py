@@ -27,6 +27,12 @@ from gfgen.runtime.processes.watchdog import Patience
 
 logger = logging.getLogger(__name__)
 
+_SLOW = {
+    Phase.STARTING: "it does not get ready",
+    Phase.WARMING: "it does not get its steps ready",
+    Phase.LOADING: "it does not get its models or their steps ready",
+}
+"""Phases in which a worker may be silent as long as its start may take, and why it is killed after that."""
 _MAY_LOAD = (Phase.WARMING, Phase.SERVING, Phase.LOADING)
 
 
@@ -178,8 +184,11 @@ class RankProcess(Child):
     """Jobs that this worker knows."""
     is_to_blame: bool = True
     """Its death counts against its rank."""
+    heard_s: float = field(default_factory=time.monotonic)
+    """When its last message came, or when a run began since then, by the machine's monotonic clock."""
 
     def hear(self, message: Any) -> Joined | Loaded | None:
+        self.heard_s = time.monotonic()
         match message:
             case WorkerFailed():
                 self.verdict = self.verdict or message.reason
@@ -242,6 +251,18 @@ class RankProcess(Child):
             self.enter(Phase.LOADING)
             self._add_warm_ups(warm_ups)
         return became
+
+    def why_hung(self, patience: Patience, now_s: float) -> str | None:
+        """The reason why it counts as hung in its phase; None if it does not."""
+        if self.phase in _SLOW:
+            return _SLOW[self.phase] if now_s > self.since_s + patience.starting_s else None
+        silent_s = now_s - self.heard_s
+        return f"no sign of life for {silent_s:.0f} s" if silent_s > patience.silence_s else None
+
+    def forgive(self, paused_s: float) -> None:
+        """The control process did not run for this time, in which it could hear nobody."""
+        self.since_s += paused_s
+        self.heard_s = min(time.monotonic(), self.heard_s + paused_s)
 
     def _add_warm_ups(self, items: Sequence[WarmUp]) -> None:
         is_idle = not self.warm_ups

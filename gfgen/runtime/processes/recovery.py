@@ -105,7 +105,7 @@ class Recovery:
 class Rounds:
     """Takes the ranks of a run through the rounds of each recovery."""
 
-    def __init__(self, pool: WorkerPool, attempts: Attempts, watchdog: Watchdog[RankProcess]) -> None:
+    def __init__(self, pool: WorkerPool, attempts: Attempts, watchdog: Watchdog) -> None:
         self.recovery: Recovery | None = None
         self._pool = pool
         self._attempts = attempts

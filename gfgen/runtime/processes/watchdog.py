@@ -1,19 +1,16 @@
-"""Which processes hang: those that are silent, far too long in one task, or unable to leave one. Pure.
+"""How long processes may take before they count as hung: in one task, to leave one, to answer. Pure.
 
 The end of its channel shows at once that a process has died. Others are stopped, swapped out, or caught in a
-loop or in a driver.
+loop or in a driver. `RankProcess.why_hung` judges a worker by its phase and its silence.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
 
 from gfgen.runtime.core.dispatch import Dispatch
-
-Process = TypeVar("Process", bound=Hashable)
 
 MAX_PAUSES = 32
 """Pauses of this process that do not count for others. If it is always slow, it must not forgive forever."""
@@ -66,11 +63,10 @@ _OF_RANKS = (
 
 
 @dataclass(slots=True)
-class Watchdog(Generic[Process]):
-    """Remembers when each process was last heard. Times are seconds of one clock, given by the caller."""
+class Watchdog:
+    """Judges tasks, and knows when this process did not run. Times are seconds of the run's clock."""
 
     patience: Patience
-    heard_s: dict[Process, float] = field(default_factory=dict)
     pinged_s: float = 0.0
     looked_s: float = 0.0
     pauses: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_PAUSES))
@@ -82,16 +78,7 @@ class Watchdog(Generic[Process]):
         if paused_s <= self.patience.asleep_s:
             return 0.0
         self.pauses.append((now_s, paused_s))
-        self.heard_s = {process: min(now_s, at_s + paused_s) for process, at_s in self.heard_s.items()}
         return paused_s
-
-    def heard(self, process: Process, now_s: float) -> None:
-        """It has sent something, or has just become ready."""
-        self.heard_s[process] = now_s
-
-    def forget(self, process: Process) -> None:
-        """It is gone, so its silence says nothing."""
-        self.heard_s.pop(process, None)
 
     def wants_ping(self, now_s: float) -> bool:
         """Whether it is time to ask all processes for a sign of life."""
@@ -99,12 +86,6 @@ class Watchdog(Generic[Process]):
             return False
         self.pinged_s = now_s
         return True
-
-    def silent(self, now_s: float) -> Iterator[tuple[Process, str]]:
-        """Processes that have been silent for too long, and the reason to kill them."""
-        for process, heard_s in self.heard_s.items():
-            if now_s > heard_s + self.patience.silence_s:
-                yield process, f"no sign of life for {now_s - heard_s:.0f} s"
 
     def is_overdue(self, dispatch: Dispatch, now_s: float) -> bool:
         """Whether a running task takes so long that a rank must hang."""

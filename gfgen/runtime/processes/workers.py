@@ -63,8 +63,6 @@ _TICK_S = 0.25
 """The control loop turns at least this often, to show progress and to notice silent processes."""
 _ANSWER_S = 1.0
 """The longest wait for the ranks' memory use at the end of a run."""
-_ON_OWN_TIME = (Phase.WARMING, Phase.LOADING)
-"""Phases in which a worker may be silent as long as its start may take."""
 
 
 class Requests(Protocol):
@@ -97,7 +95,7 @@ class ProcessBackend:
         self._clock = clock
         self._writes = Writes(pool, memory.output_dir)
         self._attempts = Attempts()
-        self._watchdog: Watchdog[RankProcess] = Watchdog(patience or pool.patience, looked_s=clock.now_s)
+        self._watchdog = Watchdog(patience or pool.patience, looked_s=clock.now_s)
         self._rounds = Rounds(pool, self._attempts, self._watchdog)
         self._memory_use: dict[int, MemoryUse] = {}
         self._own_signals = SignalPipe() if signals is None else None
@@ -125,8 +123,8 @@ class ProcessBackend:
                 self._pending.append(RankLost(now_s, worker.rank, worker.incarnation, why, is_retired=True))
                 continue
             worker.tell(Reset())
+            worker.heard_s = time.monotonic()  # between runs it is not asked to send anything
             if worker.phase in (Phase.SERVING, Phase.LOADING):
-                self._watchdog.heard(worker, now_s)
                 self._pending.append(RankReady(now_s, worker.rank, worker.incarnation, worker.startup_s))
 
     # What the control loop calls ------------------------------------------------------------
@@ -247,8 +245,6 @@ class ProcessBackend:
         if isinstance(source, WriterProcess):
             yield from self._writes.events_of(source, what, now_s)
             return
-        if isinstance(source, RankProcess) and source.has_started and source.phase not in GONE:
-            self._watchdog.heard(source, now_s)
         match what:
             case TaskReport():
                 yield from self._task_done(source, what, now_s)
@@ -323,7 +319,6 @@ class ProcessBackend:
 
     def _worker_lost(self, worker: RankProcess, lost: Lost, now_s: float) -> Iterator[Event]:
         """A rank is gone: give up what it was part of."""
-        self._watchdog.forget(worker)
         reason = lost.reason
         if lost.was_told and worker.loading is not None:
             reason = f"it cannot load its models: {reason}"
@@ -351,7 +346,14 @@ class ProcessBackend:
         now_s, patience = self._clock.now_s, self._watchdog.patience
         if paused_s := self._watchdog.look(now_s):
             self._forgive(paused_s)
-        self._look_for_hung_workers(now_s)
+        living = self._pool.living
+        if self._watchdog.wants_ping(now_s):
+            for worker in living:
+                if worker.has_started:
+                    worker.tell(Ping())
+        for worker in living:
+            if (why := worker.why_hung(patience, time.monotonic())) is not None:
+                worker.kill(why)
         for writer in list(self._writes.overdue(patience_s=patience.write_s)):
             writer.kill("it does not finish a file")
         overdue = set()
@@ -367,28 +369,11 @@ class ProcessBackend:
         self._rounds.give_up_overdue(overdue, now_s=now_s)
         self._rounds.kill_late(now_s)
 
-    def _look_for_hung_workers(self, now_s: float) -> None:
-        """Kill workers that are silent, or start or load for too long; ask all for a sign of life."""
-        living = self._pool.living
-        for worker in living:
-            if time.monotonic() > worker.since_s + self._watchdog.patience.starting_s:
-                if worker.phase is Phase.STARTING:
-                    worker.kill("it does not get ready")
-                elif worker.phase in _ON_OWN_TIME:
-                    worker.kill("it does not get its models or its steps ready")
-        if self._watchdog.wants_ping(now_s):
-            for worker in living:
-                if worker.has_started:
-                    worker.tell(Ping())
-        for worker, why in list(self._watchdog.silent(now_s)):
-            if worker.phase not in _ON_OWN_TIME:
-                worker.kill(why)
-
     def _forgive(self, paused_s: float) -> None:
         """This process was stopped for this time, in which it could hear nobody: it counts for no process."""
         logger.info("this process stood still for %.0f s, which counts for no other process", paused_s)
         for worker in self._pool.living:
-            worker.since_s += paused_s
+            worker.forgive(paused_s)
         for attempt in self._attempts:
             attempt.forgive(paused_s)
         self._writes.forgive(paused_s)
