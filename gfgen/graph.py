@@ -49,6 +49,8 @@ class Artifact:
 
     name: str
     fields: tuple[tuple[str, tuple[int, ...], str], ...]
+    room_bytes: int = 0
+    """Addresses in the slab for tensors that admission does not know."""
 
     @property
     def size_bytes(self) -> int:

@@ -22,6 +22,8 @@ Scalar = int | float | bool | str | None | list[int] | list[float]
 
 SAMPLE = "sample"
 """Name of the latents themselves among the tensors of the artifact `latents`."""
+UNCHECKED = "unchecked"
+"""A scalar of artifacts whose numbers may be infinite, such as masks of attention."""
 PIXEL_SUM = "pixel_sum"
 """Name of the sum of all pixels as floats among the tensors of the artifact `frames`."""
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from gfgen.errors import ModelError
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
+from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.system.lifeline import module_command, module_environment
 
@@ -169,6 +170,10 @@ def load_adapter(
         from gfgen.models.families.qwen_adapter import load_qwen_image
 
         return load_qwen_image(checkpoint, geometry, **options)
+    if isinstance(geometry, PipelineGeometry):
+        from gfgen.models.stepping.adapter import load_any
+
+        return load_any(checkpoint, geometry, **options)
     from gfgen.models.families.wan_adapter import load_wan
 
     return load_wan(checkpoint, geometry, **options)

@@ -82,6 +82,8 @@ class Argument:
     annotation: ast.expr | None
     is_required: bool
     may_be_none: bool
+    default: Any = None
+    """If it is a number, a text, true or false."""
 
     @property
     def takes_files(self) -> bool:
@@ -235,6 +237,11 @@ def signature_of(pipeline_class: str) -> CallSignature:
     return CallSignature(pipeline_class, found)
 
 
+def is_folder_of_pipelines(library: str) -> bool:
+    """Whether a component's library in model_index.json is a folder of diffusers' pipelines, as "ltx2"."""
+    return library.isidentifier() and (_root() / "pipelines" / library).is_dir()
+
+
 def _field_for(name: str) -> str | None:
     """What to use in place of an argument that gfgen sets."""
     if name in _SET_OTHERWISE:
@@ -381,6 +388,7 @@ def _arguments(parameters: ast.arguments) -> Mapping[str, Argument]:
             parameter.annotation,
             is_required=default is None,
             may_be_none=isinstance(default, ast.Constant) and default.value is None,
+            default=default.value if isinstance(default, ast.Constant) else None,
         )
         for parameter, default in pairs[1:]
     }

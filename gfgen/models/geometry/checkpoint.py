@@ -14,7 +14,7 @@ from typing import Any
 
 from gfgen.errors import ModelError
 from gfgen.models.geometry.weight_files import check_weights, refuse_pointer, weight_files
-from gfgen.models.geometry.weights import WEIGHTLESS, is_component
+from gfgen.models.geometry.weights import has_weights, is_component
 
 CONFIG_NAMES = {
     "scheduler": "scheduler_config.json",
@@ -84,7 +84,7 @@ def read_checkpoint(path: Path, *, with_weights: bool) -> Checkpoint:
     for name in components if with_weights else ():
         if name == "tokenizer":
             _check_vocabulary(path / name)
-        elif name not in WEIGHTLESS:
+        elif has_weights(name):
             check_weights(weight_files(path / name, index[name][0]))
     return Checkpoint(path, index, configs, settings)
 
@@ -101,7 +101,7 @@ def _read_config(path: Path, component: str) -> Mapping[str, Any]:
     if not (path / component).is_dir():
         raise ModelError(f"model {path}: the folder {component!r} is missing, but model_index.json names it")
     name = CONFIG_NAMES.get(component, "config.json")
-    if component in WEIGHTLESS and component != "scheduler" and not (path / component / name).exists():
+    if not has_weights(component) and component != "scheduler" and not (path / component / name).exists():
         return {}
     config = _read_object(path / component / name, purpose=f"the component {component!r} needs it")
     if config.get("quantization_config"):

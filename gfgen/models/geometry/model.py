@@ -14,6 +14,7 @@ from gfgen.errors import ModelError
 from gfgen.graph import Stage, Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.checkpoint import Checkpoint, read_checkpoint
+from gfgen.models.geometry.pipeline import pipeline_geometry
 from gfgen.models.geometry.qwen import qwen_geometry
 from gfgen.models.geometry.wan import wan_geometry
 
@@ -29,7 +30,7 @@ class Geometry(Protocol):
 
     @property
     def family(self) -> str:
-        """wan-ti2v, wan-moe-t2v, wan-moe-i2v, wan-t2v or qwen-image."""
+        """wan-ti2v, wan-moe-t2v, wan-moe-i2v, wan-t2v, qwen-image, or a class of pipelines."""
         ...
 
     @property
@@ -85,6 +86,7 @@ BUILDERS: dict[str, Callable[..., Geometry]] = {
     "WanImageToVideoPipeline": wan_geometry,
     "QwenImagePipeline": qwen_geometry,
 }
+"""Families with an adapter of their own; all other classes run by `pipeline_geometry`."""
 
 
 def load_geometry(checkpoint: Path) -> Geometry:
@@ -127,11 +129,4 @@ def weightless_geometry(checkpoint: Path) -> Geometry:
 
 
 def _build(files: Checkpoint) -> Geometry:
-    builder = BUILDERS.get(files.pipeline_class)
-    if builder is None:
-        known = ", ".join(sorted(BUILDERS))
-        where = files.path / "model_index.json"
-        raise ModelError(
-            f"{where}: pipeline class {files.pipeline_class!r} is not supported; supported are {known}"
-        )
-    return builder(files)
+    return BUILDERS.get(files.pipeline_class, pipeline_geometry)(files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 
 from gfgen.models.geometry.weight_files import read_header, weight_files
 
-WEIGHTLESS = frozenset({"scheduler", "tokenizer", "image_processor", "feature_extractor", "processor"})
+_WEIGHTLESS = re.compile(
+    r"(^|_)(scheduler|tokenizer(_\d)?|processor|image_processor|feature_extractor|guider)$"
+)
+"""Names of components that are files without weights."""
 
 _FP32_BYTES, _BF16_BYTES = 4, 2
 
@@ -104,8 +108,14 @@ def component_files(checkpoint: Path) -> Mapping[str, ComponentFiles]:
     return {
         name: ComponentFiles(folder := checkpoint / name, entry[0], entry[1], weight_files(folder, entry[0]))
         for name, entry in _model_index(checkpoint).items()
-        if is_component(entry) and name not in WEIGHTLESS
+        if is_component(entry) and has_weights(name)
     }
+
+
+def has_weights(component: str) -> bool:
+    """Whether a component of this name has weights: not a scheduler, a tokenizer or a processor."""
+    is_network = component in ("audio_tokenizer", "sound_tokenizer")
+    return is_network or _WEIGHTLESS.search(component) is None
 
 
 def is_component(entry: object) -> bool:

@@ -71,7 +71,9 @@ def _load_model(component: ComponentFiles, *, device: str, dtype: torch.dtype) -
 
     Raises: ModelError for missing weights, which libraries would leave out or draw at random.
     """
-    kind = getattr(importlib.import_module(component.library), component.class_name)
+    is_library = component.library in ("diffusers", "transformers")
+    module = component.library if is_library else f"diffusers.pipelines.{component.library}"
+    kind = getattr(importlib.import_module(module), component.class_name)
     place = {} if device == "cpu" else {"device_map": {"": torch.device(device)}}
     model, report = kind.from_pretrained(
         str(component.folder),

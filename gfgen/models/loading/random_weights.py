@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 
 from gfgen.errors import ModelError
 from gfgen.models.geometry.checkpoint import VOCABULARIES, Checkpoint, read_checkpoint
-from gfgen.models.geometry.weights import WEIGHTLESS
+from gfgen.models.geometry.weights import has_weights
 from gfgen.models.loading import tiny_text
 from gfgen.models.loading.components import without_progress_bars
 
@@ -124,7 +124,7 @@ def _made(files: Checkpoint, name: str, *, device: str, dtype: torch.dtype) -> A
     if name == "tokenizer":
         return _tokenizer(files.path / name, class_name)
     kind = getattr(importlib.import_module(library), class_name)
-    if name in WEIGHTLESS:
+    if not has_weights(name):
         return kind.from_config(dict(files.configs[name]))
     with torch.device(device), _default_dtype(dtype), no_init_weights():
         if library == "transformers":

@@ -106,6 +106,8 @@ class Program:
     """Names that anything behind the denoising loop may read."""
     changed: frozenset[str]
     """Names that the loops assign or change."""
+    sets_processors: bool
+    """Whether the call replaces processors of attentions."""
 
     def namespace(self, local: Mapping[str, Any]) -> Namespace:
         """Where the parts run, with these local variables."""
@@ -216,6 +218,7 @@ def _build(tree: ast.FunctionDef, path: Sequence[ast.stmt], function: Any) -> Pr
         read_by_steps=frozenset(read_by_steps),
         read_by_decode=frozenset(read_by_decode),
         changed=frozenset(changed_names([loops[0]])),
+        sets_processors="set_attn_processor" in function.__code__.co_names,
     )
 
 

@@ -32,8 +32,8 @@ from gfgen.models.stepping.program import (
 )
 from gfgen.models.stepping.values import changes_by_use, pack, parts_of, unpack
 
-PLACE, IS_FINISHED, NUM_ITERATIONS = "place", "is_finished", "num_iterations"
-"""Scalars of a state: where the call continues, whether all iterations are done, how many there are."""
+PLACE, IS_FINISHED, NUM_ITERATIONS, NUM_DONE = "place", "is_finished", "num_iterations", "num_done"
+"""Scalars of a state: where the call continues, whether all iterations are done, and their numbers."""
 _SEED = "seed"
 _RANDOM = "random"
 """Key of the state of PyTorch's own generators, from which some pipelines draw."""
@@ -52,6 +52,13 @@ def num_iterations(state: Fields) -> int:
     return count
 
 
+def num_done(state: Fields) -> int:
+    """Iterations that led to a state."""
+    count = state.scalars[NUM_DONE]
+    assert isinstance(count, int)
+    return count
+
+
 class Stepper:
     """One pipeline object; its components are on `device`."""
 
@@ -62,9 +69,13 @@ class Stepper:
         self._pipeline = pipeline
         pipeline.set_progress_bar_config(disable=True)
         self._parts = parts_of(pipeline)
-        self._attributes = {
+        self._attributes: dict[str, _Attributes] = {
             name: _Attributes(part) for name, part in self._parts.items() if _changes_in_calls(part)
         }
+        if self.program.sets_processors:
+            for name, part in self._parts.items():
+                if hasattr(part, "set_attn_processor"):
+                    self._attributes[name] = _Processors(part)
 
     def encode(self, args: Mapping[str, Any], *, seed: int) -> Fields:
         """The artifact `prompt`: what the call knows once it has encoded its prompts.
@@ -103,7 +114,7 @@ class Stepper:
                 for name, value in constants.items()
                 if not _is_same(given.get(name, _ABSENT), value)
             }
-            return pack(constants, self._parts), self._state(state, checkpoint, seed=_seed_of(prompt))
+            return pack(constants, self._parts), self._state(state, checkpoint, seed=_seed_of(prompt), done=0)
 
     def step(self, prompt: Fields, condition: Fields, state: Fields) -> Fields:
         """The artifact `latents` after the next iteration of the denoising loop."""
@@ -121,7 +132,7 @@ class Stepper:
             if checkpoint.is_end:  # of one section; the next one begins behind it
                 checkpoint = next(run)
             checkpoint = next(run)
-            return self._state(self._divided(names)[0], checkpoint, seed=seed)
+            return self._state(self._divided(names)[0], checkpoint, seed=seed, done=num_done(state) + 1)
 
     def decode(self, state: Fields) -> Any:
         """What the pipeline's call returns."""
@@ -154,12 +165,13 @@ class Stepper:
             if name != "self" and names.get(name, _ABSENT) is not known.get(name, _ABSENT)
         }
 
-    def _state(self, values: dict[str, Any], checkpoint: Checkpoint, *, seed: int) -> Fields:
+    def _state(self, values: dict[str, Any], checkpoint: Checkpoint, *, seed: int, done: int) -> Fields:
         fields = self._packed(values, seed=seed)
         fields.scalars |= {
             PLACE: list(checkpoint.place),
             IS_FINISHED: checkpoint.is_end and checkpoint.is_last,
             NUM_ITERATIONS: checkpoint.num_iterations,
+            NUM_DONE: done,
         }
         return fields
 
@@ -228,6 +240,25 @@ class _Attributes:
             del there[name]
         for name, value in self._before.items():
             there[name] = _shallow(value)
+
+
+class _Processors(_Attributes):
+    """The processors of a transformer's attentions, which calls with perturbed-attention guidance replace."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self._before = dict(part.attn_processors)
+
+    def changed(self) -> dict[str, Any]:
+        now = self._part.attn_processors
+        return {name: value for name, value in now.items() if value is not self._before[name]}
+
+    def set(self, name: str, value: Any) -> None:
+        self._part.get_submodule(name.removesuffix(".processor")).processor = value
+
+    def reset(self) -> None:
+        for name in self.changed():
+            self.set(name, self._before[name])
 
 
 def _shallow(value: Any) -> Any:

@@ -8,6 +8,7 @@ order of their dimensions in memory, on which kernels and hence the last bits of
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import importlib
 import inspect
@@ -20,7 +21,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from gfgen.models.families.adapter import Fields
+from gfgen.models.families.adapter import SAMPLE, Fields
 from gfgen.models.stepping.program import NotSteppableError
 
 TREE = "tree"
@@ -73,6 +74,8 @@ class _Packer:
     def __init__(self, parts: Mapping[str, Any]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._parts = parts
+        self._name = ""
+        """Of the next tensor, if it has one."""
         self._paths = {id(part): name for name, part in parts.items()} | {
             id(config): f"{name}._internal_dict"
             for name, part in parts.items()
@@ -83,6 +86,7 @@ class _Packer:
         """Shared values by their number; they stay alive, since `_seen` knows them by address."""
 
     def top(self, name: str, value: Any) -> Node:
+        self._name = SAMPLE if name == "latents" else ""
         try:
             return self.value(value)
         except NotSteppableError as error:
@@ -110,6 +114,8 @@ class _Packer:
             return ["image", value.mode, *self._tensor(torch.from_numpy(np.array(value)))]
         if isinstance(value, torch.Generator):
             return ["generator", str(value.device), *self._tensor(value.get_state())]
+        if isinstance(value, enum.Enum):
+            return ["enum", type(value).__module__, type(value).__qualname__, value.name]
         if isinstance(value, (torch.dtype, torch.device)):
             return [type(value).__name__, str(value).removeprefix("torch.")]
         if type(value) in (list, tuple, set, torch.Size):
@@ -157,7 +163,8 @@ class _Packer:
     def _tensor(self, value: torch.Tensor) -> list[Node]:
         """Name, order of the dimensions in memory (null for the usual one), and "cpu" if it stays there."""
         value = value.detach()
-        name = f"t{len(self.tensors)}"
+        name = self._name or f"t{len(self.tensors)}"
+        self._name = ""
         order = None
         if not value.is_contiguous():
             by_stride = sorted(range(value.dim()), key=value.stride, reverse=True)
@@ -260,6 +267,9 @@ class _Unpacker:
 
     def _named(self, module: str, name: str) -> Any:
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+    def _enum(self, module: str, kind: str, name: str) -> Any:
+        return self._named(module, kind)[name]
 
     def _object(self, number: int, module: str, name: str, attributes: list[Node], items: Node) -> Any:
         assert module.partition(".")[0] in PACKAGES

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gfgen.errors import InputError, ModelError, Problem
@@ -168,7 +169,9 @@ def gpu_job_bytes(job: AdmittedJob) -> int:
 def job_bytes(job: AdmittedJob) -> int:
     """State and frames of one job."""
     frames = job.trajectory.artifact("frames")
-    return SlabPlan.of(job.trajectory).size_bytes + _FRAME_COPIES * frames.size_bytes
+    known = tuple(replace(artifact, room_bytes=0) for artifact in job.trajectory.artifacts)
+    slab = SlabPlan.of(replace(job.trajectory, artifacts=known))
+    return slab.size_bytes + _FRAME_COPIES * frames.size_bytes
 
 
 def _gpu_bytes(checkpoint: Path, *, has_random_weights: bool, vae_dtype: str) -> int:

@@ -64,7 +64,9 @@ class SlabPlan:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> SlabPlan:
-        sizes = {artifact.name: artifact.size_bytes for artifact in trajectory.artifacts}
+        sizes = {
+            artifact.name: artifact.size_bytes + artifact.room_bytes for artifact in trajectory.artifacts
+        }
         offsets = []
         end = _PAGE_BYTES
         for region in _REGIONS:

@@ -21,7 +21,7 @@ import torch
 
 from gfgen.errors import ModelError
 from gfgen.graph import Task
-from gfgen.models.families.adapter import SAMPLE, Fields
+from gfgen.models.families.adapter import SAMPLE, UNCHECKED, Fields
 from gfgen.runtime.ipc.messages import StartJob
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.slab import Slab
@@ -74,6 +74,8 @@ def sum_of(made: Mapping[str, Fields]) -> torch.Tensor | None:
     """
     tensors: list[torch.Tensor] = []
     for fields in made.values():
+        if UNCHECKED in fields.scalars:
+            continue
         sample = fields.tensors.get(SAMPLE)
         tensors += fields.tensors.values() if sample is None else [sample]
     sums = [tensor.sum(dtype=torch.float32) for tensor in tensors if tensor.is_floating_point()]

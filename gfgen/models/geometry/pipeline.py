@@ -1,0 +1,146 @@
+"""Geometry of any other diffusers pipeline: what its call takes, from diffusers' source (`call.py`).
+
+Its sizes are those that a job asks for. Bytes of its artifacts are unknown before it runs, so they have room
+in the job's slab, which takes memory only where something is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gfgen.errors import JobError, ModelError, Problem
+from gfgen.graph import Artifact, Stage, Trajectory
+from gfgen.job.fields import MAX_STEPS
+from gfgen.job.spec import JobSpec
+from gfgen.models.geometry import rules
+from gfgen.models.geometry.call import CallSignature, is_folder_of_pipelines, signature_of
+from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
+
+DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
+"""Where neither the call nor the checkpoint's gfgen.json has a number."""
+DEFAULT_FPS = 16
+ROOM_BYTES = 4 << 30
+"""Room for an artifact of unknown size: addresses in a sparse file, not memory."""
+_TYPICAL_PARAMETERS = 2e9
+"""For the first estimate of a step; after a step of a shape, its measured time takes over."""
+_TOKEN_SIDE, _TOKEN_FRAMES = 16, 4
+"""Pixels and frames of a token, in the same estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineGeometry:
+    """See `Geometry` for the methods."""
+
+    signature: CallSignature
+    defaults: Mapping[str, Any]
+    scheduler_class: str | None
+
+    @property
+    def family(self) -> str:
+        return self.signature.pipeline_class
+
+    @property
+    def kind(self) -> str:
+        return "video" if self._makes_videos else "image"
+
+    @property
+    def num_heads(self) -> int:
+        return 1
+
+    @property
+    def _makes_videos(self) -> bool:
+        takes = {"num_frames", "video_length", "video", "control_video"} & self.signature.arguments.keys()
+        return bool(takes) or "Video" in self.family
+
+    def resolve(self, spec: JobSpec) -> JobSpec:
+        problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
+        problems += self._number_problems(spec)
+        if problems:
+            raise JobError(*problems)
+        filled = rules.fill_defaults(spec, self.defaults)
+        return filled if self._makes_videos else rules.changed(filled, frames=1)
+
+    def output_kind(self, spec: JobSpec) -> str:
+        return self.kind
+
+    def trajectory(self, spec: JobSpec) -> Trajectory:
+        frames = (rules.known(spec.frames), rules.known(spec.height), rules.known(spec.width), 3)
+        artifacts = (
+            *(Artifact(name, (), room_bytes=ROOM_BYTES) for name in ("prompt", "condition", "latents")),
+            Artifact("frames", (("frames", frames, "uint8"),)),
+        )
+        return Trajectory(spec.id, rules.known(spec.steps), artifacts)
+
+    def num_tokens(self, spec: JobSpec) -> int:
+        return 1
+
+    def num_latent_rows(self, spec: JobSpec) -> int:
+        return 1
+
+    def uses_cfg(self, spec: JobSpec) -> bool:
+        return False
+
+    def flops(self, spec: JobSpec, stage: Stage) -> float:
+        if stage is not Stage.DENOISE:
+            return 0.0
+        frames = (rules.known(spec.frames) - 1) // _TOKEN_FRAMES + 1
+        rows, columns = rules.known(spec.height) // _TOKEN_SIDE, rules.known(spec.width) // _TOKEN_SIDE
+        return 2.0 * _TYPICAL_PARAMETERS * frames * rows * columns
+
+    def shape_key(self, spec: JobSpec) -> str:
+        size = f"{spec.width}x{spec.height}" + (f"x{spec.frames}" if self._makes_videos else "")
+        scales = (spec.guidance_scale, spec.true_cfg_scale)
+        return size + ("+cfg" if any(scale is not None and scale > 1 for scale in scales) else "")
+
+    def _number_problems(self, spec: JobSpec) -> Iterator[Problem]:
+        yield from rules.whole_problems(spec, "steps", low=1, high=MAX_STEPS)
+        if spec.width is not None and spec.height is not None:
+            yield from rules.size_problems(spec.width, spec.height, multiple=(8, 8))
+        if not self._makes_videos and spec.frames not in (None, 1):
+            yield Problem.of(
+                "frames", spec.frames, "this model makes single pictures; leave it out or give 1"
+            )
+
+
+def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
+    """Raises: ModelError for a class that diffusers lacks, for code of its own, and for sound."""
+    where = checkpoint.path / "model_index.json"
+    _refuse_remote_code(checkpoint)
+    try:
+        signature = signature_of(checkpoint.pipeline_class)
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}; install a diffusers that has it, or use another model") from None
+    if re.search("Audio|AceStep|Proteina", checkpoint.pipeline_class):
+        raise ModelError(f"{where}: {checkpoint.pipeline_class} makes neither pictures nor videos")
+    return PipelineGeometry(
+        signature=signature,
+        defaults=rules.merge_defaults(
+            _defaults(signature), checkpoint.settings, where=str(checkpoint.path / SETTINGS_NAME)
+        ),
+        scheduler_class=checkpoint.class_of("scheduler"),
+    )
+
+
+def _refuse_remote_code(checkpoint: Checkpoint) -> None:
+    for name in checkpoint.configs:
+        library = checkpoint.index[name][0]
+        if library not in ("diffusers", "transformers") and not is_folder_of_pipelines(library):
+            where = checkpoint.path / "model_index.json"
+            raise ModelError(
+                f"{where}: component {name!r} brings code of its own ({library}), which gfgen does not run; "
+                "use a model in diffusers' format without it"
+            )
+
+
+def _defaults(signature: CallSignature) -> dict[str, Any]:
+    """The call's own numbers, and common ones where it has none."""
+    found = dict(DEFAULTS)
+    for field in ("width", "height", "frames", "steps", "fps"):
+        argument = signature.argument_of(field)
+        value = signature.arguments[argument].default if argument else None
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[field] = int(value)
+    return {"frames": 1, "fps": DEFAULT_FPS, **found}

@@ -1,0 +1,222 @@
+"""The adapter of any diffusers pipeline: its call in steps, or as one task where it cannot be cut."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import imageio.v3 as imageio
+import numpy as np
+import torch
+from PIL import Image
+
+from gfgen.errors import ModelError
+from gfgen.job.spec import JobSpec
+from gfgen.layout import Layout
+from gfgen.models.families.adapter import PIXEL_SUM, UNCHECKED, Fields
+from gfgen.models.families.pictures import load_image
+from gfgen.models.fast import stop_checks
+from gfgen.models.fast.evaluation import Evaluator
+from gfgen.models.geometry.model import Geometry
+from gfgen.models.geometry.pipeline import PipelineGeometry
+from gfgen.models.geometry.rules import known
+from gfgen.models.geometry.weights import component_dtypes
+from gfgen.models.loading.components import LoadPipeline, load_pipeline
+from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.stepping.program import NotSteppableError
+from gfgen.models.stepping.stepper import Stepper, is_finished, num_done, num_iterations
+from gfgen.models.stepping.values import pack, parts_of, unpack
+
+logger = logging.getLogger(__name__)
+
+VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
+NUM_SCHEDULERS = 8
+"""Kept ready; jobs may have schedulers of their own."""
+
+
+class PipelineAdapter:
+    """Executors of one checkpoint; see `families.adapter.Adapter`."""
+
+    def __init__(self, geometry: PipelineGeometry, pipeline: Any, *, device: str) -> None:
+        self.geometry: Geometry = geometry
+        self._signature = geometry.signature
+        self._pipeline = pipeline
+        self._device = device
+        self._calls = functools.lru_cache(NUM_SCHEDULERS)(self._new_call)
+
+    def encode(self, spec: JobSpec) -> Fields:
+        prompt = self._call(spec).encode(self._arguments(spec), seed=known(spec.seed))
+        prompt.scalars[UNCHECKED] = True
+        return prompt
+
+    def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
+        condition, latents = self._call(spec).prepare(prompt)
+        condition.scalars[UNCHECKED] = True
+        return condition, latents
+
+    def denoise(
+        self,
+        spec: JobSpec,
+        prompt: Fields,
+        condition: Fields,
+        latents: Fields,
+        *,
+        step: int,
+        parallel: Parallel | None = None,
+    ) -> Fields:
+        """Each step takes its share of the pipeline's iterations, which may be fewer or more than steps."""
+        assert parallel is None, "the geometry allows one rank"
+        is_last = step == known(spec.steps) - 1
+        until = math.ceil(num_iterations(latents) * (step + 1) / known(spec.steps))
+        call = self._call(spec)
+        while not is_finished(latents) and (is_last or num_done(latents) < until):
+            latents = call.step(prompt, condition, latents)
+        return latents
+
+    def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
+        frames = _as_frames(self._call(spec).decode(latents))
+        wanted = (known(spec.frames), known(spec.height), known(spec.width), 3)
+        if tuple(frames.shape) != wanted:
+            raise ModelError(
+                f"{self.geometry.family} made {_size(frames.shape)}, not {_size(wanted)}: ask for that"
+            )
+        total = frames.sum(dtype=torch.float32)
+        return Fields({"frames": frames, PIXEL_SUM: total}, {"first_row": 0})
+
+    def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
+        return ()
+
+    def evaluate_by(self, forward: Evaluator) -> None:
+        """Pipelines call their transformers themselves."""
+
+    def _call(self, spec: JobSpec) -> Stepper | WholeCall:
+        return self._calls(None if spec.scheduler is None else json.dumps(spec.scheduler, sort_keys=True))
+
+    def _new_call(self, scheduler: str | None) -> Stepper | WholeCall:
+        pipeline = self._pipeline
+        if scheduler is not None:
+            made = _scheduler(pipeline.scheduler, json.loads(scheduler))
+            settings = {
+                name: pipeline.config[name] for name in pipeline.config if name in _settings(pipeline)
+            }
+            pipeline = type(pipeline)(**{**pipeline.components, **settings, "scheduler": made})
+        try:
+            return Stepper(pipeline, device=self._device)
+        except NotSteppableError as error:
+            logger.warning("%s: runs each job as one task: %s", self.geometry.family, error)
+            return WholeCall(pipeline, device=self._device)
+
+    def _arguments(self, spec: JobSpec) -> dict[str, Any]:
+        arguments = self._signature.arguments_for(spec)
+        if spec.image is not None:
+            arguments["image"] = load_image(spec.image, sha256=spec.image_sha256)
+        hashes = spec.files_sha256 or {}
+        for name, path in (spec.files or {}).items():
+            arguments[name] = _load(path, hashes.get(name))
+        if "output_type" in self._signature.arguments:
+            arguments["output_type"] = "np"
+        return arguments
+
+
+class WholeCall:
+    """A pipeline that is called as a whole, behind the interface of `Stepper`: all of it is the decode."""
+
+    def __init__(self, pipeline: Any, *, device: str) -> None:
+        self._pipeline = pipeline
+        self._parts = parts_of(pipeline)
+        self._device = torch.device(device)
+        pipeline.set_progress_bar_config(disable=True)
+
+    def encode(self, args: Mapping[str, Any], *, seed: int) -> Fields:
+        prompt = pack(args, self._parts)
+        prompt.scalars["seed"] = seed
+        return prompt
+
+    def prepare(self, prompt: Fields) -> tuple[Fields, Fields]:
+        done = {"is_finished": True, "num_iterations": 0, "num_done": 0}
+        scalars = {name: value for name, value in prompt.scalars.items() if name != UNCHECKED}
+        return Fields(), Fields(prompt.tensors, {**scalars, **done})
+
+    def step(self, prompt: Fields, condition: Fields, state: Fields) -> Fields:
+        return state
+
+    @torch.no_grad()
+    def decode(self, state: Fields) -> Any:
+        args = unpack(state, self._parts, device=self._device, is_copied=True)
+        seed = state.scalars["seed"]
+        assert isinstance(seed, int)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return self._pipeline(**args, generator=torch.Generator("cpu").manual_seed(seed))
+
+
+def load_any(
+    checkpoint: Path,
+    geometry: PipelineGeometry,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    vae_dtype: str = "auto",
+    load: LoadPipeline = load_pipeline,
+) -> PipelineAdapter:
+    """The adapter of a checkpoint of any pipeline class, its components on the device."""
+    kind = getattr(diffusers, geometry.family, None)
+    if kind is None:
+        raise ModelError(f"model {checkpoint}: diffusers {diffusers.__version__} lacks {geometry.family}")
+    dtypes = component_dtypes(geometry.family, vae_dtype)
+    pipeline = load(kind, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
+    stop_checks.install(*(x for x in pipeline.components.values() if isinstance(x, torch.nn.Module)))
+    return PipelineAdapter(geometry, pipeline, device=device)
+
+
+def _scheduler(own: Any, options: dict[str, Any]) -> Any:
+    kind = getattr(diffusers, options.pop("class", type(own).__name__))
+    return kind.from_config(own.config, **options)
+
+
+def _settings(pipeline: Any) -> set[str]:
+    """Arguments of a pipeline's constructor that are no components."""
+    return set(pipeline._get_signature_keys(pipeline)[1])
+
+
+def _load(path: str | list[str], sha256: str | list[str] | None) -> Any:
+    """A picture, the frames of a video, or a list of pictures."""
+    if isinstance(path, list):
+        hashes = sha256 if isinstance(sha256, list) else [sha256] * len(path)
+        return [_load(each, one) for each, one in zip(path, hashes, strict=True)]
+    if path.lower().endswith(VIDEOS):
+        return [Image.fromarray(frame) for frame in imageio.imiter(path)]
+    assert not isinstance(sha256, list)
+    return load_image(path, sha256=sha256)
+
+
+def _as_frames(output: Any) -> torch.Tensor:
+    """What a pipeline returned as uint8 [F, H, W, 3]; several pictures of one call are frames."""
+    values = [getattr(output, name, None) for name in ("images", "frames", "video", "videos")]
+    found = next((value for value in values if value is not None), None)
+    if found is None:
+        found = output[0]
+    pictures = torch.as_tensor(np.stack([np.asarray(each) for each in _flat(found)]))
+    if pictures.dtype != torch.uint8:
+        pictures = (pictures.float() * 255).round().clamp(0, 255).to(torch.uint8)
+    return pictures.reshape(-1, *pictures.shape[-3:])[..., :3].contiguous()
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return [item for each in value for item in _flat(each)]
+    if isinstance(value, torch.Tensor):
+        return list(value.movedim(-3, -1).float().cpu().reshape(-1, *value.movedim(-3, -1).shape[-3:]))
+    array = np.asarray(value)
+    return list(array.reshape(-1, *array.shape[-3:]))
+
+
+def _size(shape: Any) -> str:
+    frames, height, width, _ = shape
+    return f"{width}x{height}" + (f" with {frames} frames" if frames != 1 else "")

@@ -1,0 +1,142 @@
+"""Checkpoints of pipelines without an adapter of their own."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from small_checkpoints import save_checkpoint
+
+from gfgen.errors import JobError, ModelError
+from gfgen.graph import Stage
+from gfgen.job.spec import JobSpec
+from gfgen.models.families.adapter import UNCHECKED
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.geometry.model import load_geometry
+from gfgen.models.stepping import adapter as stepping_adapter
+from gfgen.models.stepping.program import NotSteppableError
+from gfgen.models.stepping.verify import moved
+from gfgen.runtime.core.admission import ResolvedModel, admit
+from gfgen.runtime.core.memory_check import job_bytes
+from gfgen.runtime.ipc.slab import SlabPlan
+
+JOB = JobSpec(
+    id="a",
+    prompt="a red cat",
+    negative_prompt="blurry",
+    width=64,
+    height=64,
+    frames=9,
+    steps=4,
+    guidance_scale=3.0,
+    seed=3,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("LTXPipeline", tmp_path_factory.mktemp("ltx"))
+
+
+def run(checkpoint: Path, spec: JobSpec) -> torch.Tensor:
+    """Frames of a job whose tasks alternate between two adapters."""
+    adapters = [load_adapter(checkpoint) for _ in range(2)]
+    spec = adapters[0].geometry.resolve(spec)
+    prompt = moved(adapters[0].encode(spec))
+    condition, latents = map(moved, adapters[1].prepare(spec, prompt))
+    for step in range(spec.steps or 0):
+        latents = moved(adapters[step % 2].denoise(spec, prompt, condition, latents, step=step))
+    assert UNCHECKED in prompt.scalars
+    assert UNCHECKED not in latents.scalars
+    return adapters[1].decode(spec, latents).tensors["frames"]
+
+
+def own_call(checkpoint: Path, **others: object) -> np.ndarray:
+    pipeline = diffusers.LTXPipeline.from_pretrained(checkpoint)
+    made = pipeline(
+        prompt=JOB.prompt,
+        negative_prompt=JOB.negative_prompt,
+        width=64,
+        height=64,
+        num_frames=9,
+        num_inference_steps=4,
+        guidance_scale=3.0,
+        generator=torch.Generator().manual_seed(3),
+        output_type="np",
+        **others,
+    )
+    return (made.frames[0] * 255).round().astype(np.uint8)
+
+
+def test_frames_are_those_of_the_pipelines_own_call(checkpoint: Path) -> None:
+    assert np.array_equal(run(checkpoint, JOB).numpy(), own_call(checkpoint))
+
+
+def test_a_jobs_args_reach_the_call(checkpoint: Path) -> None:
+    spec = dataclasses.replace(JOB, args={"max_sequence_length": 8})
+    assert np.array_equal(run(checkpoint, spec).numpy(), own_call(checkpoint, max_sequence_length=8))
+
+
+def test_a_jobs_scheduler_options_change_its_result(checkpoint: Path) -> None:
+    spec = dataclasses.replace(JOB, scheduler={"shift": 3.0})
+    assert not np.array_equal(run(checkpoint, spec).numpy(), own_call(checkpoint))
+
+
+def test_a_pipeline_that_cannot_be_cut_runs_as_one_task(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise NotSteppableError("pipeline.py:1: has no loop over timesteps")
+
+    monkeypatch.setattr(stepping_adapter, "Stepper", refuse)
+    assert np.array_equal(run(checkpoint, JOB).numpy(), own_call(checkpoint))
+
+
+def test_another_size_than_the_pipeline_makes_is_an_error(checkpoint: Path) -> None:
+    with pytest.raises(ModelError, match=r"made 64x64 with 9 frames, not 64x64 with 11 frames"):
+        run(checkpoint, dataclasses.replace(JOB, frames=11))
+
+
+def test_geometry_takes_defaults_from_the_call(checkpoint: Path) -> None:
+    geometry = load_geometry(checkpoint)
+    resolved = geometry.resolve(JobSpec(id="a", prompt="a cat", seed=1))
+    assert (resolved.width, resolved.height, resolved.frames, resolved.steps) == (704, 512, 161, 50)
+    assert geometry.kind == "video"
+    assert geometry.resolve(resolved) == resolved
+    assert geometry.flops(resolved, Stage.DENOISE) > 0
+
+
+def test_an_unknown_argument_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(JobError, match="max_sequence_length"):
+        load_geometry(checkpoint).resolve(dataclasses.replace(JOB, args={"max_sequence_lenght": 8}))
+
+
+def test_unknown_sizes_take_addresses_but_count_no_memory(checkpoint: Path) -> None:
+    model = ResolvedModel("ltx", checkpoint, load_geometry(checkpoint))
+    (job,), _ = admit([JOB], default_model="ltx", find_model=lambda name: model)
+    assert SlabPlan.of(job.trajectory).size_bytes > 1 << 30
+    assert job_bytes(job) < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"_class_name": "FluxNinePipeline"}, r"'FluxNinePipeline' is not in diffusers 0\.42"),
+        ({"transformer": ["my_code", "MyTransformer"]}, "belongs to 'my_code'"),
+        ({"scheduler": ["my_code", "MyScheduler"]}, r"'scheduler' brings code of its own \(my_code\)"),
+        ({"_class_name": "StableAudioPipeline"}, "makes neither pictures nor videos"),
+    ],
+)
+def test_one_line_says_what_cannot_run(
+    checkpoint: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    index = json.loads((checkpoint / "model_index.json").read_text())
+    for entry in checkpoint.iterdir():
+        (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / "model_index.json").unlink()
+    (tmp_path / "model_index.json").write_text(json.dumps({**index, **change}))
+    with pytest.raises(ModelError, match=message):
+        load_geometry(tmp_path)
