@@ -4,7 +4,7 @@
 
 serves `fake-video` and `fake-image` on two ranks. A step takes `flow_shift` seconds if a job gives it,
 and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key`, `ranks`,
-`strict`, `alias`, `public_url` and `origin`. With
+`strict`, `alias`, `public_url`, `origin` and `access_log`. With
 FAKE_HASTE in the environment jobs have eight steps at most, which take no time.
 """
 
@@ -166,6 +166,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         strict=bool(options.pop("strict", "")),
         served_names=tuple(filter(None, [options.pop("alias", "")])),
         public_url=options.pop("public_url", None),
+        access_log=bool(options.pop("access_log", "")),
         allowed_origins=tuple(filter(None, [options.pop("origin", "")])),
     )
     limits = ServerLimits(

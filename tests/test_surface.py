@@ -137,6 +137,7 @@ JOBS = [
 
 def test_options_of_serve():
     assert options_of(subcommand("serve")) == [
+        "--access-log",
         "--allow-origin",
         "--api-key",
         "--device",

@@ -146,6 +146,7 @@ _api_options = taken_as(
         type=_Pattern("origin", rf"{_SITE}|\*", accepted="an origin like https://example.com, or *,"),
         help="Site whose pages may use the API from a browser. Repeatable.",
     ),
+    click.option("--access-log", is_flag=True, help="Log a line for each request."),
 )
 
 

@@ -42,7 +42,11 @@ def downloaded(server, answer):
     assert answer.status_code == 200, answer.text
     video = answer.json()
     server.wait_for(video["id"])
-    assert server.http.get(f"/v1/videos/{video['id']}").json()["status"] == "completed"
+    done = server.http.get(f"/v1/videos/{video['id']}").json()
+    assert done["status"] == "completed"
+    assert set(done["stage_durations"]) >= {"encode", "denoise", "decode"}
+    assert sum(done["stage_durations"].values()) > 0
+    assert done["inference_time_s"] > 0
     content = server.http.get(f"/v1/videos/{video['id']}/content")
     assert content.status_code == 200
     assert server.http.delete(f"/v1/videos/{video['id']}").json()["deleted"] is True
@@ -52,6 +56,7 @@ def downloaded(server, answer):
 def test_vllm_omni_text_to_video(server):
     video, content = downloaded(server, server.http.post("/v1/videos", data=WAN))
     assert content.content == MOVIE
+    assert video["stage_durations"] is None
     assert (video["size"], video["frames"], video["fps"], video["seed"]) == ("96x64", 9, 8, 42)
     assert video["warnings"] == ["cache_backend: not a field, ignored"]
     assert f"{video['id']}: cache_backend: not a field, ignored" in server.log
@@ -162,6 +167,8 @@ def test_vllm_omni_chat_text_to_image(server):
     (choice,) = answer["choices"]
     (part,) = choice["message"]["content"]
     assert picture_in(part["image_url"]["url"]).size == (SIDE, SIDE)
+    assert answer["metrics"]["inference_time_s"] > 0
+    assert answer["metrics"]["stage_durations"] == server.job(answer["id"][9:])["stage_durations"]
     assert (answer["object"], answer["model"], answer["warnings"]) == ("chat.completion", "fake-image", None)
     job = server.job(answer["id"].removeprefix("chatcmpl-"))
     assert (job["prompt"], job["seed"]) == ("a fox", 3)

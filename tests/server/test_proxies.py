@@ -11,7 +11,7 @@ SITE = "https://site.example"
 
 @pytest.fixture(scope="module")
 def proxied(tmp_path_factory):
-    options = {"public_url": PUBLIC, "origin": SITE, "alias": "sora-2=fake-video"}
+    options = {"public_url": PUBLIC, "origin": SITE, "alias": "sora-2=fake-video", "access_log": 1}
     running = fake_server(tmp_path_factory.mktemp("proxied"), **options)
     try:
         yield running.wait_ready()
@@ -69,6 +69,19 @@ def test_the_page_works_behind_a_proxy_and_other_sites_only_if_they_are_allowed(
         proxied.http.post("/v1/jobs", json={"prompt": "x", "steps": 1}, headers=headers).status_code == status
     )
     assert proxied.http.post("/gf/v1/videos", json=body, headers=headers).status_code == status
+
+
+def test_requests_have_ids_which_the_access_log_names(proxied):
+    answers = [
+        proxied.http.get(path, headers={"X-Request-ID": given})
+        for path, given in (("/v1/models", "my-id-1"), ("/v1/jobs/x", "my-id-2"), ("/v1/models", "not an id"))
+    ]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert ids[:2] == ["my-id-1", "my-id-2"]
+    assert ids[2].startswith("req_")
+    assert "GET /v1/models 200 in " in proxied.log
+    (line,) = (line for line in proxied.log.splitlines() if "my-id-2" in line)
+    assert "GET /v1/jobs/x 404 in " in line
 
 
 def test_a_browser_asks_first_whether_a_site_is_allowed(proxied):

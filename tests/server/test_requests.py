@@ -700,6 +700,7 @@ def test_health_needs_nothing_and_other_methods_are_refused(server):
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.http.get("/ready").json() == {"status": "ready", "ranks": 2}
     error_of(server.http.put("/v1/videos"), 405)
+    assert error_of(server.http.post("/v1/videos/video_1/remix"), 501)["code"] == "not_supported"
 
 
 def test_pages_of_other_sites_may_not_ask(server):

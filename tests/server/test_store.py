@@ -89,6 +89,13 @@ def test_what_a_run_tells_of_an_end_is_added_to_one_that_was_noted_without_it(st
     assert store.batch("batch").completed == 1
 
 
+def test_an_ended_job_has_the_times_of_its_manifest_entry(store):
+    accept(store, "a")
+    entry = {"timings": {"busy_s": 3.0, "stages_s": {"encode": 0.5, "denoise": 2.5}}}
+    run(store.end_all([Ending("a", "completed", 105.0, manifest=entry, stages_s={"told": 1.0})]))
+    assert store.job("a").ending.stages_s == {"encode": 0.5, "denoise": 2.5}
+
+
 def test_nothing_can_end_a_job_twice_not_even_a_mistake_of_ours(store, tmp_path):
     accept(store, "a")
     run(store.end_all([Ending("a", "completed", 105.0)]))
@@ -228,6 +235,22 @@ def test_a_full_disk_is_told_of_once_until_something_is_written(store, caplog):
     assert len(caplog.records) == 1
     store._commit(works[3:])
     assert works[3].future.done()
+    assert store._logged_error is None
+
+
+def test_a_store_says_whether_it_can_be_written(store, monkeypatch):
+    def refused(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(store_module, "_attempt", refused)
+        assert run(store.check_writable()) == [None], "nothing is tried while all is well"
+        full.setattr(store_module, "NEARLY_FULL_BYTES", 10**18)
+        for _ in range(2):
+            (error,) = run(store.check_writable())
+            assert isinstance(error, OutputError)
+    assert store._logged_error is not None
+    assert run(store.check_writable()) == [None]
     assert store._logged_error is None
 
 

@@ -24,8 +24,8 @@ from gfgen.server.protocol.validation import invalid
 
 TITLE = "gfgen"
 _TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error response is an `Error`."
-_STREAMED_MODELS = (schemas.JobEvent, schemas.LiveState, schemas.Change)
-"""Models that only event streams send; FastAPI does not find them."""
+_OTHER_MODELS = (schemas.JobEvent, schemas.LiveState, schemas.Change, schemas.ChatMessage)
+"""Models of event streams, and parts of bodies that routes read themselves; FastAPI does not find them."""
 
 
 def make_app(
@@ -122,7 +122,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
         known = document["components"]["schemas"]
-        for model in _STREAMED_MODELS:
+        for model in _OTHER_MODELS:
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             for name, definition in schema.pop("$defs", {}).items():
                 known.setdefault(name, definition)

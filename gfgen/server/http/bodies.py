@@ -144,6 +144,7 @@ def request_key(request: Request, fingerprint: str) -> RequestKey | None:
 def documented(model: type[BaseModel], *, picture: str | None = None, is_json: bool = True) -> dict[str, Any]:
     """OpenAPI description of a body that the route reads itself."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)  # app.py adds them to the components
     content: dict[str, Any] = {"application/json": {"schema": schema}} if is_json else {}
     if picture is not None:
         properties = {name: _without_null(value) for name, value in schema["properties"].items()}

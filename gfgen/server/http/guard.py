@@ -1,6 +1,7 @@
 """Access control and body limits for every path.
 
 API key         `Authorization: Bearer KEY`, compared in constant time; or the cookie of POST /v1/session
+request id      X-Request-ID of the client, or a new one, in every response and the access log
 cross-site      requests from pages of other sites are refused (Origin, Sec-Fetch-Site); a loopback server
                 without a key also refuses foreign Host headers, against DNS rebinding
 bodies          limits on size and time
@@ -12,16 +13,24 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import logging
+import re
+import secrets
+import time
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gfgen import log
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.problems import ApiError
 
+logger = logging.getLogger(__name__)
+
 COOKIE = "gfgen_session"
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _OPEN_PATHS = ("/", "/health", "/v1/session", "/favicon.ico")
 _OPEN_PREFIXES = ("/page/",)
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -91,6 +100,7 @@ class RequestGuard:
         self._keys = keys
         self._limits = limits
         self._checks_host = is_loopback and not keys.is_needed
+        self._has_access_log = api.access_log
         self._root_path = api.root_path
         public = urlsplit(api.public_url or "")
         self._hosts = {public.netloc} - {""}
@@ -100,18 +110,29 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        headers, began_s = Headers(scope=scope), time.perf_counter()
+        sending = _Secured(send, request_id=_request_id(headers))
+        try:
+            await self._answer(scope, receive, headers, sending)
+        finally:
+            if self._has_access_log:
+                took_s = time.perf_counter() - began_s
+                values = {"method": scope["method"], "path": scope["path"], "status": sending.status}
+                extra = log.fields(**values, took_s=round(took_s, 4), request_id=sending.request_id)
+                text = " ".join(map(str, values.values()))
+                logger.info("%s in %.1f ms (%s)", text, 1e3 * took_s, sending.request_id, extra=extra)
+
+    async def _answer(self, scope: Scope, receive: Receive, headers: Headers, sending: _Secured) -> None:
         try:
             self._check(scope, headers)
             body = _BoundedBody(receive, headers, self._limits)
         except ApiError as error:
-            await error.response()(scope, receive, _Secured(send))
+            await error.response()(scope, receive, sending)
             return
-        sending = _Secured(send)
         try:
             await self._app(scope, body, sending)
         except asyncio.CancelledError:  # the server stops and its grace period is over
-            if sending.has_begun:
+            if sending.status is not None:
                 raise
             stopping = ApiError(503, "the server is stopping", code="not_ready", retry_after_s=10)
             await stopping.response()(scope, receive, sending)
@@ -206,17 +227,26 @@ def _too_large(limits: ServerLimits) -> ApiError:
 
 
 class _Secured:
-    """Adds the security headers to a response."""
+    """Adds the security headers and the request's id to a response."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, *, request_id: str) -> None:
         self._send = send
-        self.has_begun = False
+        self.request_id = request_id
+        self.status: int | None = None
+        """None until the response has begun."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.has_begun = True
-            message["headers"] = [*message.get("headers", ()), *_SECURITY]
+            self.status = message["status"]
+            own = (b"x-request-id", self.request_id.encode())
+            message["headers"] = [*message.get("headers", ()), *_SECURITY, own]
         await self._send(message)
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's X-Request-ID, or a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
 def _is_of_this_machine(host: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -64,6 +65,7 @@ async def _images(request: Request, service: JobService, body: Body) -> Response
         data=[await _image(request, service, stored, asked_for) for stored in pictures],
         output_format=asked_for.output_format,
         size=pictures[0].facts.size,
+        **_durations(service, pictures),
         warnings=warnings or None,
     )
     return await asyncio.to_thread(answer.response)
@@ -92,6 +94,7 @@ async def complete_chat(request: Request, service: Service) -> Response:
         id=f"chatcmpl-{pictures[0].facts.id}",
         created=int(pictures[0].facts.created_at),
         model=pictures[0].facts.model,
+        metrics=schemas.ChatMetrics(**_durations(service, pictures)),
         choices=[schemas.ChatChoice(message=schemas.ChatAnswer(content=content))],
         warnings=warnings or None,
     )
@@ -112,6 +115,13 @@ async def _pictures(
     log_ignored(ids, warnings)
     await results(request, service, ids)
     return [_done(service, job_id) for job_id in ids]
+
+
+def _durations(service: JobService, pictures: Sequence[StoredJob]) -> dict[str, Any]:
+    """The times of the picture that took longest."""
+    jobs = [service.served(stored).job() for stored in pictures]
+    slowest = max(jobs, key=lambda job: job.inference_time_s or 0.0)
+    return {"inference_time_s": slowest.inference_time_s, "stage_durations": slowest.stage_durations}
 
 
 def _done(service: JobService, job_id: str) -> StoredJob:

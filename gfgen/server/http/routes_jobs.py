@@ -100,6 +100,11 @@ async def create_job(request: Request, service: Service) -> Response:
     return _found(service, job_id).job().response()
 
 
+@videos.post("/{job_id}/remix", include_in_schema=False)
+async def remix_video(job_id: JobId) -> Response:
+    raise ApiError(501, "remixing is not supported; send a picture to /v1/videos", code="not_supported")
+
+
 # Reading --------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from importlib import resources
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
-from gfgen.errors import PolicyError
+from gfgen.errors import OutputError, PolicyError
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.server.http.bodies import read_json
 from gfgen.server.http.guard import COOKIE
@@ -40,8 +40,12 @@ def read_page() -> dict[str, tuple[bytes, str]]:
     return {file.name: (file.read_bytes(), kind) for file in files if (kind := kinds[file.name])}
 
 
-@router.get("/health", response_model=schemas.Health, summary="Is the server alive?")
-async def health() -> Response:
+@router.get(
+    "/health", response_model=schemas.Health, responses=responses(503), summary="Does the server take jobs?"
+)
+async def health(service: Service) -> Response:
+    """200 once jobs are accepted: clients that know no /ready wait for this."""
+    service.check_ready()
     return schemas.Health().response()
 
 
@@ -49,10 +53,14 @@ async def health() -> Response:
     "/ready",
     response_model=schemas.Ready,
     responses=responses(503),
-    summary="Are the models loaded and all workers up?",
+    summary="Are the models loaded, all workers up and the disk writable?",
 )
 async def ready(service: Service) -> Response:
     service.check_ready()
+    try:
+        await service.store.check_writable()
+    except OutputError as error:
+        raise ApiError(503, str(error), code="disk_full", retry_after_s=30) from None
     waiting = [rank for rank in service.mirror.lanes.lanes if rank.status in ("starting", "lost")]
     if waiting:
         names = ", ".join(f"rank {rank.rank} ({rank.status})" for rank in waiting)

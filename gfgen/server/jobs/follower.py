@@ -143,7 +143,8 @@ class RunFollower:
             step=outcome.info.spec.steps or 0 if status == "completed" else record.step if record else 0,
             error_code=None if outcome.error is None else _code(outcome),
             error_message=outcome.error,
-            manifest=manifest_entry(outcome, written_at=self._service.now()),
+            manifest=(entry := manifest_entry(outcome, written_at=self._service.now())),
+            stages_s=entry["timings"]["stages_s"],
         )
 
     async def _drop_unwanted(self, outcome: JobOutcome) -> None:

@@ -169,9 +169,16 @@ class ServedJob:
             predicted_completion_at=rounded(self.predicted_end_at),
             deadline_at=rounded(facts.deadline_at),
             will_meet_deadline=self.will_meet_deadline,
+            inference_time_s=self._inference_s(),
+            stage_durations=None if ending is None else ending.stages_s,
             content_url=url,
             thumbnail_url=None if url is None else f"{url}?variant=thumbnail",
         )
+
+    def _inference_s(self) -> float | None:
+        if self.status != "completed" or self.ending is None or self.ending.started_at is None:
+            return None
+        return round(self.ending.completed_at - self.ending.started_at, 3)
 
     def event(self, kind: Any, at: float, **values: Any) -> None:
         """Append an event and wake the readers."""

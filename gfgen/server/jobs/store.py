@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import queue
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ BUSY_S = 10.0
 KEPT_REQUESTS_S = 86400.0
 """How long an Idempotency-Key is kept."""
 MAX_GROUP = 256
+NEARLY_FULL_BYTES = 10**8
 
 Ended = Literal["completed", "failed", "cancelled"]
 T = TypeVar("T")
@@ -128,6 +130,8 @@ class Ending:
     error_code: str | None = None
     error_message: str | None = None
     manifest: dict[str, Any] | None = None
+    stages_s: dict[str, float] | None = None
+    """Seconds of work by stage; the store reads them from the manifest entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +272,12 @@ class Store:
             db.execute(f"DELETE {too_old}", values)
 
         await self._do(work)
+
+    async def check_writable(self) -> None:
+        """Raises OutputError if writes fail; tries one if the last one failed or the disk is nearly full."""
+        free_bytes = shutil.disk_usage(self._path.parent).free
+        if self._logged_error is not None or free_bytes < NEARLY_FULL_BYTES:
+            await self._do(lambda db: db.execute("UPDATE lives SET began_at = began_at").rowcount)
 
     # Reading ----------------------------------------------------------------------------------------
 
@@ -465,6 +475,7 @@ def _request(db: sqlite3.Connection, key: RequestKey, now: float) -> KeyTakenErr
 
 def _end(db: sqlite3.Connection, ending: Ending) -> bool:
     values = asdict(ending)
+    del values["stages_s"]
     values["manifest"] = None if ending.manifest is None else json.dumps(ending.manifest)
     names = [name for name in values if name != "id"]
     sql = f"UPDATE jobs SET {', '.join(f'{name} = :{name}' for name in names)}"
@@ -495,7 +506,8 @@ def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> None:
 
 
 _COLUMNS = (
-    "seq, facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, error_message"
+    "seq, facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, "
+    "error_message, json_extract(manifest, '$.timings.stages_s')"
 )
 _BATCH_COLUMNS = ", ".join(field.name for field in fields(BatchRow))
 
@@ -505,7 +517,7 @@ def _facts(text: str) -> JobFacts:
 
 
 def _kept(row: Sequence[Any]) -> StoredJob:
-    seq, text, status, completed_at, started_at, size_bytes, met, step, code, message = row
+    seq, text, status, completed_at, started_at, size_bytes, met, step, code, message, stages = row
     facts = _facts(text)
     if status == "open":
         return StoredJob(seq, facts, None)
@@ -522,6 +534,7 @@ def _kept(row: Sequence[Any]) -> StoredJob:
             step=step,
             error_code=code,
             error_message=message,
+            stages_s=None if stages is None else json.loads(stages),
         ),
     )
 

@@ -53,6 +53,8 @@ class ApiOptions:
     """The URL under which clients reach this server."""
     allowed_origins: tuple[str, ...] = ()
     """Sites whose pages may send requests; "*" stands for all."""
+    access_log: bool = False
+    """Log a line for each request."""
 
     @property
     def aliases(self) -> dict[str, str]:

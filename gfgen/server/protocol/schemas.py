@@ -168,6 +168,12 @@ class Job(ResponseModel):
     will_meet_deadline: bool | None = Field(
         None, description="A prediction; the fact once the job has ended. Null without a deadline."
     )
+    inference_time_s: float | None = Field(
+        None, description="From the start of a completed job to its file, without the queue."
+    )
+    stage_durations: dict[str, float] | None = Field(
+        None, description="Seconds of work by stage, of a job that has ended."
+    )
     content_url: str | None = Field(None, description="Path of the finished file.")
     thumbnail_url: str | None = Field(None, description="Path of its thumbnail.")
 
@@ -323,6 +329,8 @@ class Images(ResponseModel):
     data: list[Image]
     output_format: Literal["png", "jpeg", "webp"]
     size: str
+    inference_time_s: float | None = Field(None, description="Of the slowest picture, without the queue.")
+    stage_durations: dict[str, float] | None = Field(None, description="Of the slowest picture.")
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 
@@ -388,6 +396,11 @@ class ChatUsage(ResponseModel):
     total_tokens: int = 0
 
 
+class ChatMetrics(ResponseModel):
+    inference_time_s: float | None = None
+    stage_durations: dict[str, float] | None = None
+
+
 class ChatCompletion(ResponseModel):
     """The pictures, as vLLM-Omni answers: data: URLs in one message."""
 
@@ -397,6 +410,7 @@ class ChatCompletion(ResponseModel):
     model: str
     choices: list[ChatChoice]
     usage: ChatUsage = ChatUsage()
+    metrics: ChatMetrics = Field(description="Of the slowest picture.")
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 
