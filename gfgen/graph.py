@@ -98,6 +98,15 @@ class Trajectory:
         """A task as people count: 'denoise 3 of 20' for step 2, other stages by their name."""
         return str(task.stage) if task.step is None else f"{task.stage} {task.step + 1} of {self.num_steps}"
 
+    @property
+    def frames_shape(self) -> tuple[int, int, int, int] | None:
+        """Of the job's frames, [F, H, W, 3]; None if only the decode knows it."""
+        fields = self.artifact("frames").fields
+        if not fields:
+            return None
+        ((_, (frames, height, width, channels), _),) = fields
+        return frames, height, width, channels
+
     def artifact(self, name: str) -> Artifact:
         """The artifact of that name; KeyError when this job has none."""
         for artifact in self.artifacts:

@@ -161,6 +161,12 @@ def output_name(spec: JobSpec, kind: str) -> str:
     return name
 
 
+def numbered_name(name: str, number: int) -> str:
+    """The file name of one of several pictures of a job, from 1."""
+    stem, dot, suffix = name.rpartition(".")
+    return f"{stem}-{number}{dot}{suffix}"
+
+
 def file_names(spec_id: str, output: str | None) -> tuple[str, ...]:
     """Every name that a job may write before its model, and so its kind, is known."""
     return (output,) if output is not None else tuple(spec_id + suffix for suffix in SUFFIXES.values())

@@ -17,6 +17,7 @@ from gfgen.runtime.files.manifest import (
     GrowingManifest,
     ManifestWriter,
     finished_jobs,
+    read_files,
     read_manifest,
 )
 from gfgen.runtime.ipc.content import Content
@@ -244,3 +245,30 @@ def test_another_file_under_the_name_of_a_growing_manifest_is_read_anew(
         file.write(b"spoilt\n")
     assert set(growing.read()) == {"c"}
     assert "line 2 is not a manifest line" in caplog.text
+
+
+def test_fields_of_pipelines_and_several_files_have_keys_where_they_are_used(tmp_path: Path) -> None:
+    info = job_info("a")
+    info = replace(info, spec=replace(info.spec, args={"strength": 0.5}, sigmas=[1.0]))
+    files = (("a-1.png", 3, "one"), ("a-2.png", 4, "two"))
+    path = write(tmp_path, outcome(info, files=files, written=Content(3, "one")))
+    entry = json.loads(path.read_text())
+    assert list(entry) == [*FROZEN_KEYS, "args", "sigmas", "outputs"]
+    assert (entry["file"], entry["size_bytes"], entry["args"]) == ("a-1.png", 3, {"strength": 0.5})
+    assert entry["outputs"][1] == {"file": "a-2.png", "size_bytes": 4, "sha256": "two"}
+    assert {name: line["sha256"] for name, line in read_files(path).items()} == {
+        "a-1.png": "one",
+        "a-2.png": "two",
+    }
+
+
+def test_a_job_with_several_files_is_finished_while_all_of_them_are_there(tmp_path: Path) -> None:
+    info = replace(job_info("a"), file="a.png")
+    files = (("a-1.png", 3, "one"), ("a-2.png", 4, "two"))
+    path = write(tmp_path, outcome(info, files=files, written=Content(3, "one")))
+    for name, size_bytes, _ in files:
+        (tmp_path / name).write_bytes(b"x" * size_bytes)
+    assert finished_jobs(path, [info]) == {"a"}
+    assert finished_jobs(path, [replace(info, file="b.png")]) == frozenset()
+    (tmp_path / "a-2.png").unlink()
+    assert finished_jobs(path, [info]) == frozenset()

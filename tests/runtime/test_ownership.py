@@ -12,6 +12,7 @@ import pytest
 from builders import make_job
 
 from gfgen.errors import Problem
+from gfgen.job.spec import numbered_name
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.journal import Journal, journal_header
@@ -308,3 +309,24 @@ def test_a_folder_that_is_moved_with_its_job_file_is_known_still(tmp_path: Path)
 def test_a_pipe_is_like_standard_input_whatever_its_name(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "63")
     assert job_file_name(tmp_path / "63", tmp_path) == job_file_name(None, tmp_path) == "-"
+
+
+def test_a_job_with_several_pictures_replaces_its_own_alone(folder: Path) -> None:
+    job = make_job("fox", line=3)
+    known = job.trajectory.artifacts
+    frames = next(each for each in known if each.name == "frames")
+    artifacts = tuple(replace(each, fields=()) if each is frames else each for each in known)
+    job = replace(job, trajectory=replace(job.trajectory, artifacts=artifacts))
+    names = [numbered_name(job.info.file, number) for number in (1, 2, 3)]
+    for name in names:
+        (folder / name).write_bytes(b"fox")
+    content = content_of(folder / names[0])
+    info = replace(job.info, job_file=NIGHT)
+    files = tuple((name, content.size_bytes, content.sha256) for name in names[:2])
+    note(folder, JobOutcome(info, "done", 0.0, 0.0, 1.0, None, 1.0, (), written=content, files=files))
+    found = claim(folder, job)
+    assert isinstance(found, AdmittedJob)
+    assert found.replaces_numbered == dict.fromkeys(names[:2], content)
+    found = claim(folder, job, job_file=DAY)
+    assert isinstance(found, AdmittedJob)
+    assert found.replaces_numbered == {}

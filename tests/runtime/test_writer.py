@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import imageio_ffmpeg
 import numpy as np
 import pytest
+from PIL import Image
 
 from gfgen.runtime.files import writer
 from gfgen.runtime.files.outputs import Frames, read_metadata
 from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
 from gfgen.runtime.ipc.content import Content, content_of
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
+from gfgen.runtime.ipc.output import OutputShape, map_for
 
 
 @pytest.fixture
@@ -117,6 +121,88 @@ def test_descriptors_do_not_pile_up(channel: Channel, tmp_path: Path) -> None:
         ask(channel, request, frames)
         ask(channel, replace(request, path="/dev/null/a.png"), frames)
     assert len(os.listdir("/proc/self/fd")) <= num_open
+
+
+def ask_for_output(channel: Channel, request: WriteRequest, frames: Frames, *, sound: Any = None) -> Any:
+    """Write pictures and sound whose size only the memory says."""
+    fd = os.memfd_create("output")
+    num_frames, height, width, _ = frames.shape
+    shape = OutputShape((num_frames, height, width, 3))
+    if sound is not None:
+        shape = replace(shape, sound=sound.shape, sound_rate=8000)
+    memory = map_for(fd, shape)
+    memory[shape.pictures_offset : shape.pictures_offset + frames.nbytes] = frames.tobytes()
+    if sound is not None:
+        memory[shape.sound_offset :] = sound.tobytes()
+    channel.send(replace(request, shape=None), (fd,))
+    os.close(fd)
+    return answer_of(channel)
+
+
+def test_a_single_picture_of_unknown_size_is_the_file_as_usual(channel: Channel, tmp_path: Path) -> None:
+    frames = np.full((1, 5, 7, 3), 99, np.uint8)
+    request = request_for(tmp_path / "a.png", frames)
+    answer = ask_for_output(channel, request, frames)
+    assert isinstance(answer, WriteDone), answer
+    assert (answer.path, answer.files) == (str(tmp_path / "a.png"), ())
+    known = ask(channel, replace(request, path=str(tmp_path / "b.png")), frames)
+    assert answer.sha256 == known.sha256
+
+
+def test_each_of_several_pictures_has_a_numbered_file(channel: Channel, tmp_path: Path) -> None:
+    frames = np.stack([np.full((8, 8, 3), value, np.uint8) for value in (10, 200)])
+    request = request_for(tmp_path / "a.png", frames)
+    answer = ask_for_output(channel, request, frames)
+    assert isinstance(answer, WriteDone), answer
+    assert [name for name, _, _ in answer.files] == ["a-1.png", "a-2.png"]
+    assert (answer.path, answer.size_bytes, answer.sha256) == (
+        str(tmp_path / "a-1.png"),
+        *answer.files[0][1:],
+    )
+    for name, size_bytes, sha256 in answer.files:
+        assert Content(size_bytes, sha256) == content_of(tmp_path / name)
+        assert read_metadata(tmp_path / name) == {"seed": "42"}
+    assert [Image.open(tmp_path / name).getpixel((0, 0))[0] for name in ("a-1.png", "a-2.png")] == [10, 200]  # type: ignore[index]
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_a_numbered_file_of_another_is_kept(channel: Channel, tmp_path: Path) -> None:
+    (tmp_path / "a-2.png").write_bytes(b"mine")
+    frames = np.zeros((2, 8, 8, 3), np.uint8)
+    request = request_for(tmp_path / "a.png", frames)
+    answer = ask_for_output(channel, request, frames)
+    assert isinstance(answer, WriteFailed)
+    assert "a-2.png: another file got this name" in answer.reason
+    earlier = {name: content_of(tmp_path / name) for name in ("a-1.png", "a-2.png")}
+    answer = ask_for_output(channel, replace(request, replaces_numbered=earlier), frames)
+    assert isinstance(answer, WriteDone), answer
+
+
+def test_sound_is_in_the_video(channel: Channel, tmp_path: Path) -> None:
+    frames = np.zeros((8, 16, 16, 3), np.uint8)
+    beep = np.sin(np.arange(8000, dtype=np.float32) / 3) * 0.5
+    sound = np.stack([beep, -beep]).astype(np.float32)
+    answer = ask_for_output(channel, request_for(tmp_path / "a.mp4", frames), frames, sound=sound)
+    assert isinstance(answer, WriteDone), answer
+    assert read_metadata(tmp_path / "a.mp4") == {"seed": "42"}
+    decode = ("-i", str(tmp_path / "a.mp4"), "-map", "0:a", "-f", "f32le", "pipe:1")
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", *decode]
+    heard = np.frombuffer(subprocess.run(command, capture_output=True, check=True).stdout, np.float32)
+    left, right = heard.reshape(-1, 2)[: len(beep)].T
+    assert np.corrcoef(left, beep[: len(left)])[0, 1] > 0.99
+    assert np.allclose(left, -right, atol=0.05)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 5000, (99999).to_bytes(8, "little") * 100])
+def test_memory_without_an_output_fails(channel: Channel, tmp_path: Path, content: bytes) -> None:
+    fd = os.memfd_create("output")
+    os.write(fd, content)
+    request = replace(request_for(tmp_path / "a.png", np.zeros((1, 8, 8, 3), np.uint8)), shape=None)
+    channel.send(request, (fd,))
+    os.close(fd)
+    answer = answer_of(channel)
+    assert isinstance(answer, WriteFailed)
+    assert "holds no output" in answer.reason
 
 
 def test_a_full_size_request_fits_a_message() -> None:

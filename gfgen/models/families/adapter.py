@@ -27,6 +27,10 @@ UNCHECKED = "unchecked"
 PIXEL_SUM = "pixel_sum"
 """Name of the sum of all pixels as floats among the tensors of the artifact `frames`."""
 
+SOUND, SOUND_RATE = "sound", "sound_rate"
+"""Names of a tensor and a scalar of `frames` where a pipeline makes sound: float32 [C, S] in [-1, 1], and its
+samples per second."""
+
 
 @dataclass(slots=True)
 class Fields:

@@ -19,7 +19,7 @@ from gfgen.runtime.core.events import TaskDone
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.core.openjobs import OpenJobs
 from gfgen.runtime.files.start import RunStart
-from gfgen.runtime.ipc.content import Content
+from gfgen.runtime.ipc.content import Content, NamedContent
 from gfgen.runtime.predict.cost import CostClass, CostModel
 from gfgen.snapshot import JobView
 
@@ -115,6 +115,8 @@ class Usage:
     last_layout: Layout | None = None
     written: Content | None = None
     """Its file, once that is there."""
+    files: tuple[NamedContent, ...] = ()
+    """All of them, if there are several."""
 
     def add(self, stage: Stage, layout: Layout, event: TaskDone, busy_s: float) -> None:
         """A task has run."""
@@ -232,6 +234,7 @@ class JobRecord:
             warnings=tuple(trouble.warnings),
             timings=dict(usage.timings),
             written=usage.written,
+            files=usage.files,
         )
 
     def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:

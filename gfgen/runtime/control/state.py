@@ -318,6 +318,7 @@ class State:
             return self._end(record, error=event.reason)
         if event.size_bytes:  # simulations write nothing
             record.usage.written = Content(event.size_bytes, event.sha256)
+            record.usage.files = event.files
         return self._end(record, error=None)
 
     def _frames_lost(self, event: events.FramesLost) -> Iterable[JobOutcome]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gfgen.errors import JobError, ModelError, Problem
@@ -45,6 +45,8 @@ class AdmittedJob:
     """The short name of an equal model, if the job names its model by a directory or a hub id."""
     replaces: Content | None = None
     """The existing file that its output may replace, as it was at admission (ownership.py)."""
+    replaces_numbered: Mapping[str, Content] = field(default_factory=dict)
+    """The same for files of a job with several pictures, by name."""
 
     @property
     def job_id(self) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gfgen.runtime.ipc.content import NamedContent
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -124,6 +126,8 @@ class OutputWritten(Event):
     """Index of the writer process."""
     sha256: str | None = None
     """In hex."""
+    files: tuple[NamedContent, ...] = ()
+    """All files of a job with several; `path` is the first one."""
 
 
 @dataclass(frozen=True, slots=True)

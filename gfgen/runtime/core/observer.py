@@ -9,7 +9,7 @@ from typing import Any, Literal
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
-from gfgen.runtime.ipc.content import Content
+from gfgen.runtime.ipc.content import Content, NamedContent
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.snapshot import Snapshot
 
@@ -65,7 +65,9 @@ class JobOutcome:
     timings: dict[str, Any] = field(default_factory=dict)
     """Seconds by stage."""
     written: Content | None = None
-    """Its file as written; None if there is none."""
+    """Its file as written, the first one if there are several; None if there is none."""
+    files: tuple[NamedContent, ...] = ()
+    """All of them, if there are several."""
 
     @property
     def met_deadline(self) -> bool | None:

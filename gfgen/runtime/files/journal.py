@@ -67,6 +67,8 @@ class Journal:
         entry = {"turn": self._turn, "event": kind.__name__}
         for name in _FIELDS[kind]:
             entry[name] = getattr(event, name)
+        if entry.get("files") == ():  # only jobs with several files have it
+            del entry["files"]
         self._pending.append(_encode(entry))
 
     def end_turn(self, moment_s: float, dispatches: Sequence[Dispatch] | None) -> None:

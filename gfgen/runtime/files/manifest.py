@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError, OutputError
-from gfgen.job.spec import PIPELINE_FIELDS, SCALE_FIELDS, JobSpec
+from gfgen.job.spec import PIPELINE_FIELDS, SCALE_FIELDS, JobSpec, numbered_name
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.content import remove_mark
 from gfgen.system.linefile import LineFile
@@ -54,7 +54,7 @@ class ManifestWriter(Observer):
             entry[SIMULATED] = True
         self._lines.append(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
         if outcome.written is not None:
-            self._written.append(outcome.info.file)
+            self._written += [name for name, _, _ in outcome.files] or [outcome.info.file]
 
     def close(self) -> None:
         self._lines.close()
@@ -69,7 +69,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         "version": SCHEMA_VERSION,
         "id": info.job_id,
         "status": outcome.status,
-        "file": info.file if outcome.status == "done" else None,
+        "file": (outcome.files[0][0] if outcome.files else info.file) if outcome.status == "done" else None,
         "size_bytes": None if written is None else written.size_bytes,
         "sha256": None if written is None else written.sha256,
         "prompt": spec.prompt,
@@ -102,7 +102,12 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         "warnings": list(outcome.warnings),
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written_at)),
     }
-    return entry | {name: value for name in PIPELINE_FIELDS if (value := getattr(spec, name)) is not None}
+    entry |= {name: value for name in PIPELINE_FIELDS if (value := getattr(spec, name)) is not None}
+    if outcome.files:
+        entry["outputs"] = [
+            {"file": name, "size_bytes": size, "sha256": digest} for name, size, digest in outcome.files
+        ]
+    return entry
 
 
 def read_manifest(path: Path) -> dict[str, ManifestLine]:
@@ -117,7 +122,12 @@ def read_files(path: Path) -> dict[str, ManifestLine]:
     """The latest line with status done of each file; empty when there is no manifest."""
     lines = _entries(_read(path), path, first=1)
     done = [entry for entry in lines if entry.get("status") == "done" and not entry.get(SIMULATED)]
-    return {str(entry.get("file")): entry for entry in done}
+    return {str(each.get("file")): each for entry in done for each in _of_each_file(entry)}
+
+
+def _of_each_file(entry: ManifestLine) -> list[ManifestLine]:
+    """A line for each file of a job."""
+    return [{**entry, **file} for file in entry.get("outputs", [{}])]
 
 
 def _read(path: Path) -> bytes:
@@ -218,10 +228,12 @@ def finished_jobs(
 def _is_finished(path: Path, entry: ManifestLine, info: JobInfo) -> bool:
     if entry.get("status") != "done" or entry.get(SIMULATED) or entry.get("spec_hash") != info.spec_hash:
         return False
-    if entry.get("file") != info.file:
+    files = _of_each_file(entry)
+    numbered = [numbered_name(info.file, number) for number in range(1, len(files) + 1)]
+    if [file.get("file") for file in files] != (numbered if "outputs" in entry else [info.file]):
         return False
     try:
-        return (path.parent / info.file).stat().st_size == entry.get("size_bytes")
+        return all((path.parent / file["file"]).stat().st_size == file.get("size_bytes") for file in files)
     except OSError:
         return False
 

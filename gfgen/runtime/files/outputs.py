@@ -12,8 +12,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -28,11 +29,21 @@ from gfgen.system.lifeline import die_with_parent
 
 Frames = NDArray[np.uint8]
 
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    samples_CS: NDArray[np.float32]
+    """Channels and samples, in [-1, 1]."""
+    rate: int
+    """Samples per second."""
+
+
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4",)
 CORES_PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 2, 8
 """Threads of one ffmpeg. With few cores it competes with the models; with GPUs cores are free, and a job ends
 only with its file. The number is the same for all files of a machine, because their bytes depend on it."""
+SOUND_BITS_PER_S = "192k"
 CONSTANT_RATE_FACTOR = 18
 """x264's quality; at 18 compression is hardly visible."""
 _TEMPORARY = re.compile(r"\..{1,40}\.tmp-[0-9]+(?P<suffix>\.[A-Za-z0-9]+)", re.DOTALL)
@@ -51,11 +62,12 @@ def write_output(
     metadata: labels.Metadata,
     replaces: Content | None = None,
     made_for: Mapping[str, Any] | None = None,
+    sound: Sound | None = None,
 ) -> Content:
     """Write frames [F, H, W, 3] and return the content of the file.
 
     An image has one frame, an MP4 (H.264, yuv420p) any number. H.264 with this chroma has even sizes only,
-    so an odd edge is repeated once; nothing is rescaled.
+    so an odd edge is repeated once; nothing is rescaled. Sound is AAC in the MP4.
 
     This replaces an existing file only if it holds `replaces`, or if an earlier try with the same `made_for`
     wrote it.
@@ -68,7 +80,7 @@ def write_output(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix.lower() in VIDEO_SUFFIXES:
-            _write_video(frames, temporary, fps=fps or 1, metadata=metadata)
+            _write_video(frames, temporary, fps=fps or 1, metadata=metadata, sound=sound)
         else:
             _write_image(frames[0], temporary, metadata=metadata)
         content = content_of(temporary)
@@ -192,16 +204,24 @@ def _write_image(frame: Frames, path: Path, *, metadata: labels.Metadata) -> Non
         raise OutputError(f"cannot write {path.name}: {error}") from error
 
 
-def _write_video(frames: Frames, path: Path, *, fps: int, metadata: labels.Metadata) -> None:
+def _write_video(
+    frames: Frames, path: Path, *, fps: int, metadata: labels.Metadata, sound: Sound | None
+) -> None:
     """Stream the frames through ffmpeg. Raises OSError or OutputError."""
     tags = {
         "title": labels.title_of(metadata),
         "description": labels.parameters_text(metadata),
         "comment": labels.to_json(metadata),
     }
-    with _memory_file(labels.to_ffmetadata(tags)) as tag_file, _memory_file() as complaints:
-        command = _encode_command(frames, path, fps=fps, tag_fd=tag_file.fileno())
-        with _ffmpeg(command, complaints=complaints, keep_fd=tag_file.fileno()) as process:
+    samples = b"" if sound is None else np.ascontiguousarray(sound.samples_CS.T).tobytes()
+    with (
+        _memory_file(labels.to_ffmetadata(tags).encode()) as tag_file,
+        _memory_file(samples) as sound_file,
+        _memory_file() as complaints,
+    ):
+        fds = (tag_file.fileno(), sound_file.fileno())
+        command = _encode_command(frames, path, fps=fps, tag_fd=fds[0], sound=_sound_input(sound, fds[1]))
+        with _ffmpeg(command, complaints=complaints, keep_fds=fds) as process:
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # ffmpeg has ended early; its exit status says why
                 for frame in frames:
@@ -212,7 +232,13 @@ def _write_video(frames: Frames, path: Path, *, fps: int, metadata: labels.Metad
             raise _encoder_error(status, complaints)
 
 
-def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int) -> list[str]:
+def _sound_input(sound: Sound | None, fd: int) -> list[str]:
+    if sound is None:
+        return []
+    return ["-f", "f32le", "-ar", str(sound.rate), "-ac", str(len(sound.samples_CS)), "-i", f"pipe:{fd}"]
+
+
+def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int, sound: Sequence[str]) -> list[str]:
     _, height, width, _ = frames.shape
     size = f"{width + width % 2}x{height + height % 2}"
     threads = encoder_threads(len(os.sched_getaffinity(0)))
@@ -224,7 +250,8 @@ def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int) -> lis
     return [
         *(_ffmpeg_path(), "-hide_banner", "-loglevel", "error", "-nostdin", "-y"),
         *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(fps), "-i", "pipe:0"),
-        *("-f", "ffmetadata", "-i", f"pipe:{tag_fd}", "-map", "0:v", "-map_metadata", "1"),
+        *("-f", "ffmetadata", "-i", f"pipe:{tag_fd}", *sound, "-map", "0:v", "-map_metadata", "1"),
+        *(("-map", "2:a", "-c:a", "aac", "-b:a", SOUND_BITS_PER_S) if sound else ()),
         *("-filter_threads", str(threads), "-vf", convert),
         *("-c:v", "libx264", "-preset", "medium", "-crf", str(CONSTANT_RATE_FACTOR)),
         *("-threads", str(threads), "-movflags", "+faststart", f"file:{path.absolute()}"),
@@ -232,7 +259,9 @@ def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int) -> lis
 
 
 @contextmanager
-def _ffmpeg(command: list[str], *, complaints: IO[bytes], keep_fd: int) -> Iterator[subprocess.Popen[bytes]]:
+def _ffmpeg(
+    command: list[str], *, complaints: IO[bytes], keep_fds: tuple[int, ...]
+) -> Iterator[subprocess.Popen[bytes]]:
     """A running ffmpeg, which ends with the block and dies with this process.
 
     It has its own session, so that Ctrl-C in the terminal does not reach it: gfgen still needs the file.
@@ -242,7 +271,7 @@ def _ffmpeg(command: list[str], *, complaints: IO[bytes], keep_fd: int) -> Itera
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=complaints,
-        pass_fds=(keep_fd,),
+        pass_fds=keep_fds,
         start_new_session=True,
         preexec_fn=partial(die_with_parent, os.getpid()),  # otherwise it encodes what it has received
     )
@@ -287,9 +316,9 @@ def _even(frame: Frames) -> Frames:
 
 
 @contextmanager
-def _memory_file(text: str = "") -> Iterator[IO[bytes]]:
+def _memory_file(content: bytes = b"") -> Iterator[IO[bytes]]:
     with os.fdopen(os.memfd_create("gfgen-ffmpeg"), "w+b") as stream:
-        stream.write(text.encode())
+        stream.write(content)
         stream.seek(0)
         yield stream
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from gfgen.errors import Problem
-from gfgen.job.spec import input_files, name_key
+from gfgen.job.spec import input_files, name_key, numbered_name
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_job_file
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestLine, read_files
@@ -86,8 +87,26 @@ def claim_files(
                 problems.append(Problem(job.spec.line, None, str(path), found))
                 continue
             job = replace(job, replaces=found)
+        if job.job_id not in done and job.trajectory.frames_shape is None:
+            files = read_files(output_dir / MANIFEST_NAME) if files is None else files
+            job = replace(job, replaces_numbered=_numbered(path, job, files, overwrite=overwrite))
         claimed.append(job)
     return claimed, problems
+
+
+def _numbered(
+    path: Path, job: AdmittedJob, files: Mapping[str, ManifestLine], *, overwrite: bool
+) -> dict[str, Content]:
+    """The existing files of an earlier run of this job with several pictures that it may replace."""
+    found: dict[str, Content] = {}
+    for number in itertools.count(1):
+        each = path.with_name(numbered_name(path.name, number))
+        if not os.path.lexists(each):
+            break
+        content = _replaceable(each, job, files, overwrite=overwrite)
+        if isinstance(content, Content) and files.get(each.name, {}).get("id") == job.job_id:
+            found[each.name] = content
+    return found
 
 
 def _inodes(paths: Mapping[Path, str]) -> dict[tuple[int, int], str]:

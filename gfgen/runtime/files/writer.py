@@ -13,14 +13,18 @@ import os
 import socket
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from gfgen.errors import OutputError
-from gfgen.runtime.files.outputs import Frames, write_output
+from gfgen.job.spec import numbered_name
+from gfgen.runtime.files.outputs import IMAGE_SUFFIXES, Frames, Sound, write_output
 from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
+from gfgen.runtime.ipc.output import shape_in
 from gfgen.system.signals import leave_to_the_run
 
 logger = logging.getLogger(__name__)
@@ -52,15 +56,7 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
     try:
         if frames_fd is None:
             raise OutputError("the request came without its frames")
-        frames = map_frames(frames_fd, request.shape)
-        content = write_output(
-            frames,
-            Path(request.path),
-            fps=request.fps,
-            metadata=request.metadata,
-            replaces=request.replaces,
-            made_for=request.made_for,
-        )
+        files = _write(request, frames_fd)
     except OutputError as error:
         return WriteFailed(request.job_id, reason=str(error))
     except Exception as error:  # a bug or a lack of memory fails the job, not the writer
@@ -69,13 +65,53 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
     finally:
         if frames_fd is not None:
             os.close(frames_fd)
+    path, content = files[0]
     return WriteDone(
         request.job_id,
-        request.path,
+        str(path),
         size_bytes=content.size_bytes,
         write_s=time.monotonic() - began,
         sha256=content.sha256,
+        files=tuple((path.name, content.size_bytes, content.sha256) for path, content in files)
+        if len(files) > 1
+        else (),
     )
+
+
+def _write(request: WriteRequest, frames_fd: int) -> list[tuple[Path, Content]]:
+    """Write all files of a job: a picture has one for each frame."""
+    path, sound = Path(request.path), None
+    if request.shape is None:
+        frames, sound = map_output(frames_fd)
+    else:
+        frames = map_frames(frames_fd, request.shape)
+    write = partial(write_output, fps=request.fps, metadata=request.metadata, made_for=request.made_for)
+    if len(frames) == 1 or path.suffix.lower() not in IMAGE_SUFFIXES:
+        return [(path, write(frames, path, replaces=request.replaces, sound=sound))]
+    files = []
+    for idx in range(len(frames)):
+        each = path.with_name(numbered_name(path.name, idx + 1))
+        replaces = request.replaces_numbered.get(each.name)
+        files.append((each, write(frames[idx : idx + 1], each, replaces=replaces)))
+    return files
+
+
+def map_output(fd: int) -> tuple[Frames, Sound | None]:
+    """Pictures and sound in a memfd that says their size, read-only and without a copy.
+
+    Raises: OutputError when it holds neither.
+    """
+    try:
+        shape = shape_in(fd)
+    except ValueError as error:
+        raise OutputError(str(error)) from error
+    mapped = mmap.mmap(fd, shape.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    count = math.prod(shape.pictures)
+    frames = np.frombuffer(mapped, np.uint8, count=count, offset=shape.pictures_offset)
+    if shape.sound is None:
+        return frames.reshape(shape.pictures), None
+    samples = np.frombuffer(mapped, np.float32, count=math.prod(shape.sound), offset=shape.sound_offset)
+    return frames.reshape(shape.pictures), Sound(samples.reshape(shape.sound), shape.sound_rate)
 
 
 def map_frames(frames_fd: int, shape: tuple[int, int, int, int]) -> Frames:

@@ -28,6 +28,10 @@ class Content:
     """In hex; None if unknown: then only the size is compared."""
 
 
+NamedContent = tuple[str, int, str | None]
+"""Name, size in bytes and SHA-256 of one of several files of a job."""
+
+
 def content_of(path: Path) -> Content:
     """Raises: OSError if it cannot be read or is not a regular file."""
     with open(os.open(path, _NO_BLOCK), "rb") as file:

@@ -9,7 +9,7 @@ from typing import Any
 from gfgen.graph import Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
-from gfgen.runtime.ipc.content import Content
+from gfgen.runtime.ipc.content import Content, NamedContent
 from gfgen.runtime.ipc.migration import Transfer
 
 # --- Workers: from the control plane --------------------------------------------------------
@@ -302,7 +302,8 @@ class WriteRequest:
     """Write a job's frames; sent with a memfd of uint8 [F, H, W, 3]."""
 
     job_id: str
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, int, int, int] | None
+    """None if the memory says it (output.py)."""
     path: str
     fps: int | None
     metadata: Mapping[str, Any]
@@ -310,6 +311,8 @@ class WriteRequest:
     """An existing file is replaced only if it has this content; None: it is never replaced."""
     made_for: Mapping[str, Any] | None = None
     """The file's mark until the manifest has its line; equal for all attempts of the same job."""
+    replaces_numbered: Mapping[str, Content] = field(default_factory=dict)
+    """The same for files of a job with several pictures, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +324,8 @@ class WriteDone:
     size_bytes: int
     write_s: float
     sha256: str | None = None
+    files: tuple[NamedContent, ...] = ()
+    """If there are several: all of them. The first one is that of `path`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ A writer gets one file at a time. The others wait here for whichever writer is f
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -51,7 +50,10 @@ class Writes:
         self._writes: dict[str, _Write] = {}
 
     def new_frames(self, job: AdmittedJob) -> int:
-        """Memory for a job's frames, uint8 [F, H, W, 3]; replaces that of a failed attempt."""
+        """Memory for a job's frames, uint8 [F, H, W, 3]; replaces that of a failed attempt.
+
+        The rank makes it larger if only the decode knows their size.
+        """
         self._close_frames(job.job_id)
         fd = os.memfd_create("gfgen-frames", os.MFD_CLOEXEC)
         os.truncate(fd, job.trajectory.artifact("frames").size_bytes)
@@ -60,15 +62,14 @@ class Writes:
 
     def begin(self, job: AdmittedJob) -> None:
         """The frames are complete: write them."""
-        ((_, shape, _),) = job.trajectory.artifact("frames").fields
-        frames, height, width, channels = shape
         request = WriteRequest(
             job_id=job.job_id,
-            shape=(frames, height, width, channels),
+            shape=job.trajectory.frames_shape,
             path=str(self._output_dir / job.info.file),
             fps=job.spec.fps,
             metadata=describe(job.spec),
             replaces=job.replaces,
+            replaces_numbered=job.replaces_numbered,
             made_for={
                 "id": job.job_id,
                 "spec_hash": job.info.spec_hash,
@@ -88,7 +89,7 @@ class Writes:
     def overdue(self, *, patience_s: float) -> Iterator[WriterProcess]:
         """Writers that have taken this much longer for a file than the slowest would."""
         for write in self._writes.values():
-            allowed_s = patience_s + math.prod(write.request.shape) / SLOWEST_BYTES_PER_S
+            allowed_s = patience_s + os.fstat(write.frames).st_size / SLOWEST_BYTES_PER_S
             if write.writer is not None and time.monotonic() > write.begun_s + allowed_s:
                 yield write.writer
 
@@ -103,8 +104,8 @@ class Writes:
             case WriteDone():
                 self.ended(what.job_id)
                 idx = self._pool.writers.index(writer)
-                size_bytes, write_s = what.size_bytes, what.write_s
-                yield OutputWritten(now_s, what.job_id, what.path, size_bytes, write_s, idx, what.sha256)
+                facts = (what.path, what.size_bytes, what.write_s, idx, what.sha256, what.files)
+                yield OutputWritten(now_s, what.job_id, *facts)
             case WriteFailed():
                 self.ended(what.job_id)
                 yield OutputFailed(now_s, what.job_id, what.reason)

@@ -13,7 +13,7 @@ import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,9 +21,10 @@ import torch
 
 from gfgen.errors import ModelError
 from gfgen.graph import Task
-from gfgen.models.families.adapter import SAMPLE, UNCHECKED, Fields
+from gfgen.models.families.adapter import SAMPLE, SOUND, SOUND_RATE, UNCHECKED, Fields
 from gfgen.runtime.ipc.messages import StartJob
 from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.ipc.output import OutputShape, map_for
 from gfgen.runtime.ipc.slab import Slab
 from gfgen.runtime.worker.dispatches import InputVoidError
 
@@ -219,12 +220,6 @@ def _await_word(is_there: Callable[[], bool], is_void: Callable[[], bool]) -> No
         looks += 1
 
 
-def frames_shape(job: RankJob) -> tuple[int, ...]:
-    """The shape of a job's frames for the writer: [F, H, W, 3]."""
-    ((_, shape, _),) = job.start.trajectory.artifact("frames").fields
-    return shape
-
-
 def place_of(frames: Fields, memory: mmap.mmap, shape: Sequence[int]) -> torch.Tensor:
     """The place of a rank's rows of all frames in memory of this shape, uint8 [F, H, W, 3]."""
     rows, first_row = frames.tensors["frames"], frames.scalars["first_row"]
@@ -232,6 +227,26 @@ def place_of(frames: Fields, memory: mmap.mmap, shape: Sequence[int]) -> torch.T
     assert isinstance(first_row, int)
     whole = torch.frombuffer(memory, dtype=torch.uint8, count=math.prod(shape)).view(*shape)
     return whole[:, first_row : first_row + rows.shape[1]]
+
+
+def map_output(frames: Fields, fd: int) -> dict[str, torch.Tensor]:
+    """The places of pictures and sound, by name, in memory that gets the size that they need."""
+    pictures, sound = frames.tensors["frames"], frames.tensors.get(SOUND)
+    assert pictures.dtype == torch.uint8
+    num_frames, height, width, channels = pictures.shape
+    shape = OutputShape((num_frames, height, width, channels))
+    if sound is not None:
+        rate = frames.scalars[SOUND_RATE]
+        assert isinstance(rate, int)
+        shape = replace(shape, sound=(sound.shape[0], sound.shape[1]), sound_rate=rate)
+    memory = map_for(fd, shape)
+    at = torch.frombuffer(
+        memory, dtype=torch.uint8, count=pictures.numel(), offset=shape.pictures_offset
+    ).view(pictures.shape)
+    if sound is None:
+        return {"frames": at}
+    place = torch.frombuffer(memory, dtype=torch.float32, count=sound.numel(), offset=shape.sound_offset)
+    return {"frames": at, SOUND: place.view(sound.shape)}
 
 
 def publish(

@@ -67,7 +67,7 @@ from gfgen.runtime.worker.dispatches import AFTER_ALL, Dispatches, InputVoidErro
 from gfgen.runtime.worker.jobs import (
     RankJob,
     Shipment,
-    frames_shape,
+    map_output,
     outline,
     place_of,
     publish,
@@ -437,9 +437,20 @@ class Worker:
 
     def _store(self, decoded: Decoded) -> None:
         """Copy this rank's rows of all frames into the writer's memory."""
-        shape = frames_shape(decoded.work.job)
+        shape = decoded.work.job.start.trajectory.frames_shape
+        if shape is None:
+            self._store_output(decoded)
+            return
         target = place_of(decoded.frames, mmap.mmap(decoded.fd, math.prod(shape)), shape)
         self.device.store_rows(decoded.frames.tensors["frames"], target)
+
+    def _store_output(self, decoded: Decoded) -> None:
+        """Copy pictures and sound into the writer's memory."""
+        for name, place in map_output(decoded.frames, decoded.fd).items():
+            if name == "frames":
+                self.device.store_rows(decoded.frames.tensors[name], place)
+            else:
+                place.copy_(decoded.frames.tensors[name])
 
 
 def reason_of(error: BaseException) -> str:
