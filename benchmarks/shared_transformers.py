@@ -341,6 +341,11 @@ def qwen(**config: Any) -> tuple[nn.Module, Inputs]:
     }
 
 
+def qwen_controlnet() -> tuple[nn.Module, Inputs]:
+    model, inputs = qwen()
+    return model, inputs | {"controlnet_block_samples": [random(1, 21, 384)]}
+
+
 def qwen_edit() -> tuple[nn.Module, Inputs]:
     """The noise and an image to edit, whose tokens have a timestep of their own."""
     model, inputs = qwen(zero_cond_t=True)
@@ -420,12 +425,18 @@ def z_image() -> tuple[nn.Module, Inputs]:
     return model, {"x": [random(4, 1, 6, 14)], "t": torch.tensor([0.5]), "cap_feats": [random(9, 32)]}
 
 
+def z_image_controlnet() -> tuple[nn.Module, Inputs]:
+    model, inputs = z_image()
+    return model, inputs | {"controlnet_block_samples": {0: random(1, 64, 384), 1: random(1, 64, 384)}}
+
+
 CASES: Mapping[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     case.__name__.replace("_", "-"): case
     for case in (
         *(chronoedit, cogvideox, cogvideox_rotary, flux, flux_controlnet, flux2, helios, helios_history),
         *(hunyuan, hunyuan_image, hunyuan_still, longcat, ltx, ltx2, ltx2_split, minimax, ovis, qwen),
-        *(qwen_edit, qwen_layered, sd3, sd3_controlnet, skyreels, wan, wan_vace, z_image),
+        *(qwen_controlnet, qwen_edit, qwen_layered, sd3, sd3_controlnet, skyreels, wan, wan_vace, z_image),
+        z_image_controlnet,
     )
 }
 

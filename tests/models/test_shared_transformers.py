@@ -108,6 +108,14 @@ def test_a_mode_that_cannot_be_shared_is_refused(ranks: Ranks) -> None:
         shared_forward(ranks, layout_of("2"), model, inputs | {"kv_cache_mode": "extract"})
 
 
+def test_replaced_attentions_are_refused(ranks: Ranks) -> None:
+    """They would attend to the tokens of their rank alone. Pipelines with PAG replace some in each call."""
+    model, inputs = make("sd3")
+    model.set_attn_processor(diffusers.models.attention_processor.PAGCFGJointAttnProcessor2_0())
+    with pytest.raises(ModelError, match="with PAGCFGJointAttnProcessor2_0 cannot be shared among ranks"):
+        shared_forward(ranks, layout_of("2"), model, inputs)
+
+
 def test_heads_may_be_fewer_than_ranks_in_rings(ranks: Ranks) -> None:
     model = diffusers.SD3Transformer2DModel(
         sample_size=16,

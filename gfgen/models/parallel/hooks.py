@@ -43,10 +43,30 @@ def install(transformer: torch.nn.Module) -> None:
     for pattern, entry in plan.changes.items():
         for module in _modules(transformer, pattern):
             _hook(module, entry)
-    for pattern, streams in plan.attentions.items():
-        for module in _modules(transformer, pattern):
-            if hasattr(module, "processor"):
-                _share_attention(module, streams)
+    attentions = [
+        (module, streams)
+        for pattern, streams in plan.attentions.items()
+        for module in _modules(transformer, pattern)
+        if hasattr(module, "processor")
+    ]
+    for module, streams in attentions:
+        _share_attention(module, streams)
+    processors = [(module, module.processor) for module, _ in attentions]
+    transformer.register_forward_pre_hook(functools.partial(_check_processors, processors=processors))
+
+
+def _check_processors(
+    transformer: torch.nn.Module, args: object, *, processors: Sequence[tuple[Any, object]]
+) -> None:
+    """A pre-forward hook: pipelines and adapters may replace processors, and theirs would not share."""
+    if present_sharing() is None:
+        return
+    for module, processor in processors:
+        if module.processor is not processor:
+            raise ModelError(
+                f"{type(transformer).__name__} with {type(module.processor).__name__} cannot be shared among "
+                "ranks"
+            )
 
 
 def _modules(transformer: torch.nn.Module, pattern: str) -> list[torch.nn.Module]:
@@ -111,6 +131,8 @@ def _change_outputs(module: torch.nn.Module, args: Any, output: Any, *, changes:
 
 def _changed(value: Any, change: Change, sharing: Sharing) -> Any:
     """What the rank has instead of a value."""
+    if isinstance(value, dict):
+        return {key: _changed(each, change, sharing) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_changed(each, change, sharing) for each in value)
     lengths, ranks = sharing.stream_lengths, sharing.ranks

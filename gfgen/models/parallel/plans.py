@@ -4,7 +4,7 @@ A plan names modules by patterns: `*` is one part of a name, `-1` the last modul
 whose pattern ends in `?` may be missing. An entry of a module is for a parameter of its forward, by name, or
 for one of its outputs, by index. hooks.py applies plans.
 
-Most classes of diffusers have a `_cp_plan`, which is read as it is. `PLANS` adds to it, or replaces it.
+Some classes of diffusers have a `_cp_plan`, which is read as it is. `PLANS` adds to it, or replaces it.
 
 Streams are sequences of tokens that are cut: a stream has one length on the whole and one shard on each
 rank, by `layout.shard_bounds`.
@@ -33,7 +33,7 @@ KEYS = "to "
 
 
 class Cut(NamedTuple):
-    """Each rank keeps its shard of a tensor, or of each tensor in a list.
+    """Each rank keeps its shard of a tensor, or of each tensor in a list or dictionary.
 
     stream: the stream that the tensor is, for the first tensor of each; others have the same length.
     ndim: tensors with other numbers of dimensions stay whole.
@@ -184,6 +184,7 @@ PLANS: Mapping[str, Plan] = {
         unbatched=frozenset(("timestep", "timestep_indices", "token_tags", "position_ids", *MODALITIES)),
     ),
     "OvisImageTransformer2DModel": LIKE_FLUX,
+    "QwenImageTransformer2DModel": Plan({"": {"controlnet_block_samples": Cut(1)}}),
     "SD3Transformer2DModel": Plan(
         {
             "": {"block_controlnet_hidden_states": Cut(1)},
@@ -215,12 +216,13 @@ PLANS: Mapping[str, Plan] = {
     # Its layers are for text and picture as one sequence.
     "ZImageTransformer2DModel": Plan(
         {
+            "": {"controlnet_block_samples": Cut(1)},
             "noise_refiner.0": {"x": Cut(1, PICTURE)},
             "noise_refiner.*": {"attn_mask": Cut(1), "freqs_cis": Cut(1), "noise_mask": Cut(1)},
             "noise_refiner.-1": OUT,
             "layers.0": {"x": Cut(1, PICTURE)},
             "layers.*": {"attn_mask": Cut(1), "freqs_cis": Cut(1), "noise_mask": Cut(1)},
-            "layers.-1": OUT,
+            "all_final_layer.*": {"x": Gather(1)},
         },
         {"noise_refiner.*.attention": PICTURE, "layers.*.attention": PICTURE},
     ),
