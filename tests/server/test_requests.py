@@ -690,6 +690,10 @@ def test_prometheus_reads_what_has_happened(server):
     labels = 'class="counted",model="fake-image"'
     assert f'gfgen_jobs_ended_total{{{labels},status="completed"}} 1.0' in text
     assert 'gfgen_deadlines_total{class="counted",met="true",model="fake-image"} 1.0' in text
+    assert f"gfgen_queue_seconds_count{{{labels}}} 1.0" in text
+    assert 'gfgen_http_request_seconds_count{method="POST",route="/v1/jobs",status="200"}' in text
+    server.http.get("/v1/nothing/of/mine")
+    assert "mine" not in server.http.get("/metrics").text
     assert 'gfgen_task_seconds_count{model="fake-image",ranks="1",stage="denoise"}' in text
     for name in ("gfgen_rank_utilisation", "gfgen_rank_busy_seconds_total", "gfgen_ready", "gfgen_rank_up"):
         assert name in text

@@ -55,7 +55,12 @@ def make_app(
         app.include_router(router)
     install_errors(app)
     app.add_middleware(
-        RequestGuard, keys=keys, limits=service.limits, api=service.api, is_loopback=is_loopback
+        RequestGuard,
+        keys=keys,
+        limits=service.limits,
+        api=service.api,
+        metrics=metrics,
+        is_loopback=is_loopback,
     )
     if service.api.allowed_origins:
         everything = ("*",)

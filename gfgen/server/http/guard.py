@@ -24,6 +24,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gfgen import log
+from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.problems import ApiError
 
@@ -34,6 +35,7 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _OPEN_PATHS = ("/", "/health", "/v1/session", "/favicon.ico")
 _OPEN_PREFIXES = ("/page/",)
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_METHODS = (*_SAFE_METHODS, "POST", "DELETE", "PUT", "PATCH")
 _SECURITY = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -94,8 +96,10 @@ class RequestGuard:
         limits: ServerLimits,
         is_loopback: bool,
         api: ApiOptions | None = None,
+        metrics: ServerMetrics | None = None,
     ) -> None:
         api = api or ApiOptions()
+        self._metrics = metrics
         self._app = app
         self._keys = keys
         self._limits = limits
@@ -115,12 +119,19 @@ class RequestGuard:
         try:
             await self._answer(scope, receive, headers, sending)
         finally:
-            if self._has_access_log:
-                took_s = time.perf_counter() - began_s
-                values = {"method": scope["method"], "path": scope["path"], "status": sending.status}
-                extra = log.fields(**values, took_s=round(took_s, 4), request_id=sending.request_id)
-                text = " ".join(map(str, values.values()))
-                logger.info("%s in %.1f ms (%s)", text, 1e3 * took_s, sending.request_id, extra=extra)
+            self._note(scope, sending, time.perf_counter() - began_s)
+
+    def _note(self, scope: Scope, sending: _Secured, took_s: float) -> None:
+        """Count the request, and log it if that is wanted. 499: the client left before the response."""
+        status = sending.status or 499
+        if self._metrics is not None and scope["method"] in _METHODS:
+            route = getattr(scope.get("route"), "path", "none")  # never the path itself, which clients choose
+            self._metrics.answered(scope["method"], route, status, took_s)
+        if self._has_access_log:
+            values = {"method": scope["method"], "path": scope["path"], "status": status}
+            extra = log.fields(**values, took_s=round(took_s, 4), request_id=sending.request_id)
+            text = " ".join(map(str, values.values()))
+            logger.info("%s in %.1f ms (%s)", text, 1e3 * took_s, sending.request_id, extra=extra)
 
     async def _answer(self, scope: Scope, receive: Receive, headers: Headers, sending: _Secured) -> None:
         try:

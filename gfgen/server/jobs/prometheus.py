@@ -28,6 +28,7 @@ OTHER = "other"
 _CREATED = re.compile(rb"(# (HELP|TYPE) )?[a-z_]+_created[{ ]")
 """Creation times of counters, which double the size of the output."""
 _STEP_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_REQUEST_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5, 10, 60, 600)
 _JOB_BOUNDS_S = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
@@ -71,6 +72,20 @@ class ServerMetrics(MirrorObserver, Collector):
         self._busy_s = Counter(
             "gfgen_rank_busy_seconds", "Time of tasks on a rank.", ["rank"], registry=registry
         )
+        self._wait_s = Histogram(
+            "gfgen_queue_seconds",
+            "From a completed job's acceptance to its start.",
+            ["model", "class"],
+            buckets=_JOB_BOUNDS_S,
+            registry=registry,
+        )
+        self._request_s = Histogram(
+            "gfgen_http_request_seconds",
+            "From a request's headers to the end of its response.",
+            ["method", "route", "status"],
+            buckets=_REQUEST_BOUNDS_S,
+            registry=registry,
+        )
         self._lost = Counter(
             "gfgen_worker_restarts", "Worker processes that died or were killed.", ["rank"], registry=registry
         )
@@ -108,6 +123,13 @@ class ServerMetrics(MirrorObserver, Collector):
         if ending.status == "completed":
             latency_s = max(0.0, ending.completed_at - facts.arrives_at)
             self._job_s.labels(facts.model, name).observe(latency_s)
+            if ending.started_at is not None:
+                wait_s = max(0.0, ending.started_at - facts.arrives_at)
+                self._wait_s.labels(facts.model, name).observe(wait_s)
+
+    def answered(self, method: str, route: str, status: int, took_s: float) -> None:
+        """A response has ended; `route` is its path as in the OpenAPI document."""
+        self._request_s.labels(method, route, str(status)).observe(took_s)
 
     # Gauges -----------------------------------------------------------------------------------------
 
