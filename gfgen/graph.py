@@ -107,6 +107,12 @@ class Trajectory:
         ((_, (frames, height, width, channels), _),) = fields
         return frames, height, width, channels
 
+    @property
+    def frames_bytes(self) -> int:
+        """Of the job's frames; an estimate if only the decode knows their shape."""
+        frames = self.artifact("frames")
+        return frames.size_bytes + frames.room_bytes
+
     def artifact(self, name: str) -> Artifact:
         """The artifact of that name; KeyError when this job has none."""
         for artifact in self.artifacts:

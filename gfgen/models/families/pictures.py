@@ -11,6 +11,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from gfgen.errors import JobError, Problem
+from gfgen.job.fields import MAX_VOLUME_PIXELS
 
 
 def load_image(path: str | Path, *, sha256: str | None = None) -> Image.Image:
@@ -22,16 +23,40 @@ def load_image(path: str | Path, *, sha256: str | None = None) -> Image.Image:
     Source: diffusers.utils.load_image.
     """
     try:
-        content = Path(path).read_bytes()
-        if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
-            changed = "has changed since the job file was read; run the command again to take it as it is now"
-            raise JobError(Problem.of("image", str(path), changed))
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(_content(path, sha256=sha256))) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except OSError as error:
         why = "it is none" if isinstance(error, UnidentifiedImageError) else error.strerror or error
         reason = f"cannot be read as a picture ({why}); put it back and run again"
         raise JobError(Problem.of("image", str(path), reason)) from None
+
+
+def _content(path: str | Path, *, sha256: str | None) -> bytes:
+    content = Path(path).read_bytes()
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+        changed = "has changed since the job file was read; run the command again to take it as it is now"
+        raise JobError(Problem.of("image", str(path), changed))
+    return content
+
+
+def load_video(path: str | Path, *, sha256: str | None = None) -> list[Image.Image]:
+    """The frames of a video as RGB; the hash is that of `load_image`.
+
+    Raises: JobError when it cannot be read, has changed since admission, or has too many frames.
+    """
+    import imageio.v3 as imageio
+
+    content = _content(path, sha256=sha256)
+    frames: list[Image.Image] = []
+    try:
+        for frame in imageio.imiter(content, extension=Path(path).suffix.lower(), plugin="FFMPEG"):
+            frames.append(Image.fromarray(frame))
+            if len(frames) * frame.shape[0] * frame.shape[1] > MAX_VOLUME_PIXELS:
+                accepted = f"has too many frames; width x height x frames of at most {MAX_VOLUME_PIXELS:,}"
+                raise JobError(Problem.of("files", str(path), accepted))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise JobError(Problem.of("files", str(path), f"cannot be read as a video ({error})")) from None
+    return frames
 
 
 def to_uint8(pictures_FCHW: torch.Tensor) -> torch.Tensor:

@@ -67,10 +67,11 @@ class PipelineGeometry:
         return self.kind
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
-        frames = (rules.known(spec.frames), rules.known(spec.height), rules.known(spec.width), 3)
+        pictures = rules.known(spec.frames) * _num_pictures(spec)
+        frames_bytes = pictures * rules.known(spec.height) * rules.known(spec.width) * 3
         artifacts = (
             *(Artifact(name, (), room_bytes=ROOM_BYTES) for name in ("prompt", "condition", "latents")),
-            Artifact("frames", (("frames", frames, "uint8"),)),
+            Artifact("frames", (), room_bytes=frames_bytes),
         )
         return Trajectory(spec.id, rules.known(spec.steps), artifacts)
 
@@ -93,7 +94,13 @@ class PipelineGeometry:
     def shape_key(self, spec: JobSpec) -> str:
         size = f"{spec.width}x{spec.height}" + (f"x{spec.frames}" if self._makes_videos else "")
         scales = (spec.guidance_scale, spec.true_cfg_scale)
-        return size + ("+cfg" if any(scale is not None and scale > 1 for scale in scales) else "")
+        size += "+cfg" if any(scale is not None and scale > 1 for scale in scales) else ""
+        numbers = [
+            f"+{name}={value:g}"
+            for name, value in sorted((spec.args or {}).items())
+            if isinstance(value, (int, float))
+        ]
+        return "".join((size, *numbers, *(f"+{name}" for name in sorted(spec.files or ()))))
 
     def _number_problems(self, spec: JobSpec) -> Iterator[Problem]:
         yield from rules.whole_problems(spec, "steps", low=1, high=MAX_STEPS)
@@ -122,6 +129,11 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         ),
         scheduler_class=checkpoint.class_of("scheduler"),
     )
+
+
+def _num_pictures(spec: JobSpec) -> int:
+    """Pictures that a job asks for; a class may make more or fewer."""
+    return int((spec.args or {}).get("num_images_per_prompt") or 1)
 
 
 def _refuse_remote_code(checkpoint: Checkpoint) -> None:

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import imageio.v3 as imageio
 import numpy as np
 import torch
-from PIL import Image
 
 from gfgen.errors import ModelError
+from gfgen.job.images import is_video
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models.families.adapter import PIXEL_SUM, UNCHECKED, Fields
-from gfgen.models.families.pictures import load_image
+from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Fields
+from gfgen.models.families.pictures import load_image, load_video
 from gfgen.models.fast import stop_checks
 from gfgen.models.fast.evaluation import Evaluator
 from gfgen.models.geometry.model import Geometry
@@ -35,7 +34,7 @@ from gfgen.models.stepping.values import pack, parts_of, unpack
 
 logger = logging.getLogger(__name__)
 
-VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
+DEFAULT_SOUND_RATE = 24_000
 NUM_SCHEDULERS = 8
 """Kept ready; jobs may have schedulers of their own."""
 
@@ -80,20 +79,33 @@ class PipelineAdapter:
         return latents
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
-        frames = _as_frames(self._call(spec).decode(latents))
-        wanted = (known(spec.frames), known(spec.height), known(spec.width), 3)
+        output = self._call(spec).decode(latents)
+        frames = _as_frames(output)
+        count = known(spec.frames) if self.geometry.kind == "video" else len(frames)
+        wanted = (count, known(spec.height), known(spec.width), 3)
         if tuple(frames.shape) != wanted:
             raise ModelError(
                 f"{self.geometry.family} made {_size(frames.shape)}, not {_size(wanted)}: ask for that"
             )
-        total = frames.sum(dtype=torch.float32)
-        return Fields({"frames": frames, PIXEL_SUM: total}, {"first_row": 0})
+        made = Fields({"frames": frames, PIXEL_SUM: frames.sum(dtype=torch.float32)}, {"first_row": 0})
+        if (sound_CS := _sound(output)) is not None:
+            made.tensors[SOUND], made.scalars[SOUND_RATE] = sound_CS, self._sound_rate()
+        return made
 
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
         return ()
 
     def evaluate_by(self, forward: Evaluator) -> None:
         """Pipelines call their transformers themselves."""
+
+    def _sound_rate(self) -> int:
+        """Samples per second, which the component that makes sound has in its config."""
+        for part in self._pipeline.components.values():
+            config = getattr(part, "config", {})
+            for name in ("output_sampling_rate", "sampling_rate"):
+                if isinstance(rate := getattr(config, name, None), int):
+                    return rate
+        return DEFAULT_SOUND_RATE
 
     def _call(self, spec: JobSpec) -> Stepper | WholeCall:
         return self._calls(None if spec.scheduler is None else json.dumps(spec.scheduler, sort_keys=True))
@@ -190,10 +202,8 @@ def _load(path: str | list[str], sha256: str | list[str] | None) -> Any:
     if isinstance(path, list):
         hashes = sha256 if isinstance(sha256, list) else [sha256] * len(path)
         return [_load(each, one) for each, one in zip(path, hashes, strict=True)]
-    if path.lower().endswith(VIDEOS):
-        return [Image.fromarray(frame) for frame in imageio.imiter(path)]
     assert not isinstance(sha256, list)
-    return load_image(path, sha256=sha256)
+    return load_video(path, sha256=sha256) if is_video(path) else load_image(path, sha256=sha256)
 
 
 def _as_frames(output: Any) -> torch.Tensor:
@@ -206,6 +216,17 @@ def _as_frames(output: Any) -> torch.Tensor:
     if pictures.dtype != torch.uint8:
         pictures = (pictures.float() * 255).round().clamp(0, 255).to(torch.uint8)
     return pictures.reshape(-1, *pictures.shape[-3:])[..., :3].contiguous()
+
+
+def _sound(output: Any) -> torch.Tensor | None:
+    """What a pipeline returned as sound, float32 [C, S]; None if it made none."""
+    found = getattr(output, "audio", None)
+    if found is None:
+        return None
+    samples = torch.as_tensor(np.asarray(found) if isinstance(found, list) else found).float().cpu()
+    while samples.dim() > 2:  # one job has one sound
+        samples = samples[0]
+    return samples.reshape(-1, samples.shape[-1]).clamp(-1, 1).contiguous()
 
 
 def _flat(value: Any) -> list[Any]:

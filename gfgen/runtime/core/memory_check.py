@@ -156,22 +156,19 @@ def refuse_large_on_gpu(
 
 def gpu_work_bytes(job: AdmittedJob) -> int:
     """A job's peak memory, for choosing the models that stay resident with it."""
-    frames = job.trajectory.artifact("frames")
-    return max(gpu_job_bytes(job), job.state_bytes + _DECODE_BYTES * frames.size_bytes)
+    return max(gpu_job_bytes(job), job.state_bytes + _DECODE_BYTES * job.trajectory.frames_bytes)
 
 
 def gpu_job_bytes(job: AdmittedJob) -> int:
     """State before and after a step, or frames during a decode."""
-    frames = job.trajectory.artifact("frames")
-    return max(2 * job.state_bytes, job.state_bytes + _FRAME_COPIES * frames.size_bytes)
+    return max(2 * job.state_bytes, job.state_bytes + _FRAME_COPIES * job.trajectory.frames_bytes)
 
 
 def job_bytes(job: AdmittedJob) -> int:
     """State and frames of one job."""
-    frames = job.trajectory.artifact("frames")
     known = tuple(replace(artifact, room_bytes=0) for artifact in job.trajectory.artifacts)
     slab = SlabPlan.of(replace(job.trajectory, artifacts=known))
-    return slab.size_bytes + _FRAME_COPIES * frames.size_bytes
+    return slab.size_bytes + _FRAME_COPIES * job.trajectory.frames_bytes
 
 
 def _gpu_bytes(checkpoint: Path, *, has_random_weights: bool, vae_dtype: str) -> int:
