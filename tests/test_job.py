@@ -41,7 +41,7 @@ BAD_IDS = (
     *("a b", "fox\n", "a\0b", "f\u00fcchse", "x" * 121, 7, True, ["fox"]),
 )
 BAD_OUTPUTS = (
-    *("../fox.png", "/fox.png", "a/fox.png", "a\\fox.png", ".png", ".fox.png", "fox", "fox.", "fox.gif", ""),
+    *("../fox.png", "/fox.png", "a/fox.png", "a\\fox.png", ".png", ".fox.png", "fox", "fox.", "fox.tiff", ""),
     *("fox.png\n", "a\0.png", "\x1bfox.png", " fox.png", "\ud83e.png", "\u72d0" * 70 + ".png", 7),
 )
 
@@ -644,5 +644,5 @@ class TestDocumentation:
         expected = """id prompt negative_prompt model size width height frames fps steps guidance_scale
             guidance_scale_2 boundary_ratio flow_shift true_cfg_scale seed image args files scheduler sigmas
             deadline arrival timeout
-            priority tag output"""
+            priority tag output format quality"""
         assert list(FIELDS) == expected.split()

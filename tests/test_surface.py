@@ -290,6 +290,8 @@ def test_fields_of_a_job():
         "priority",
         "tag",
         "output",
+        "format",
+        "quality",
     ]
 
 

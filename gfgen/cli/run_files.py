@@ -11,6 +11,7 @@ from pathlib import Path
 from gfgen.cli.options import LogOptions
 from gfgen.cli.shown.board import has_cursor
 from gfgen.errors import InputError, Problem
+from gfgen.job.formats import SUFFIXES
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
 from gfgen.job.source import JobSource
 from gfgen.runtime.core.admission import AdmittedJob
@@ -26,12 +27,12 @@ from gfgen.runtime.files.manifest import (
     finished_jobs,
     read_manifest,
 )
-from gfgen.runtime.files.ownership import claim_files, job_file_name
+from gfgen.runtime.files.ownership import claim_files, job_file_name, with_dates
 from gfgen.session.admission import Admission, admit_file
 from gfgen.session.hooks import FileHook
 from gfgen.session.session import SessionOptions
 
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".mp4")
+_SUFFIXES = (*SUFFIXES, ".bmp")
 """Of outputs, and of images that jobs begin with."""
 
 
@@ -104,7 +105,7 @@ class KnownJobs:
         """Ids of the jobs that need not run again; none with --force."""
         if not self._options.force:
             path = self._options.output_dir / MANIFEST_NAME
-            infos = [job.info for job in jobs]
+            infos = [job.info for job in with_dates(jobs, output_dir=self._options.output_dir)]
             self.done_ids |= finished_jobs(path, infos, entries=self._entries)
         return self.done_ids
 
@@ -114,6 +115,7 @@ class KnownJobs:
         With --failed, only jobs that failed before.
         """
         options = self._options
+        jobs = with_dates(jobs, output_dir=options.output_dir)
         if options.failed:
             jobs = [job for job in jobs if self._entries.get(job.job_id, {}).get("status") == "failed"]
         done = self.done(jobs)

@@ -20,8 +20,8 @@ from datetime import datetime
 from typing import Any
 
 from gfgen.errors import Problem
+from gfgen.job.formats import NAMES, PLACEHOLDER, SUFFIXES
 from gfgen.job.images import IMAGE_FORMATS, VIDEO_FORMATS, ImageError, ImageReader
-from gfgen.job.spec import SUFFIXES
 
 MIN_SIDE, MAX_SIDE = 16, 8192
 """Pixels of a side; the largest is six times what the models were trained on."""
@@ -44,6 +44,8 @@ MAX_PROMPT_CHARS = 20_000
 MAX_ID_CHARS = 120
 MAX_OUTPUT_BYTES = 200
 """A file name has at most 255 bytes on Linux; the writer's temporary names need the rest."""
+MAX_FOLDERS = 8
+"""Parts of a name with folders, and the file name."""
 MIN_YEAR, MAX_YEAR = 1971, 9000
 """Within these years, a time is valid in every time zone and its Unix time is positive."""
 MAX_DURATION_S = 365 * 86_400
@@ -206,15 +208,26 @@ def _parse_id(value: object) -> str:
 
 def _parse_output(value: object) -> str:
     name = _string(value)
-    if "/" in name or "\\" in name:
-        raise Refused("without a folder")
-    if not name.isprintable() or name != name.strip() or name.startswith("."):
+    if "\\" in name or ("/" in name and not PLACEHOLDER.search(name)):
+        raise Refused("without a folder, or with {id}, {seed}, {tag} or {date} in the name")
+    parts = name.split("/")
+    if not all(part.isprintable() and part == part.strip() and not part.startswith(".") for part in parts):
         raise Refused("without control characters, a leading dot, or spaces at its ends")
-    stem, dot, suffix = name.rpartition(".")
-    if not stem or f"{dot}{suffix.lower()}" not in SUFFIXES.values():
+    stem, dot, suffix = parts[-1].rpartition(".")
+    if not all(parts) or not stem or f"{dot}{suffix.lower()}" not in SUFFIXES:
         raise Refused("")
-    if len(name.encode()) > MAX_OUTPUT_BYTES:
-        raise Refused(f"this one has {len(name.encode())} bytes")
+    if len(parts) > MAX_FOLDERS:
+        raise Refused(f"at most {MAX_FOLDERS - 1} folders")
+    if (longest := max(len(part.encode()) for part in parts)) > MAX_OUTPUT_BYTES:
+        raise Refused(f"this one has {longest} bytes")
+    return name
+
+
+def _parse_format(value: object) -> str:
+    name = _string(value).lower()
+    name = {"jpg": "jpeg", "h264": "mp4"}.get(name, name)
+    if name not in NAMES:
+        raise Refused("")
     return name
 
 
@@ -282,7 +295,8 @@ DEADLINE_ACCEPTED = (
 ID_ACCEPTED = f'1 to {MAX_ID_CHARS} characters in quotes, from A-Z a-z 0-9 . _ -, and no leading "."'
 SIZE_ACCEPTED = f'a text like "832x480", each side from {MIN_SIDE} to {MAX_SIDE:,}'
 OUTPUT_ACCEPTED = (
-    f"a file name of at most {MAX_OUTPUT_BYTES} bytes that ends in {' or '.join(SUFFIXES.values())}"
+    f"a file name of at most {MAX_OUTPUT_BYTES} bytes that ends in {', '.join(SUFFIXES[:-1])} "
+    f"or {SUFFIXES[-1]}"
 )
 ARGS_ACCEPTED = (
     "an object of arguments of the pipeline's call: texts, numbers, true, false, null and lists of these"
@@ -326,6 +340,8 @@ FIELDS: dict[str, Field] = {
         _whole("priority", -1_000_000, 1_000_000),
         _label("tag", 64, "a class for reports"),
         Field("output", OUTPUT_ACCEPTED, _parse_output, STRING),
+        Field("format", f"one of {', '.join(NAMES)}", _parse_format, {**STRING, "enum": list(NAMES)}),
+        _whole("quality", 1, 100),
     )
 }
 """Every field that a job may have; the order is that of docs/job-file.md."""

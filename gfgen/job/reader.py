@@ -35,7 +35,7 @@ from gfgen.job.inputs import (
     raw_lines,
 )
 from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over
-from gfgen.job.spec import JobSpec, default_id, file_names, name_key
+from gfgen.job.spec import JobSpec, default_id, file_names, name_key, with_own_name
 from gfgen.job.variations import variations
 
 MAX_PROBLEMS = 1_000
@@ -180,6 +180,7 @@ def parse_job(
     if problems:
         return None, JobError(*problems).at_line(line)
     values.setdefault("id", default_id(values))
+    with_own_name(values)
     return JobSpec(**values, line=line), ()
 
 
@@ -311,7 +312,9 @@ class _JobList:
         if not problems and "id" not in values:
             values["id"] = self._next_id(values)
         # Names of a faulty line count as used, so that this report shows its clashes, too.
-        problems += self._take_names(line, values.get("id"), values.get("output"))
+        if "id" in values:
+            with_own_name(values)
+        problems += self._take_names(line, values.get("id"), values.get("output"), values.get("format"))
         if problems:
             return None, JobError(*problems).at_line(line)
         return JobSpec(**values, line=line), ()
@@ -323,7 +326,9 @@ class _JobList:
         number = self.occurrences[base]
         return base if number == 1 else f"{base}-{number}"
 
-    def _take_names(self, line: int, job_id: str | None, output: str | None) -> Iterator[Problem]:
+    def _take_names(
+        self, line: int, job_id: str | None, output: str | None, format_: str | None
+    ) -> Iterator[Problem]:
         """Record the names that a line's job uses; yields a problem for each that an earlier line uses."""
         if job_id is not None:
             taken_by = self.id_lines.setdefault(name_key(job_id), line)
@@ -338,7 +343,7 @@ class _JobList:
         if job_id is None and output is None:
             return
         field_name, value = ("id", job_id) if output is None else ("output", output)
-        for name in file_names(job_id or "", output):
+        for name in file_names(job_id or "", output, format_):
             taken_by = self.file_lines.setdefault(name_key(name), line)
             if taken_by != line:
                 yield Problem(

@@ -30,6 +30,11 @@ def is_defaults(mapping: Mapping[str, object]) -> bool:
     return list(mapping) == ["defaults"]
 
 
+def is_template(name: str, value: object) -> bool:
+    """Whether the value of `output` gives each job its own name."""
+    return name == "output" and isinstance(value, str) and "{id}" in value
+
+
 def has_one_side(names: Set[str]) -> bool:
     """Whether these fields give only one side of a size, so that the other one comes from elsewhere."""
     return len(SIDES & names) == 1 and "size" not in names
@@ -58,13 +63,14 @@ def check_defaults(defaults: object) -> list[Problem]:
     own = [
         Problem(None, name, shown(defaults[name]), "each job needs its own; write it on the job's line")
         for name in OWN_FIELDS
-        if name in defaults
+        if name in defaults and not is_template(name, defaults[name])
     ]
     # The lines check files, for which the folder counts, and the sides, which may come from both.
     alone = {
         name: value
         for name, value in defaults.items()
-        if name not in ("image", "files", *OWN_FIELDS, *VARIATION_FIELDS)
+        if name not in ("image", "files", *VARIATION_FIELDS)
+        and (name not in OWN_FIELDS or is_template(name, value))
     }
     example_job = over({"prompt": "an example"}, alone)
     _, problems = parse_fields(example_job, images=NoImages(""))
@@ -90,7 +96,7 @@ def parse_overrides(options: Iterable[tuple[str, str]]) -> dict[str, Any]:
         if field is None:
             hint = suggestion(name, FIELDS) or f"the fields of a job are {', '.join(FIELDS)}"
             raise InputError(f"{option}: {plain_name(name)}: not a field; {hint}")
-        if name in OWN_FIELDS:
+        if name in OWN_FIELDS and not is_template(name, value):
             raise InputError(f"{option}: {name}: each job needs its own; write it in the job file")
         found = dict(over(found, {name: value_of(name, value)}))
         try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import JobError, Problem
+from gfgen.job.formats import FORMATS, WITHOUT_QUALITY, endings, filled, format_of, lack_of, suffix_of
 
 SHAPE_FIELDS = ("width", "height", "frames", "fps", "steps")
 SCALE_FIELDS = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift", "true_cfg_scale")
@@ -27,7 +28,8 @@ SUFFIXES = {"image": ".png", "video": ".mp4"}
 
 HASHED_FIELDS = (
     *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
-    *("seed", "output", "image_sha256", "args", "files_sha256", "scheduler", "sigmas"),
+    *("seed", "output", "format", "quality"),
+    *("image_sha256", "args", "files_sha256", "scheduler", "sigmas"),
 )
 """What decides the file's content and name: the canonical spec."""
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
@@ -86,6 +88,10 @@ class JobSpec:
     priority: int = 0
     tag: str | None = None
     output: str | None = None
+    """File name in the output folder; {date} in it stands for the date of the first arrival."""
+    format: str | None = None
+    """Such as "webp"; None: that of the name, or PNG or MP4."""
+    quality: int | None = None
     line: int | None = None
     """Line of the job file it came from; no part of the job's identity."""
 
@@ -145,19 +151,38 @@ def input_files(spec: JobSpec) -> tuple[tuple[str, Path], ...]:
 
 
 def default_output(spec: JobSpec, kind: str) -> str:
-    """The file name of a job that names none: its id and the kind's suffix."""
-    return f"{spec.id}{SUFFIXES[kind]}"
+    """The file name of a job that names none: its id and the format's suffix.
+
+    Raises: JobError when this kind of output has no such format.
+    """
+    if spec.format is None:
+        return f"{spec.id}{SUFFIXES[kind]}"
+    if spec.format not in FORMATS[kind]:
+        accepted = f"one of {', '.join(FORMATS[kind])}, because the model makes {kind}s"
+        raise JobError(Problem.of("format", spec.format, accepted))
+    return f"{spec.id}{suffix_of(spec.format, kind)}"
 
 
 def output_name(spec: JobSpec, kind: str) -> str:
     """The file name inside the output folder: the job's own, or the default.
 
-    Raises: JobError when the job's own name has the suffix of another kind.
+    Raises: JobError when its format is not one of this kind, or cannot be written here.
     """
-    name = spec.output or default_output(spec, kind)
-    if os.path.splitext(name)[1].lower() != SUFFIXES[kind]:
-        accepted = f"a name that ends in {SUFFIXES[kind]}, because the model makes {kind}s"
-        raise JobError(Problem.of("output", name, accepted))
+    name = default_output(spec, kind)
+    if spec.output is not None:
+        name = spec.output
+        found = format_of(os.path.splitext(name)[1], kind)
+        if found is None:
+            accepted = f"a name that ends in {endings(kind)}, because the model makes {kind}s"
+            raise JobError(Problem.of("output", name, accepted))
+        if spec.format is not None and os.path.splitext(name)[1].lower() not in FORMATS[kind][spec.format]:
+            accepted = f"a name that ends in {suffix_of(spec.format, kind)}, as format = {spec.format!r} asks"
+            raise JobError(Problem.of("output", name, accepted))
+    written = spec.format or format_of(os.path.splitext(name)[1], kind) or ""
+    if spec.quality is not None and written in WITHOUT_QUALITY:
+        raise JobError(Problem.of("quality", str(spec.quality), f"{written} files have none; leave it out"))
+    if (lack := lack_of(written)) is not None:
+        raise JobError(Problem.of("format", written, lack))
     return name
 
 
@@ -167,9 +192,21 @@ def numbered_name(name: str, number: int) -> str:
     return f"{stem}-{number}{dot}{suffix}"
 
 
-def file_names(spec_id: str, output: str | None) -> tuple[str, ...]:
+def with_own_name(values: dict[str, Any]) -> None:
+    """Replace the placeholders of `output`, once the job has its id."""
+    if (output := values.get("output")) is not None:
+        seed = values.get("seed")
+        seed = default_seed(values["id"]) if seed is None else seed
+        values["output"] = filled(output, job_id=values["id"], seed=seed, tag=values.get("tag"))
+
+
+def file_names(spec_id: str, output: str | None, format_: str | None = None) -> tuple[str, ...]:
     """Every name that a job may write before its model, and so its kind, is known."""
-    return (output,) if output is not None else tuple(spec_id + suffix for suffix in SUFFIXES.values())
+    if output is not None:
+        return (output,)
+    if format_ is None:
+        return tuple(spec_id + suffix for suffix in SUFFIXES.values())
+    return tuple(spec_id + suffix_of(format_, kind) for kind in FORMATS if format_ in FORMATS[kind])
 
 
 def name_key(name: str) -> str:

@@ -59,7 +59,7 @@ def _jobs(
             job["seed"] = _later_seed(job["seed"], image)
         if is_numbered and isinstance(job.get("id"), str):
             job["id"] += f"-{position}"
-        if is_numbered and isinstance(job.get("output"), str):
+        if is_numbered and isinstance(job.get("output"), str) and "{id}" not in job["output"]:
             stem, dot, suffix = job["output"].rpartition(".")
             job["output"] = f"{stem}-{position}{dot}{suffix}"
         yield over(plain, job)

@@ -32,7 +32,7 @@ from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
-from gfgen.runtime.files.ownership import STDIN, claim_files
+from gfgen.runtime.files.ownership import STDIN, claim_files, with_dates
 from gfgen.runtime.files.start import GRACE_S, RunStart
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.cost import CostModel
@@ -134,6 +134,7 @@ class Session:
         text = "\n".join(json.dumps(line) for line in lines)
         parsed = read_job_stream(io.BytesIO(text.encode()), source="the jobs", folder=Path())
         admitted, problems = self.admission(parsed.specs)
+        admitted = with_dates(admitted, output_dir=self.options.output_dir)
         done = finished_jobs(self.options.output_dir / MANIFEST_NAME, [job.info for job in admitted])
         claimed, taken = claim_files(
             admitted, output_dir=self.options.output_dir, job_file=self.options.job_file, done=done, inputs={}
@@ -151,6 +152,7 @@ class Session:
                 WorkerError when no rank starts, or when one does not and all are needed.
         """
         options = self.options
+        _remove_leftovers_below(options.output_dir, jobs)
         named = {name: self.admission.find_model(name).checkpoint for name in models}
         checkpoints = {*named.values(), *(job.checkpoint for job in jobs)}
         self.residency = self.admission.residency(jobs, names=named or None)
@@ -327,6 +329,15 @@ def _held_folder(folder: Path) -> Iterator[int]:
         with contextlib.suppress(OSError):
             for each in made:
                 each.rmdir()
+
+
+def _remove_leftovers_below(folder: Path, jobs: Sequence[AdmittedJob]) -> None:
+    """Remove what killed runs left in the subfolders that these jobs name."""
+    from gfgen.runtime.files.outputs import remove_leftovers
+
+    for below in {(folder / job.info.file).parent for job in jobs} - {folder}:
+        if below.is_dir():
+            remove_leftovers(below)
 
 
 def try_to_write(folder: Path) -> None:

@@ -22,6 +22,7 @@ from movies import decoded
 from PIL import Image
 
 from gfgen.errors import OutputError
+from gfgen.job.formats import lack_of
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import AdmittedJob, admit
@@ -118,7 +119,7 @@ def test_thousand_frames_are_streamed(tmp_path: Path) -> None:
     [
         (gradient(2), "a.png", None, "name it .mp4"),
         (gradient(2), "a.mp4", None, "needs fps"),
-        (gradient(1), "a.gif", None, ".png, .jpg"),
+        (gradient(1), "a.tiff", None, ".png, .jpg"),
         (gradient(1)[0], "a.png", None, r"\[F, H, W, 3\]"),
         (gradient(1).astype(np.float32), "a.png", None, "uint8"),
     ],
@@ -328,3 +329,54 @@ def admitted(line: str, folder: Path) -> AdmittedJob:
 @pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 2), (2, 2), (16, 4), (32, 8), (128, 8)])
 def test_an_encoder_has_a_quarter_of_the_cores_within_bounds(num_cores: int, num_threads: int) -> None:
     assert encoder_threads(num_cores) == num_threads
+
+
+# Other formats ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "num_frames", "kind"),
+    [("a.avif", 1, "AVIF"), ("a.webp", 5, "WEBP"), ("a.gif", 5, "GIF"), ("a.jpeg", 1, "JPEG")],
+)
+def test_pictures_and_animations_hold_their_frames_and_metadata(
+    tmp_path: Path, name: str, num_frames: int, kind: str
+) -> None:
+    if lack_of(kind.lower()) is not None:
+        pytest.skip(lack_of(kind.lower()) or "")
+    frames = gradient(num_frames)
+    write_output(frames, tmp_path / name, fps=10, metadata=METADATA)
+    assert read_metadata(tmp_path / name) == METADATA
+    with Image.open(tmp_path / name) as image:
+        assert image.format == kind
+        assert getattr(image, "n_frames", 1) == num_frames
+        assert image.size == (frames.shape[2], frames.shape[1])
+        assert np.abs(np.asarray(image.convert("RGB")).astype(int) - frames[0]).mean() < 12
+        assert num_frames == 1 or image.info["duration"] == 100
+
+
+@pytest.mark.parametrize(("format_", "codec"), [("mp4", b"avc1"), ("h265", b"hvc1"), ("av1", b"av01")])
+def test_videos_have_the_codec_that_the_job_asks_for(tmp_path: Path, format_: str, codec: bytes) -> None:
+    if lack_of(format_) is not None:
+        pytest.skip(lack_of(format_) or "")
+    metadata = METADATA | {"format": format_}
+    frames = gradient(5, 64, 64)
+    write_output(frames, tmp_path / "a.mp4", fps=8, metadata=metadata)
+    assert codec in (tmp_path / "a.mp4").read_bytes()
+    assert read_metadata(tmp_path / "a.mp4") == metadata
+    seen = decoded(tmp_path / "a.mp4", height=64, width=64).astype(int)
+    assert np.abs(seen - frames).mean() < 6
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.webp", "a.mp4"])
+def test_less_quality_makes_smaller_files(tmp_path: Path, name: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (3 if name == "a.mp4" else 1, 64, 64, 3), np.uint8)
+    sizes = [
+        write_output(noise, tmp_path / f"{quality}-{name}", fps=8, metadata={"quality": quality}).size_bytes
+        for quality in (20, 60, 95)
+    ]
+    assert sizes == sorted(set(sizes))
+
+
+def test_a_file_in_a_subfolder_is_written_there(tmp_path: Path) -> None:
+    write_output(gradient(1), tmp_path / "S" / "day" / "a.png", fps=None, metadata={})
+    assert names_in(tmp_path / "S" / "day") == ["a.png"]

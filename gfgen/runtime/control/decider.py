@@ -97,7 +97,7 @@ class Decider:
         """Let another policy decide."""
         if event.policy != self.policy.name:
             self.policy, self.chooser = load_policy(event.policy), self._usual_chooser
-            logger.info("from now on %s decides: %s", event.policy, event.reason)
+            logger.debug("from now on %s decides: %s", event.policy, event.reason)
 
     def note_change(self) -> None:
         """A job has arrived or ended."""

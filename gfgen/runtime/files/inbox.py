@@ -31,7 +31,7 @@ from gfgen.job.spec import JobSpec, input_files, name_key
 from gfgen.runtime.core.admission import AdmittedJob, tell_of_rounding
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.manifest import MANIFEST_NAME, GrowingManifest, finished_jobs
-from gfgen.runtime.files.ownership import claim_files, job_file_name
+from gfgen.runtime.files.ownership import claim_files, job_file_name, with_dates
 from gfgen.system.linefile import LineFile
 from gfgen.system.wording import counted
 
@@ -250,6 +250,7 @@ class Inbox(Observer):
         """The jobs of the file that can run here, and the problems of the others."""
         parsed = read_job_stream(io.BytesIO(content), source=path.name, folder=self._folder)
         admitted, refused = self._admit(parsed.specs)
+        admitted = with_dates(admitted, output_dir=self._output_dir)
         problems = [*parsed.problems, *refused]
         jobs = []
         for job in admitted:

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from gfgen.errors import InputError, OutputError
@@ -54,7 +54,9 @@ class ManifestWriter(Observer):
             entry[SIMULATED] = True
         self._lines.append(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
         if outcome.written is not None:
-            self._written += [name for name, _, _ in outcome.files] or [outcome.info.file]
+            self._written += [_in_folder(outcome, name) for name, _, _ in outcome.files] or [
+                outcome.info.file
+            ]
 
     def close(self) -> None:
         self._lines.close()
@@ -69,7 +71,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         "version": SCHEMA_VERSION,
         "id": info.job_id,
         "status": outcome.status,
-        "file": (outcome.files[0][0] if outcome.files else info.file) if outcome.status == "done" else None,
+        "file": _first_file(outcome) if outcome.status == "done" else None,
         "size_bytes": None if written is None else written.size_bytes,
         "sha256": None if written is None else written.sha256,
         "prompt": spec.prompt,
@@ -105,7 +107,8 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
     entry |= {name: value for name in PIPELINE_FIELDS if (value := getattr(spec, name)) is not None}
     if outcome.files:
         entry["outputs"] = [
-            {"file": name, "size_bytes": size, "sha256": digest} for name, size, digest in outcome.files
+            {"file": _in_folder(outcome, name), "size_bytes": size, "sha256": digest}
+            for name, size, digest in outcome.files
         ]
     return entry
 
@@ -123,6 +126,15 @@ def read_files(path: Path) -> dict[str, ManifestLine]:
     lines = _entries(_read(path), path, first=1)
     done = [entry for entry in lines if entry.get("status") == "done" and not entry.get(SIMULATED)]
     return {str(each.get("file")): each for entry in done for each in _of_each_file(entry)}
+
+
+def _in_folder(outcome: JobOutcome, name: str) -> str:
+    """The name of one of several files of a job, with the folder that the job's own name has."""
+    return str(PurePath(outcome.info.file).with_name(name))
+
+
+def _first_file(outcome: JobOutcome) -> str:
+    return _in_folder(outcome, outcome.files[0][0]) if outcome.files else outcome.info.file
 
 
 def _of_each_file(entry: ManifestLine) -> list[ManifestLine]:

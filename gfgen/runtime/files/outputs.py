@@ -1,4 +1,4 @@
-"""Write frames to files: PNG, JPEG or WebP for one frame, MP4 for several.
+"""Write frames to files: PNG, JPEG, WebP or AVIF for one frame, MP4, WebP or GIF for several.
 
 A file appears under its name only when it is complete: it is written under a hidden name in the same folder,
 synced to disk and renamed. It replaces only its own predecessor. A killed process leaves a hidden file, which
@@ -38,14 +38,23 @@ class Sound:
     """Samples per second."""
 
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+STILL_SUFFIXES, ANIMATED_SUFFIXES = (".png", ".jpg", ".jpeg", ".avif"), (".webp", ".gif")
+IMAGE_SUFFIXES = STILL_SUFFIXES + ANIMATED_SUFFIXES
 VIDEO_SUFFIXES = (".mp4",)
 CORES_PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 2, 8
 """Threads of one ffmpeg. With few cores it competes with the models; with GPUs cores are free, and a job ends
 only with its file. The number is the same for all files of a machine, because their bytes depend on it."""
 SOUND_BITS_PER_S = "192k"
-CONSTANT_RATE_FACTOR = 18
-"""x264's quality; at 18 compression is hardly visible."""
+PICTURE_QUALITY = 95
+RATE_FACTORS = {"mp4": 18, "h265": 20, "av1": 25}
+"""Qualities of encoders where compression is hardly visible; lower is better."""
+WORST_RATE_FACTORS = {"mp4": 51, "h265": 51, "av1": 63}
+"""For quality 0; 100 is lossless or nearly so."""
+_CODECS = {
+    "mp4": ("libx264", "-preset", "medium"),
+    "h265": ("libx265", "-preset", "medium", "-tag:v", "hvc1", "-x265-params", "log-level=error"),
+    "av1": ("libsvtav1", "-preset", "8"),
+}
 _TEMPORARY = re.compile(r"\..{1,40}\.tmp-[0-9]+(?P<suffix>\.[A-Za-z0-9]+)", re.DOTALL)
 """The names of `temporary_name`."""
 _MP4_SHRINKS = 20
@@ -82,7 +91,7 @@ def write_output(
         if path.suffix.lower() in VIDEO_SUFFIXES:
             _write_video(frames, temporary, fps=fps or 1, metadata=metadata, sound=sound)
         else:
-            _write_image(frames[0], temporary, metadata=metadata)
+            _write_image(frames, temporary, fps=fps or 1, metadata=metadata)
         content = content_of(temporary)
         if made_for is not None:
             set_mark(temporary, content, name=path.name, made_for=made_for)
@@ -174,19 +183,23 @@ def _check(frames: Frames, path: Path, fps: int | None) -> None:
     suffix = path.suffix.lower()
     if suffix in VIDEO_SUFFIXES and fps is None:
         raise OutputError(f"{path}: a video needs fps, got none")
-    if suffix in IMAGE_SUFFIXES and len(frames) > 1:
+    if suffix in STILL_SUFFIXES and len(frames) > 1:
         raise OutputError(f"{path}: {len(frames)} frames do not fit an image; name it .mp4")
     if suffix not in IMAGE_SUFFIXES + VIDEO_SUFFIXES:
         accepted = ", ".join(IMAGE_SUFFIXES + VIDEO_SUFFIXES)
         raise OutputError(f"{path}: cannot write '{path.suffix}' files; name it {accepted}")
 
 
-def _write_image(frame: Frames, path: Path, *, metadata: labels.Metadata) -> None:
+def _write_image(frames: Frames, path: Path, *, fps: int, metadata: labels.Metadata) -> None:
+    """Write a picture, or several frames as an animation."""
     from PIL import Image, PngImagePlugin
 
     text, as_json = labels.parameters_text(metadata), labels.to_json(metadata)
-    image = Image.fromarray(frame)
+    image, *later = map(Image.fromarray, frames)
     suffix = path.suffix.lower()
+    options: dict[str, Any] = {}
+    if later:
+        options = {"save_all": True, "append_images": later, "duration": round(1000 / fps), "loop": 0}
     try:
         with path.open("wb") as stream:
             if suffix == ".png":
@@ -194,12 +207,15 @@ def _write_image(frame: Frames, path: Path, *, metadata: labels.Metadata) -> Non
                 chunks.add_text("parameters", text)
                 chunks.add_itxt("gfgen", as_json)
                 image.save(stream, format="PNG", pnginfo=chunks)
+            elif suffix == ".gif":
+                image.save(stream, format="GIF", comment=as_json.encode(), **options)
             else:
                 exif = Image.Exif()
                 exif[_EXIF_DESCRIPTION] = text.encode()
                 exif[_EXIF_MAKER_NOTE] = as_json.encode()
-                kind = "WEBP" if suffix == ".webp" else "JPEG"
-                image.save(stream, format=kind, quality=95, exif=exif)
+                kind = {".webp": "WEBP", ".avif": "AVIF"}.get(suffix, "JPEG")
+                quality = metadata.get("quality", PICTURE_QUALITY)
+                image.save(stream, format=kind, quality=quality, exif=exif, **options)
     except ValueError as error:
         raise OutputError(f"cannot write {path.name}: {error}") from error
 
@@ -220,7 +236,8 @@ def _write_video(
         _memory_file() as complaints,
     ):
         fds = (tag_file.fileno(), sound_file.fileno())
-        command = _encode_command(frames, path, fps=fps, tag_fd=fds[0], sound=_sound_input(sound, fds[1]))
+        coding, sounds = _coding_options(metadata), _sound_input(sound, fds[1])
+        command = _encode_command(frames, path, coding, fps=fps, tag_fd=fds[0], sound=sounds)
         with _ffmpeg(command, complaints=complaints, keep_fds=fds) as process:
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # ffmpeg has ended early; its exit status says why
@@ -238,7 +255,19 @@ def _sound_input(sound: Sound | None, fd: int) -> list[str]:
     return ["-f", "f32le", "-ar", str(sound.rate), "-ac", str(len(sound.samples_CS)), "-i", f"pipe:{fd}"]
 
 
-def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int, sound: Sequence[str]) -> list[str]:
+def _coding_options(metadata: labels.Metadata) -> list[str]:
+    """Codec and quality of a video, as its job asks."""
+    name = str(metadata.get("format", "mp4"))
+    name = name if name in _CODECS else "mp4"
+    quality, factor = metadata.get("quality"), RATE_FACTORS[name]
+    if quality is not None:
+        factor = max(1, round(WORST_RATE_FACTORS[name] * (100 - quality) / 100))
+    return ["-c:v", *_CODECS[name], "-crf", str(factor)]
+
+
+def _encode_command(
+    frames: Frames, path: Path, coding: Sequence[str], *, fps: int, tag_fd: int, sound: Sequence[str]
+) -> list[str]:
     _, height, width, _ = frames.shape
     size = f"{width + width % 2}x{height + height % 2}"
     threads = encoder_threads(len(os.sched_getaffinity(0)))
@@ -253,7 +282,7 @@ def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int, sound:
         *("-f", "ffmetadata", "-i", f"pipe:{tag_fd}", *sound, "-map", "0:v", "-map_metadata", "1"),
         *(("-map", "2:a", "-c:a", "aac", "-b:a", SOUND_BITS_PER_S) if sound else ()),
         *("-filter_threads", str(threads), "-vf", convert),
-        *("-c:v", "libx264", "-preset", "medium", "-crf", str(CONSTANT_RATE_FACTOR)),
+        *coding,
         *("-threads", str(threads), "-movflags", "+faststart", f"file:{path.absolute()}"),
     ]
 
@@ -350,6 +379,8 @@ def _read_image_tag(path: Path) -> str:
     with Image.open(path) as image:
         if "gfgen" in image.info:
             return str(image.info["gfgen"])
+        if image.format == "GIF":
+            return bytes(image.info.get("comment", b"")).decode("utf-8", "replace")
         tag = image.getexif().get(_EXIF_MAKER_NOTE, b"")
         return tag.decode("utf-8", "replace") if isinstance(tag, bytes) else str(tag)
 

@@ -14,15 +14,17 @@ import contextlib
 import hashlib
 import itertools
 import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from gfgen.errors import Problem
+from gfgen.job.formats import DATE
 from gfgen.job.spec import input_files, name_key, numbered_name
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.files.journal import JOURNAL_NAME, first_job_file
-from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestLine, read_files
+from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals, first_job_file
+from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestLine, read_files, read_manifest
 from gfgen.runtime.ipc.content import Content, content_of, read_mark
 
 STDIN = "-"
@@ -59,6 +61,24 @@ def _owner(folder: Path) -> str | None:
     )
 
 
+def with_dates(jobs: Sequence[AdmittedJob], *, output_dir: Path) -> Sequence[AdmittedJob]:
+    """The jobs, whose file names have the date of their first arrival in the folder in place of {date}."""
+    if not any(DATE in job.info.file for job in jobs):
+        return jobs
+    entries, arrivals = read_manifest(output_dir / MANIFEST_NAME), first_arrivals(output_dir / JOURNAL_NAME)
+    now = time.time()
+
+    def dated(job: AdmittedJob) -> AdmittedJob:
+        info, entry = job.info, entries.get(job.job_id, {})
+        arrived_at = arrivals.get((job.job_id, info.spec_hash), now + job.spec.arrival_s)
+        file = info.file.replace(DATE, time.strftime("%Y-%m-%d", time.localtime(arrived_at)))
+        if entry.get("spec_hash") == info.spec_hash and entry.get("file") is not None:
+            file = str(entry["file"])  # it may have arrived around midnight
+        return replace(job, info=replace(info, file=file))
+
+    return [dated(job) if DATE in job.info.file else job for job in jobs]
+
+
 def claim_files(
     jobs: Sequence[AdmittedJob],
     *,
@@ -82,20 +102,24 @@ def claim_files(
         path = output_dir / job.info.file
         if job.job_id not in done and os.path.lexists(path):
             files = read_files(output_dir / MANIFEST_NAME) if files is None else files
-            found = _use_of(path, in_use) or _replaceable(path, job, files, overwrite=overwrite)
+            found = _use_of(path, in_use) or _replaceable(
+                path, job, files, output_dir=output_dir, overwrite=overwrite
+            )
             if isinstance(found, str):
                 problems.append(Problem(job.spec.line, None, str(path), found))
                 continue
             job = replace(job, replaces=found)
         if job.job_id not in done and job.trajectory.frames_shape is None:
             files = read_files(output_dir / MANIFEST_NAME) if files is None else files
-            job = replace(job, replaces_numbered=_numbered(path, job, files, overwrite=overwrite))
+            job = replace(
+                job, replaces_numbered=_numbered(path, job, files, output_dir=output_dir, overwrite=overwrite)
+            )
         claimed.append(job)
     return claimed, problems
 
 
 def _numbered(
-    path: Path, job: AdmittedJob, files: Mapping[str, ManifestLine], *, overwrite: bool
+    path: Path, job: AdmittedJob, files: Mapping[str, ManifestLine], *, output_dir: Path, overwrite: bool
 ) -> dict[str, Content]:
     """The existing files of an earlier run of this job with several pictures that it may replace."""
     found: dict[str, Content] = {}
@@ -103,8 +127,9 @@ def _numbered(
         each = path.with_name(numbered_name(path.name, number))
         if not os.path.lexists(each):
             break
-        content = _replaceable(each, job, files, overwrite=overwrite)
-        if isinstance(content, Content) and files.get(each.name, {}).get("id") == job.job_id:
+        content = _replaceable(each, job, files, output_dir=output_dir, overwrite=overwrite)
+        line = files.get(str(each.relative_to(output_dir)), {})
+        if isinstance(content, Content) and line.get("id") == job.job_id:
             found[each.name] = content
     return found
 
@@ -126,7 +151,7 @@ def _use_of(path: Path, in_use: Mapping[tuple[int, int], str]) -> str | None:
 
 
 def _replaceable(
-    path: Path, job: AdmittedJob, files: Mapping[str, ManifestLine], *, overwrite: bool
+    path: Path, job: AdmittedJob, files: Mapping[str, ManifestLine], *, output_dir: Path, overwrite: bool
 ) -> Content | str:
     """The content of the file if the job may replace it, otherwise the reason why not."""
     if path.is_symlink() or not path.is_file():
@@ -138,12 +163,16 @@ def _replaceable(
         return (
             f"cannot be read ({error.strerror}), so it is not replaced; move it away, or name another output"
         )
-    lines = [line for line in (read_mark(path), _line_of(path.name, files)) if line is not None]
+    lines = [
+        line
+        for line in (read_mark(path), _line_of(str(path.relative_to(output_dir)), files))
+        if line is not None
+    ]
     if overwrite or any(_is_own(line, job) and _is_of(content, line) for line in lines):
         return content
     if not lines:
         return f"is there already, and {MANIFEST_NAME} there does not say that gfgen made it; {_WHAT_TO_DO}"
-    who = _who(lines[-1], path.parent)
+    who = _who(lines[-1], output_dir)
     what = "has changed since" if _is_own(lines[-1], job) else "is there already:"
     return f"{what} {who} made it; {_WHAT_TO_DO}"
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from gfgen.errors import OutputError
 from gfgen.job.spec import numbered_name
-from gfgen.runtime.files.outputs import IMAGE_SUFFIXES, Frames, Sound, write_output
+from gfgen.runtime.files.outputs import ANIMATED_SUFFIXES, IMAGE_SUFFIXES, Frames, Sound, write_output
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
@@ -86,7 +86,9 @@ def _write(request: WriteRequest, frames_fd: int) -> list[tuple[Path, Content]]:
     else:
         frames = map_frames(frames_fd, request.shape)
     write = partial(write_output, fps=request.fps, metadata=request.metadata, made_for=request.made_for)
-    if len(frames) == 1 or path.suffix.lower() not in IMAGE_SUFFIXES:
+    suffix = path.suffix.lower()
+    is_animation = suffix in ANIMATED_SUFFIXES and request.fps is not None
+    if len(frames) == 1 or is_animation or suffix not in IMAGE_SUFFIXES:
         return [(path, write(frames, path, replaces=request.replaces, sound=sound))]
     files = []
     for idx in range(len(frames)):

@@ -36,6 +36,8 @@ _DATA_URL = re.compile(r"data:image/[a-z.+-]{1,20};base64,", re.IGNORECASE)
 _DECODED_AT_ONCE = 1 << 20
 """Characters of base64 decoded per call, a multiple of 4: other threads wait during each call."""
 _MIN_TIMEOUT_S = 0.001
+_OF_FILES: Mapping[str, Any] = {"output": None, "format": None, "quality": None}
+"""Fields of files, whose names and formats the server chooses."""
 _MODEL_FIELDS = (*SCALE_FIELDS, "fps")
 """Fields that only some models use. Requests have been checked against their ranges, so a problem with one
 of them means that the model does not use it."""
@@ -139,7 +141,7 @@ def batch_jobs(
             problems.append(_not_served(spec.line, name, models))
             continue
         seed = default_seed(spec.id) if spec.seed is None else spec.seed
-        own = replace(spec, id=new_id("job"), seed=seed, model=served[name], output=None)
+        own = replace(spec, id=new_id("job"), seed=seed, model=served[name], **_OF_FILES)
         requested.append(RequestedJob(own, batch_id=batch_id, custom_id=spec.id))
     problems.sort(key=lambda problem: problem.line or 0)
     if problems and not (skip_invalid and requested):

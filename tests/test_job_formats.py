@@ -1,0 +1,181 @@
+"""Formats and quality of outputs, and templates of their names."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_job
+
+from gfgen.errors import InputError, JobError
+from gfgen.job import formats
+from gfgen.job.reader import ParsedJobs, read_jobs
+from gfgen.job.shared import parse_overrides
+from gfgen.job.spec import JobSpec, default_seed, file_names, output_name, spec_hash
+from gfgen.runtime.files.ownership import with_dates
+
+
+def read(tmp_path: Path, *lines: dict[str, Any], **overrides: Any) -> ParsedJobs:
+    path = tmp_path / "jobs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_jobs(path, overrides=overrides)
+
+
+def name(kind: str, **fields: Any) -> str:
+    return output_name(JobSpec(id="fox", prompt="a fox", **fields), kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "format_", "expected"),
+    [
+        ("image", None, "fox.png"),
+        ("image", "jpeg", "fox.jpg"),
+        ("image", "webp", "fox.webp"),
+        ("image", "avif", "fox.avif"),
+        ("video", None, "fox.mp4"),
+        ("video", "h265", "fox.mp4"),
+        ("video", "av1", "fox.mp4"),
+        ("video", "webp", "fox.webp"),
+        ("video", "gif", "fox.gif"),
+    ],
+)
+def test_a_format_decides_the_ending_of_the_default_name(kind, format_, expected, monkeypatch):
+    monkeypatch.setattr("gfgen.job.spec.lack_of", lambda name: None)
+    assert name(kind, format=format_) == expected
+    assert expected in file_names("fox", None, format_)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (
+            "image",
+            {"format": "gif"},
+            r"format = gif: one of png, jpeg, webp, avif, because the model makes images",
+        ),
+        ("video", {"format": "png"}, r"format = png: one of mp4, h265, av1, webp, gif"),
+        ("video", {"output": "a.png"}, r"output = a\.png: a name that ends in \.mp4, \.webp or \.gif"),
+        (
+            "image",
+            {"output": "a.png", "format": "webp"},
+            r"a name that ends in \.webp, as format = 'webp' asks",
+        ),
+        ("image", {"quality": 90}, "quality = 90: png files have none"),
+        ("video", {"quality": 90, "output": "a.gif"}, "quality = 90: gif files have none"),
+    ],
+)
+def test_a_format_that_does_not_fit_is_refused(kind, fields, message):
+    with pytest.raises(JobError, match=message):
+        name(kind, **fields)
+
+
+def test_a_name_gives_the_format_and_both_may_agree():
+    assert name("image", output="a.JPG", quality=80) == "a.JPG"
+    assert name("image", output="a.jpeg", format="jpeg") == "a.jpeg"
+
+
+def test_what_the_machine_lacks_is_found_before_the_run(monkeypatch):
+    monkeypatch.setattr("gfgen.job.spec.lack_of", lambda name: f"this ffmpeg has no {name}")
+    with pytest.raises(JobError, match="format = av1: this ffmpeg has no av1"):
+        name("video", format="av1")
+
+
+def test_formats_are_written_in_several_ways(tmp_path):
+    parsed = read(tmp_path, *({"prompt": "a", "format": text} for text in ("JPG", "jpeg", "h264", "tiff")))
+    assert [spec.format for spec in parsed.specs] == ["jpeg", "jpeg", "mp4"]
+    (problem,) = parsed.problems
+    assert "one of png, jpeg, webp, avif, mp4, h265, av1, gif" in str(problem)
+
+
+def test_a_format_makes_another_job_and_none_changes_no_hash():
+    spec = JobSpec(id="fox", prompt="a fox")
+    hashes = {spec_hash(replace(spec, format=each)) for each in (None, "webp", "jpeg")}
+    assert len(hashes | {spec_hash(replace(spec, format="jpeg", quality=50))}) == 4
+
+
+# Templates --------------------------------------------------------------------------------------
+
+
+def test_placeholders_of_a_name_are_filled_in(tmp_path):
+    template = "{tag}/{id}-{seed}.webp"
+    lines = [
+        {"id": "fox", "prompt": "a", "output": template, "tag": "night/../1 \u00fc"},
+        {"id": "owl", "prompt": "b", "output": template, "seed": 3},
+        {"id": "hen", "prompt": "c", "output": "{other}{id.png"},
+    ]
+    fox, owl, hen = read(tmp_path, *lines).specs
+    assert fox.output == f"night-..-1/fox-{default_seed('fox')}.webp"
+    assert owl.output == "untagged/owl-3.webp"
+    assert hen.output == "{other}{id.png"
+
+
+def test_jobs_without_an_id_can_have_a_template(tmp_path):
+    (spec,) = read(tmp_path, {"prompt": "a fox", "output": "all/{id}.png"}).specs
+    assert spec.output == f"all/{spec.id}.png"
+
+
+@pytest.mark.parametrize(
+    "output",
+    ["../{id}.png", "/{id}.png", "a//{id}.png", "a/.hidden/{id}.png", "a/../{id}.png", "{id}/", "{id}/.png",
+     "a\\{id}.png", "a /{id}.png", "a/b.png", "1/2/3/4/5/6/7/8/{id}.png"],
+)  # fmt: skip
+def test_names_stay_below_the_output_folder(tmp_path, output):
+    assert read(tmp_path, {"prompt": "a", "output": output}).problems
+
+
+@pytest.mark.parametrize("tag", ["..", "/", "...", "a/../../b", "\u72d0"])
+def test_a_tag_is_never_a_path(tag):
+    folder, _ = formats.filled("{tag}/{id}.png", job_id="fox", seed=1, tag=tag).split("/")
+    assert folder not in ("", ".", "..")
+    assert not folder.startswith(".")
+
+
+def test_two_jobs_with_one_filled_name_are_a_problem(tmp_path):
+    lines = [{"id": each, "prompt": "a", "seed": 1, "output": "x/{seed}.png"} for each in ("fox", "owl")]
+    (problem,) = read(tmp_path, *lines).problems
+    assert "line 1 already writes x/1.png" in str(problem)
+
+
+def test_defaults_and_options_share_names_that_have_the_id(tmp_path):
+    defaults = {"defaults": {"output": "{tag}/{id}.png"}}
+    (spec,) = read(tmp_path, defaults, {"id": "fox", "prompt": "a", "tag": "S"}).specs
+    assert spec.output == "S/fox.png"
+    (problem,) = read(tmp_path, {"defaults": {"output": "{tag}.png"}}).problems[:1]
+    assert "each job needs its own" in str(problem)
+    assert parse_overrides([("--set", "output=all/{id}.png")]) == {"output": "all/{id}.png"}
+    with pytest.raises(InputError, match="each job needs its own"):
+        parse_overrides([("--set", "output=a.png")])
+    with pytest.raises(InputError, match=r"control characters"):
+        parse_overrides([("--set", "output=../{id}.png")])
+
+
+def test_variations_number_the_id_alone(tmp_path):
+    line = {"id": "fox", "prompt": "a", "num_images": 2, "output": "all/{id}.png"}
+    assert [spec.output for spec in read(tmp_path, line).specs] == ["all/fox-1.png", "all/fox-2.png"]
+
+
+def test_a_date_is_that_of_the_first_recorded_arrival(tmp_path, monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    job = make_job("fox")
+    job = replace(job, info=replace(job.info, file="{date}/fox.png"))
+    (today,) = with_dates([job], output_dir=tmp_path)
+    assert today.info.file == time.strftime("%Y-%m-%d/fox.png")
+    arrived = {("fox", job.info.spec_hash): 86_400.0}
+    monkeypatch.setattr("gfgen.runtime.files.ownership.first_arrivals", lambda path: arrived)
+    (dated,) = with_dates([job], output_dir=tmp_path)
+    assert dated.info.file == "1970-01-02/fox.png"
+    done = {"version": 1, "id": "fox", "status": "done", "file": "1970-01-01/fox.png"}
+    entry = done | {"spec_hash": job.info.spec_hash}
+    (tmp_path / "manifest.jsonl").write_text(json.dumps(entry) + "\n")
+    (kept,) = with_dates([job], output_dir=tmp_path)
+    assert kept.info.file == "1970-01-01/fox.png"
+    plain = make_job("owl")
+    assert with_dates([plain], output_dir=tmp_path) == [plain]
+    os.environ.pop("TZ", None)
+    time.tzset()
