@@ -272,3 +272,14 @@ def test_a_job_with_several_files_is_finished_while_all_of_them_are_there(tmp_pa
     assert finished_jobs(path, [replace(info, file="b.png")]) == frozenset()
     (tmp_path / "a-2.png").unlink()
     assert finished_jobs(path, [info]) == frozenset()
+
+
+def test_several_files_in_a_subfolder_are_named_with_it(tmp_path: Path) -> None:
+    info = replace(job_info("a"), file="S/a.png")
+    files = (("a-1.png", 3, "one"), ("a-2.png", 4, "two"))
+    path = write(tmp_path, outcome(info, files=files, written=Content(3, "one")))
+    assert [each["file"] for each in json.loads(path.read_text())["outputs"]] == ["S/a-1.png", "S/a-2.png"]
+    (tmp_path / "S").mkdir()
+    for name, size_bytes, _ in files:
+        (tmp_path / "S" / name).write_bytes(b"x" * size_bytes)
+    assert finished_jobs(path, [info]) == {"a"}

@@ -81,7 +81,7 @@ def test_a_bad_job_fails_and_the_next_one_is_written(channel: Channel, tmp_path:
     good = request_for(tmp_path / "a.png", frames)
     (tmp_path / "file").write_text("")
     for bad, reason in [
-        (replace(good, path=str(tmp_path / "a.gif")), ".gif"),
+        (replace(good, path=str(tmp_path / "a.tiff")), ".tiff"),
         (replace(good, path=str(tmp_path / "file" / "a.png")), "cannot write"),
         (replace(good, shape=(9, 16, 16, 3)), "cannot hold"),
         (replace(good, shape=(0, 16, 16, 3)), "cannot hold"),
@@ -209,3 +209,14 @@ def test_a_full_size_request_fits_a_message() -> None:
     longest = {"prompt": "\u96ea" * 4010, "negative_prompt": "\u96ea" * 4010}
     request = WriteRequest("x" * 200, (81, 704, 1280, 3), "y" * 4000, fps=24, metadata=longest)
     assert len(pickle.dumps(request)) < MAX_MESSAGE_BYTES // 2
+
+
+def test_frames_of_a_video_are_one_animation_and_pictures_are_not(channel: Channel, tmp_path: Path) -> None:
+    frames = np.stack([np.full((8, 8, 3), value, np.uint8) for value in (10, 200)])
+    request = request_for(tmp_path / "a.webp", frames)
+    answer = ask(channel, request, frames)
+    assert isinstance(answer, WriteDone), answer
+    assert (Path(answer.path).name, answer.files) == ("a.webp", ())
+    answer = ask_for_output(channel, replace(request, fps=None), frames)
+    assert isinstance(answer, WriteDone), answer
+    assert [name for name, _, _ in answer.files] == ["a-1.webp", "a-2.webp"]

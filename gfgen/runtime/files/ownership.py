@@ -72,7 +72,8 @@ def with_dates(jobs: Sequence[AdmittedJob], *, output_dir: Path) -> Sequence[Adm
         info, entry = job.info, entries.get(job.job_id, {})
         arrived_at = arrivals.get((job.job_id, info.spec_hash), now + job.spec.arrival_s)
         file = info.file.replace(DATE, time.strftime("%Y-%m-%d", time.localtime(arrived_at)))
-        if entry.get("spec_hash") == info.spec_hash and entry.get("file") is not None:
+        is_same = entry.get("spec_hash") == info.spec_hash and "outputs" not in entry
+        if is_same and entry.get("file") is not None:
             file = str(entry["file"])  # it may have arrived around midnight
         return replace(job, info=replace(info, file=file))
 
