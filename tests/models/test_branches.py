@@ -130,6 +130,22 @@ def test_a_result_without_a_batch_is_refused() -> None:
         FakeCluster().run(Layout((0, 1), cfg=2), program)
 
 
+def test_samples_that_depend_on_each_other_are_refused() -> None:
+    """Perturbed-attention guidance (PAG) replaces processors by some that compute with the whole batch."""
+
+    class PAGProcessor:
+        pass
+
+    def program(group: Any) -> Any:
+        model = Small()
+        model.processor = PAGProcessor()  # type: ignore[assignment]
+        watch(model)
+        return shared_step(lambda: in_a_batch(model), parallel_from(group))
+
+    with pytest.raises(ModelError, match="Small with PAGProcessor cannot be shared among two halves"):
+        FakeCluster().run(Layout((0, 1), cfg=2), program)
+
+
 def test_a_layout_without_halves_runs_the_step_once() -> None:
     model = Small()
     watch(model)

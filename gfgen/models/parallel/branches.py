@@ -33,6 +33,9 @@ from gfgen.models.parallel.sequence_parallel import active
 
 T = TypeVar("T")
 
+BATCH_ELSEWHERE = frozenset(("HiDreamImageTransformer2DModel",))
+"""Classes with an argument whose batch is in another dimension than the first (a text for each layer)."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -52,11 +55,21 @@ class _Call:
         """The result of some of the samples."""
         part = inspect.BoundArguments(self.arguments.signature, self.arguments.arguments.copy())
         if stop - start < len(self.samples):
+            self._check_samples()
             unbatched = (own_plan(self.transformer) or Plan()).unbatched
             for name, value in part.arguments.items():
                 if name not in unbatched:
                     part.arguments[name] = self._part(value, slice(start, stop))
         return self.transformer(*part.args, **part.kwargs)
+
+    def _check_samples(self) -> None:
+        """Raises: ModelError where a part of the samples cannot be evaluated."""
+        name = type(self.transformer).__name__
+        if name in BATCH_ELSEWHERE:
+            raise ModelError(f"{name}: a batch cannot be shared among two halves of a layout")
+        processors = (type(getattr(module, "processor", None)) for module in self.transformer.modules())
+        if found := next((kind.__name__ for kind in processors if kind.__name__.startswith("PAG")), None):
+            raise ModelError(f"{name} with {found} cannot be shared among two halves of a layout")
 
     def _part(self, value: Any, own: slice) -> Any:
         """An argument for some of the samples."""
