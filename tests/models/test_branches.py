@@ -146,6 +146,31 @@ def test_samples_that_depend_on_each_other_are_refused() -> None:
         FakeCluster().run(Layout((0, 1), cfg=2), program)
 
 
+def test_calls_are_evaluated_in_the_state_that_the_step_gives_the_transformer() -> None:
+    class Scaled(Small):
+        scale = 1.0
+
+        def forward(self, hidden_states: Any, **others: Any) -> tuple[Any]:  # type: ignore[override]
+            return (self.scale * hidden_states,)
+
+    def program(group: Any) -> Any:
+        model = Scaled()
+        watch(model)
+
+        def step() -> Tensor:
+            model.scale = 3.0
+            result = in_two_calls(model)
+            model.scale = 1.0
+            return result
+
+        return shared_step(step, parallel_from(group))
+
+    wanted = Scaled()
+    wanted.scale = 3.0
+    results = FakeCluster().run(Layout((0, 1), cfg=2), program)
+    assert all(torch.equal(result, in_two_calls(wanted)) for result in results)
+
+
 def test_a_layout_without_halves_runs_the_step_once() -> None:
     model = Small()
     watch(model)

@@ -166,8 +166,17 @@ def shared_step(step: Callable[[], T], parallel: Parallel | None) -> T:
 
     with _answering(note):
         step()
-    results = iter(_evaluated(calls, parallel))
-    with _answering(lambda call: next(results)):
+    results: list[Any] = []
+
+    def reply(call: _Call) -> Any:
+        # Here and not before, because the step may prepare the transformers for its calls.
+        if calls:
+            with _answering(None):
+                results.extend(_evaluated(calls, parallel))
+            calls.clear()
+        return results.pop(0)
+
+    with _answering(reply):
         return step()
 
 

@@ -203,7 +203,8 @@ def _sharing_class(processor_class: Any, streams: str) -> type:
     functional.scaled_dot_product_attention = functools.partial(attend_BHLD, streams=streams)
     own = types.FunctionType(call.__code__, call.__globals__ | {"F": functional}, argdefs=call.__defaults__)
     own.__kwdefaults__ = call.__kwdefaults__
-    return type(processor_class.__name__, (processor_class,), {"__call__": own})
+    own_names = {"__call__": own, "__module__": processor_class.__module__}
+    return type(processor_class.__name__, (processor_class,), own_names)
 
 
 def _wrap_globals(module: Any) -> None:
