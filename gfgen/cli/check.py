@@ -176,6 +176,7 @@ class _Report:
         if again:
             named = [f"{job_id} ({why})" for job_id, why in again.items()]
             yield f"again     {_named(named)}"
+        yield from self._provenance_lines()
         yield f"output    {self.options.output_dir}/"
         yield from self._field_lines()
         if self.memory is not None:
@@ -194,6 +195,7 @@ class _Report:
             "problems": [_problem_as_json(problem) for problem in self.found.problems],
             "counts": self._counts(),
             "changed": changed,
+            "made_with_others": self._made_with_others(),
             "again": again,
             "output": str(self.options.output_dir),
             "overrides": dict(self.source.overrides),
@@ -232,6 +234,18 @@ class _Report:
         statuses = {job.job_id: self.known.status(job) for job in self.found.jobs}
         changed = [job_id for job_id, (status, _) in statuses.items() if status == "changed"]
         return changed, {job_id: why for job_id, (status, why) in statuses.items() if status == "again"}
+
+    def _made_with_others(self) -> dict[str, list[str]]:
+        """By id of a finished job, what has changed since."""
+        found = {job.job_id: list(self.known.differences(job)) for job in self.found.jobs}
+        return {job_id: changes for job_id, changes in found.items() if changes}
+
+    def _provenance_lines(self) -> Iterator[str]:
+        by_change: dict[str, list[str]] = {}
+        for job_id, changes in self._made_with_others().items():
+            by_change.setdefault(", ".join(changes), []).append(job_id)
+        for text, ids in by_change.items():
+            yield f"done      with {text}: {_named(ids)}; --force makes them again"
 
     def _field_lines(self) -> Iterator[str]:
         """The fields of all jobs, in the order in which they count."""

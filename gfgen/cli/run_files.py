@@ -30,6 +30,7 @@ from gfgen.runtime.files.manifest import (
 from gfgen.runtime.files.ownership import claim_files, job_file_name, with_dates
 from gfgen.session.admission import Admission, admit_file
 from gfgen.session.hooks import FileHook
+from gfgen.session.provenance import differences, made_with
 from gfgen.session.session import SessionOptions
 
 _SUFFIXES = (*SUFFIXES, ".bmp")
@@ -132,6 +133,13 @@ class KnownJobs:
             )
             claimed, problems = claimed + found, problems + taken
         return claimed, problems
+
+    def differences(self, job: AdmittedJob) -> Sequence[str]:
+        """What this run would make a finished job with that differs from what it was made with."""
+        before = self._entries.get(job.job_id, {}).get("made_with")
+        if job.job_id not in self.done_ids or not isinstance(before, dict):
+            return ()
+        return differences(before, made_with(self._options.ranks, job.checkpoint))
 
     def status(self, job: AdmittedJob) -> tuple[str, str]:
         """One of STATUSES, and for a job that is made again the reason."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gfgen.errors import InputError, JobFileError
+from gfgen.errors import InputError, JobFileError, ModelError
 from gfgen.job.reader import read_job_stream
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy
@@ -27,7 +27,7 @@ from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.observer import Observer
+from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
 from gfgen.runtime.files.lock import hold_folder
@@ -44,6 +44,7 @@ from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend, Requests
 from gfgen.session.admission import Admission, warn_of_passed_deadlines
+from gfgen.session.provenance import made_with
 from gfgen.session.ranks import Ranks, ready_pool
 from gfgen.session.warming import warm_up, warm_ups_of
 from gfgen.system.signals import SignalPipe
@@ -199,7 +200,10 @@ class Session:
         costs, ranks = CostModel(profile), options.ranks
         state = State(jobs, start, clock=clock, costs=costs)
         if options.keeps_records:
-            observers = (ManifestWriter(options.output_dir / MANIFEST_NAME), *observers)
+            observers = (
+                ManifestWriter(options.output_dir / MANIFEST_NAME, made_with=self._made_with),
+                *observers,
+            )
         with contextlib.ExitStack() as stack:
             for observer in observers:
                 stack.callback(observer.close)
@@ -241,6 +245,13 @@ class Session:
                     )
         self.stop_signal = state.closing.stop_signal if state.jobs.records else None
         return summary
+
+    def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
+        """None if the model is not there any more, or its files cannot be read."""
+        try:
+            return made_with(self.options.ranks, self.admission.find_model(info.spec.model or "").checkpoint)
+        except (ModelError, OSError):
+            return None
 
     def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:
         pool, folder = self.pool, options.output_dir

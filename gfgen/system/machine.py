@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -30,6 +32,13 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+@functools.cache
+def key_versions() -> Mapping[str, str]:
+    """Of the packages on which the results depend."""
+    found = versions()
+    return {name: found[name] for name in ("gfgen", "torch", "diffusers") if name in found}
 
 
 def file_stem(device: str) -> str:

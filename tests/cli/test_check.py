@@ -192,3 +192,23 @@ def test_a_simulated_line_of_a_manifest_is_no_finished_job(capsys, folder):
     line = {"version": 1, "id": "fox", "status": "done", "simulated": True, "spec_hash": "x", "file": None}
     put(folder / "outputs/jobs/manifest.jsonl", line)
     assert checked(capsys, "jobs.jsonl")["counts"]["new"] == 1
+
+
+def test_finished_jobs_that_were_made_with_other_versions_or_weights_are_named(capsys, folder, monkeypatch):
+    finished(folder, monkeypatch, capsys, FOX, FOX | {"id": "owl"})
+    path = folder / "outputs/jobs/manifest.jsonl"
+    fox, owl = map(json.loads, path.read_text().splitlines())
+    fox["made_with"] = {
+        "versions": {"torch": "1.0"},
+        "weights": "sha256 0",
+        "device": "cpu",
+        "vae_dtype": "auto",
+    }
+    put(path, fox, owl)
+    found = checked(capsys, "jobs.jsonl")["made_with_others"]
+    assert list(found) == ["fox"]
+    assert [text.partition(" (now")[0] for text in found["fox"]] == ["torch 1.0", "weights sha256 0"]
+    code, out, _ = gfgen(capsys, "check", "jobs.jsonl", "--device", "cpu")
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if line.startswith("done ")]
+    assert line.endswith(": fox; --force makes them again")

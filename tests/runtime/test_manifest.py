@@ -283,3 +283,13 @@ def test_several_files_in_a_subfolder_are_named_with_it(tmp_path: Path) -> None:
     for name, size_bytes, _ in files:
         (tmp_path / "S" / name).write_bytes(b"x" * size_bytes)
     assert finished_jobs(path, [info]) == {"a"}
+
+
+def test_a_line_can_say_what_the_job_was_made_with(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.jsonl"
+    writer = ManifestWriter(path, made_with=lambda info: {"weights": info.job_id})
+    writer.ended(outcome(job_info("a")))
+    writer.close()
+    entry = json.loads(path.read_text())
+    assert list(entry) == [*FROZEN_KEYS, "made_with"]
+    assert entry["made_with"] == {"weights": "a"}

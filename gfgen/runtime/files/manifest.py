@@ -37,11 +37,17 @@ class ManifestWriter(Observer):
     """Appends a line when a job ends; `now` returns Unix time."""
 
     def __init__(
-        self, path: Path, *, now: Callable[[], float] = time.time, is_simulated: bool = False
+        self,
+        path: Path,
+        *,
+        now: Callable[[], float] = time.time,
+        is_simulated: bool = False,
+        made_with: Callable[[JobInfo], Mapping[str, Any] | None] = lambda info: None,
     ) -> None:
         self.path = path
         self._now = now
         self._is_simulated = is_simulated
+        self._made_with = made_with
         _make_parent(path)
         self._lines = LineFile(path)
         self._written: list[str] = []
@@ -52,6 +58,8 @@ class ManifestWriter(Observer):
         entry = manifest_entry(outcome, written_at=self._now())
         if self._is_simulated:
             entry[SIMULATED] = True
+        elif (found := self._made_with(outcome.info)) is not None:
+            entry["made_with"] = dict(found)
         self._lines.append(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
         if outcome.written is not None:
             self._written += [_in_folder(outcome, name) for name, _, _ in outcome.files] or [

@@ -13,6 +13,7 @@ from typing import Any
 
 from gfgen.job.reader import to_mapping
 from gfgen.job.spec import JobSpec
+from gfgen.system.machine import key_versions
 
 Metadata = Mapping[str, Any]
 
@@ -46,6 +47,7 @@ def parameters_text(metadata: Metadata) -> str:
     pairs = {title: known.pop(title) for title in _TITLES.values() if title in known}
     if "width" in metadata and "height" in metadata:
         pairs["Size"] = f"{metadata['width']}x{metadata['height']}"
+    known["Version"] = "; ".join(f"{name} {number}" for name, number in key_versions().items())
     lines.append(", ".join(f"{title}: {_in_text(value)}" for title, value in (pairs | known).items()))
     return "\n".join(line for line in lines if line)
 

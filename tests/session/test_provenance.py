@@ -1,0 +1,40 @@
+"""What a job was made with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
+from gfgen.session.provenance import differences, made_with, weights_id
+from gfgen.session.ranks import Ranks
+
+
+def checkpoint(folder: Path, content: bytes) -> Path:
+    (folder / "transformer").mkdir(parents=True)
+    (folder / "transformer" / "model.safetensors").write_bytes(content)
+    return folder
+
+
+def test_equal_weights_have_one_hash_wherever_they_are(tmp_path: Path) -> None:
+    one, other = checkpoint(tmp_path / "a", b"x" * 300_000), checkpoint(tmp_path / "b", b"x" * 300_000)
+    assert weights_id(one) == weights_id(other)
+    assert weights_id(one) != weights_id(checkpoint(tmp_path / "c", b"x" * 299_999 + b"y"))
+    assert weights_id(one) != weights_id(checkpoint(tmp_path / "d", b"x" * 300_001))
+
+
+def test_a_checkpoint_of_the_hub_has_its_revision(tmp_path: Path) -> None:
+    assert weights_id(tmp_path / "models--x" / "snapshots" / "abc123") == "revision abc123"
+
+
+def test_differences_are_named_with_both_values(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "a", b"x")
+    now = made_with(Ranks(Devices(CPU, 2)), path)
+    assert differences(now, now) == []
+    assert differences({}, now) == []
+    older = now | {"versions": {**now["versions"], "torch": "1.0"}}
+    assert differences(older, now) == [f"torch 1.0 (now {now['versions']['torch']})"]
+    gpus = made_with(Ranks(Devices(CUDA, 1, (Gpu("NVIDIA H200", 1),)), has_random_weights=True), path)
+    assert differences(now, gpus) == [
+        f"weights {now['weights']} (now random)",
+        "device cpu (now NVIDIA H200)",
+    ]
