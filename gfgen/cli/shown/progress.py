@@ -326,7 +326,8 @@ def outcome_line(outcome: JobOutcome) -> str:
         return f"failed {info.job_id}: {outcome.error}"
     if outcome.status == "cancelled":
         return f"cancelled {info.job_id}"
-    line = f"done {info.job_id}: {info.file} in {in_words(outcome.ended_s - outcome.arrival_s)}"
+    file = f"{outcome.files[0][0]} to {outcome.files[-1][0]}" if outcome.files else info.file
+    line = f"done {info.job_id}: {file} in {in_words(outcome.ended_s - outcome.arrival_s)}"
     if outcome.deadline_s is None:
         return line
     margin = in_words(abs(outcome.deadline_s - outcome.ended_s))
@@ -340,7 +341,8 @@ def outcome_fields(outcome: JobOutcome) -> dict[str, Any]:
         "job": outcome.info.job_id,
         "latency_s": round(outcome.ended_s - outcome.arrival_s, 3),
         "met_deadline": outcome.met_deadline,
-        "file": outcome.info.file if outcome.status == "done" else None,
+        "file": outcome.info.file if outcome.status == "done" and not outcome.files else None,
+        "files": [name for name, _, _ in outcome.files] or None,
         "error": outcome.error,
     }
     return {key: value for key, value in known.items() if value is not None}
