@@ -79,7 +79,7 @@ def _modules(transformer: torch.nn.Module, pattern: str) -> list[torch.nn.Module
     expression = re.compile(re.escape(pattern.removesuffix("?")).replace(r"\*", r"[^.]+"))
     found = [module for name, module in transformer.named_modules() if expression.fullmatch(name)]
     if not found and not pattern.endswith("?"):
-        raise ModelError(f"{type(transformer).__name__}: its plan names {pattern!r}, which it has not")
+        raise ModelError(f"{type(transformer).__name__} has no module {pattern!r}, which its plan names")
     return found
 
 
@@ -164,9 +164,9 @@ def _count(count: int, length: int, sharing: Sharing, *, at_end: bool) -> int:
 def _shard(x: torch.Tensor, dim: int, sharing: Sharing) -> torch.Tensor:
     """This rank's part.
 
-    Text may be shorter than there are ranks. Its last shards are then empty, and flow through
-    the blocks as tensors of no rows. A copy and no view: compiled blocks depend on strides, and
-    those of a view would tell them the whole length.
+    If a text has fewer tokens than there are ranks, its last shards are empty tensors, which pass through the
+    blocks. The part is a copy, because compiled blocks depend on strides, and those of a view depend on the
+    whole length.
     """
     length = x.shape[dim]
     if sharing.slot_1 is not None:
@@ -219,11 +219,10 @@ def _wrap_globals(module: Any) -> None:
 
 
 def _passing_empty(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Rotation that also accepts an empty tensor.
+    """Rotation that also accepts an empty tensor, for which diffusers' reshape is undefined.
 
-    It reshapes with an inferred dimension, which is undefined for a tensor of no elements. This
-    is all that keeps a text shorter than the degree from being cut like any other, and cheaper
-    than keeping such a text whole on every rank, which would need an exchange of its own.
+    So a text that is shorter than the degree is cut like any other. On every rank whole, it would need an
+    exchange of its own.
     """
 
     @functools.wraps(function)

@@ -35,7 +35,8 @@ KEYS = "to "
 class Cut(NamedTuple):
     """Each rank keeps its shard of a tensor, or of each tensor in a list or dictionary.
 
-    stream: the stream that the tensor is, for the first tensor of each; others have the same length.
+    stream: the stream that begins with this tensor. Other tensors go along with a stream: their length along
+    `dim` is its length.
     ndim: tensors with other numbers of dimensions stay whole.
     may_be_empty: whether the class works with empty shards, when there are fewer tokens than ranks.
     """

@@ -71,12 +71,12 @@ _SHARING: ContextVar[Sharing | None] = ContextVar("sharing", default=None)
 
 @contextmanager
 def active(parallel: Parallel, *, slot_1: torch.Tensor | None = None) -> Iterator[None]:
-    """Inside, forwards of transformers with hooks are shared among the ranks of one branch.
+    """Inside, the ranks of one branch share the forwards of transformers with hooks.
 
-    All of the ranks must make the same forwards with the same inputs, whole on each; outputs
-    are whole on each, too, and bitwise the same. One rank alone is as if nothing were active.
-    slot_1: an int64 tensor that is to hold this rank's slot among those who share the tokens, for
-    forwards that are recorded in one slot and replayed in another one.
+    All of these ranks make the same forwards. Each gives the whole inputs and gets the whole outputs, with
+    the same bits. If the branch has one rank, nothing is active.
+    slot_1: an int64 tensor that holds this rank's slot among those that share tokens, for forwards that are
+    recorded in one slot and replayed in another one.
     """
     token = _SHARING.set(Sharing(parallel, slot_1) if parallel.sequence.size > 1 else None)
     try:
@@ -132,13 +132,13 @@ def attend(
     """In place of diffusers' `dispatch_attention_fn`: the same function, shared where marked.
 
     parallel_config: the mark, which streams the attention is over (`plans.Plan.attentions`).
-    text_length: of the whole text, where what was cut has padding that is left out here.
-    num_tokens_B: how many tokens of each sample there are, of all ranks; padding is behind them.
+    text_length: length of the whole text without padding, if the cut text has padding.
+    num_tokens_B: number of tokens of each sample, on all ranks together; padding follows them.
     Shapes: query, key, value [B, L, H, D], attn_mask [B, 1, 1, L] or None, num_tokens_B int32 [B] or None
             -> [B, L, H, D].
     """
-    # Compiled code must not depend on who shares: there the operator decides when it runs, and
-    # one compiled block serves every degree at which its shard has the same shape.
+    # Compiled code must not depend on the ranks: its operator decides when it runs, and one compiled
+    # block serves every degree at which its shard has the same shape.
     is_shared = torch.compiler.is_compiling() or _SHARING.get() is not None
     if parallel_config is None or not is_shared:
         if num_tokens_B is not None:
@@ -199,12 +199,11 @@ def sharded_attention(
     num_tokens_B: torch.Tensor | None = None,
     streams: str = ALL,
 ) -> torch.Tensor:
-    """Attend with diffusers' own dispatch, shared as what is active says.
+    """Attention by diffusers' own dispatch, shared among the active ranks.
 
-    One operator, opaque to compilers: what lies in an arena never crosses its boundary. Its
-    arguments know nothing of degrees, slots or ranks, which it finds in what is active when it
-    runs; for a captured graph that is when it is captured, by ranks whose launches read a
-    descriptor at a fixed address.
+    One operator, opaque to compilers, so memory of an arena never crosses its boundary. Its arguments do not
+    depend on degrees, slots or ranks: it takes them from what is active when it runs. For a captured graph
+    that is its capture, by ranks whose launches read a descriptor at a fixed address.
 
     Shapes: query, key, value [B, L, H, D], attn_mask bool [B, 1, 1, L] or None, num_tokens_B int32 [B] or
             None -> [B, L, H, D], fresh memory.
