@@ -142,3 +142,13 @@ def test_a_batch_over_http_reads_no_lists(tmp_path):
     parsed = read_job_stream(io.BytesIO(content), source="x", folder=tmp_path, images=NoImages("no"))
     assert parsed.specs == ()
     assert [problem.field for problem in parsed.problems] == ["vary", "num_images"]
+
+
+def test_the_command_line_gives_all_lines_a_number_of_images_or_seeds(tmp_path: Path) -> None:
+    lines = ({"id": "fox", "prompt": "a {red|blue} fox", "vary": True}, {"id": "owl", "prompt": "an owl"})
+    for option in ("num_images=2", "seeds=3..4", "seeds=[3, 4]"):
+        parsed = read(tmp_path, *lines, **parse_overrides([("--set", option)]))
+        assert parsed.problems == ()
+        assert [spec.id for spec in parsed.specs] == ["fox-1", "fox-2", "fox-3", "fox-4", "owl-1", "owl-2"]
+    problems = read(tmp_path, *lines, **parse_overrides([("--set", "num_images=x")])).problems
+    assert 'num_images = "x": a whole number from 1 to 100,000' in str(problems[0])

@@ -66,6 +66,7 @@ def test_options_of_run():
         "--memory",
         "--model",
         "--no-graphs",
+        "--num-images",
         "--on-done",
         "--on-file",
         "--only",
@@ -90,6 +91,7 @@ def test_options_of_run():
         "--vary",
         "--verbose",
         "--watch",
+        "-n",
         "-o",
         "-p",
         "-q",
@@ -131,6 +133,8 @@ JOBS = [
     "--tag",
     "--vary",
     "-p",
+    "--num-images",
+    "-n",
 ]
 """Of all commands that take jobs."""
 

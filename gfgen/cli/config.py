@@ -6,10 +6,8 @@ gfgen/config.toml in ~/.config (or $XDG_CONFIG_HOME).
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +68,12 @@ def read_files() -> Sequence[ConfigFile]:
     """Raises InputError for a file that cannot be read or is not TOML."""
     found = []
     for path in config_paths():
+        if not path.exists():
+            continue
+        import tomllib
+
         try:
             found.append(ConfigFile(path, tomllib.loads(path.read_text(encoding="utf-8"))))
-        except (FileNotFoundError, NotADirectoryError):
-            continue
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from None
         except ValueError as error:
@@ -131,6 +131,8 @@ def _value(option: click.Option, value: Any) -> Any:
 
 
 def _hint(name: str, options: Mapping[str, object]) -> str:
+    import difflib
+
     near = difflib.get_close_matches(name, options, n=1)
     return f"no such option; did you mean {near[0]}?" if near else "no such option of this command"
 

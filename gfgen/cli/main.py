@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import importlib
 import logging
@@ -66,6 +65,8 @@ class _LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in _COMMANDS and not name.startswith("-"):
+            import difflib  # 6 ms that only a mistyped command pays
+
             near = difflib.get_close_matches(name, _COMMANDS, n=1)
             hint = f"'gfgen run {name}'" if os.path.exists(name) else repr(near[0]) if near else None
             ctx.fail(f"No such command {name!r}." + (f" Did you mean {hint}?" if hint else ""))

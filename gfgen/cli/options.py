@@ -318,6 +318,7 @@ class JobOptions:
     steps: str | None = None
     seed: str | None = None
     frames: str | None = None
+    num_images: str | None = None
     only: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     limit: int | None = None
@@ -349,10 +350,10 @@ class JobOptions:
     def _pairs(self) -> Sequence[tuple[str, str]]:
         """Each option that sets a field, with FIELD=VALUE."""
         short = {"size": self.size, "steps": self.steps, "seed": self.seed, "frames": self.frames}
+        short["num_images"] = self.num_images
+        given = {name: value for name, value in short.items() if value is not None}
         pairs = [("--set", text) for text in self.settings]
-        return pairs + [
-            (f"--{name}", f"{name}={value}") for name, value in short.items() if value is not None
-        ]
+        return pairs + [(f"--{name.replace('_', '-')}", f"{name}={value}") for name, value in given.items()]
 
 
 job_options = taken_as(
@@ -383,6 +384,7 @@ job_options = taken_as(
     click.option("--steps", metavar="N", help="The same as --set steps=N."),
     click.option("--seed", metavar="N", help="The same as --set seed=N."),
     click.option("--frames", metavar="N", help="The same as --set frames=N."),
+    click.option("--num-images", "-n", metavar="N", help="Make N of each job, with different seeds."),
     click.option(
         "--only",
         multiple=True,

@@ -19,6 +19,8 @@ OWN_FIELDS = ("id", "output")
 """Each job needs its own."""
 VARIATION_FIELDS = ("vary", "seeds", "num_images")
 """Fields of a line, not of a job (variations.py)."""
+SETTABLE_VARIATIONS = ("seeds", "num_images")
+"""Those of the variation fields that the command line can give to all lines."""
 SIDES = {"size", "width", "height"}
 SEEDS = {"seed", "seeds"}
 MAX_JOBS = 100_000
@@ -93,6 +95,9 @@ def parse_overrides(options: Iterable[tuple[str, str]]) -> dict[str, Any]:
         field = FIELDS.get(name)
         if not equals:
             raise InputError(f"{option} {text}: NAME=VALUE is accepted, such as {option} steps=20")
+        if name in SETTABLE_VARIATIONS:
+            found = dict(over(found, {name: value_of(name, value)}))  # the lines check it
+            continue
         if field is None:
             hint = suggestion(name, FIELDS) or f"the fields of a job are {', '.join(FIELDS)}"
             raise InputError(f"{option}: {plain_name(name)}: not a field; {hint}")
