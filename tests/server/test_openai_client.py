@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import time
 
 import pytest
 from fake_serving import MOVIE
@@ -44,6 +46,97 @@ def test_pictures_come_in_a_conversation(client):
     messages = [{"role": "user", "content": "a fox"}]
     answer = client.chat.completions.create(model="fake-image", messages=messages)
     assert answer.choices[0].message.content[0]["image_url"]["url"].startswith("data:image/png;base64,")
+
+
+def uploaded(client, *lines):
+    content = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    return client.files.create(file=("night.jsonl", content.encode()), purpose="batch")
+
+
+def request_of(number, url="/v1/images/generations", **body):
+    body = {"model": "fake-image", "prompt": f"number {number}", "num_inference_steps": 1} | body
+    return {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}
+
+
+def ended(client, batch):
+    deadline_s = time.monotonic() + 30
+    while batch.status == "in_progress":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+        batch = client.batches.retrieve(batch.id)
+    return batch
+
+
+def lines_of(client, file_id):
+    lines = map(json.loads, client.files.content(file_id).text.splitlines())
+    return {line["custom_id"]: line for line in lines}
+
+
+def test_a_file_of_requests_becomes_files_of_results_and_errors(client):
+    file = uploaded(
+        client,
+        request_of(1),
+        request_of(2, n=2, size="64x64"),
+        request_of(3, guidance_scale=13),
+        request_of(4, size="huge"),
+        request_of(5, url="/v1/videos"),
+        "nonsense\n",
+    )
+    assert (file.filename, file.purpose, file.status) == ("night.jsonl", "batch", "processed")
+    assert client.files.content(file.id).text.count("custom_id") == 5
+    batch = client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/images/generations",
+        completion_window="24h",
+        metadata={"of": "me"},
+    )
+    assert (batch.endpoint, batch.input_file_id, batch.metadata) == (
+        "/v1/images/generations",
+        file.id,
+        {"of": "me"},
+    )
+    batch = ended(client, batch)
+    assert batch.status == "completed"
+    results = lines_of(client, batch.output_file_id)
+    assert [len(results[name]["response"]["body"]["data"]) for name in ("r1", "r2")] == [1, 2]
+    (image,) = results["r1"]["response"]["body"]["data"]
+    with Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))) as picture:
+        assert picture.format == "PNG"
+    errors = lines_of(client, batch.error_file_id)
+    assert set(errors) == {"r3", "r4", "r5", None}
+    assert "unlucky" in errors["r3"]["error"]["message"]
+    assert "/v1/images/generations is accepted in this batch" in errors["r5"]["error"]["message"]
+    assert batch.id in [each.id for each in client.batches.list(limit=1)]  # page by page
+    assert file.id in [each.id for each in client.files.list()]
+    assert client.files.retrieve(batch.output_file_id).purpose == "batch_output"
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+
+
+def test_a_batch_of_videos_is_cancelled(client):
+    slow = {"model": "fake-video", "flow_shift": 0.05, "num_inference_steps": 1000}
+    file = uploaded(client, *(request_of(number, url="/v1/videos", **slow) for number in range(4)))
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/videos", completion_window="24h")
+    assert batch.output_file_id is None
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(f"file-output_{batch.id}")
+    batch = client.batches.cancel(batch.id)
+    assert batch.status == "cancelled"
+    errors = lines_of(client, batch.error_file_id)
+    assert {line["error"]["code"] for line in errors.values()} == {"cancelled"}
+
+
+def test_a_batch_without_a_valid_request_is_refused(client):
+    file = uploaded(client, request_of(1, prompt=""), request_of(2, url="/v1/audio"))
+    values = {"endpoint": "/v1/images/generations", "completion_window": "24h"}
+    with pytest.raises(openai.BadRequestError, match="line 1: prompt"):
+        client.batches.create(input_file_id=file.id, **values)
+    for file_id in ("file-0", "../jobs", "file-" + "0" * 24):
+        with pytest.raises(openai.NotFoundError):
+            client.batches.create(input_file_id=file_id, **values)
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("x", b"x"), purpose="fine-tune")
 
 
 def test_a_video_is_created_polled_downloaded_listed_and_deleted(client):

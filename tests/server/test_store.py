@@ -150,6 +150,16 @@ def test_a_batch_counts_its_jobs_as_they_end(store):
     assert store.batch("batch") is None
 
 
+def test_batches_are_listed_page_by_page(store):
+    for number, name in enumerate("abcd"):
+        jobs = [accepted(f"job-{name}", batch_id=name)]
+        run(store.accept(jobs, batch_id=name, now=100.0 + number // 2))
+    ids = lambda **which: [row.id for row in store.batches(**which)]  # noqa: E731
+    assert ids(limit=3, after=None) == ["d", "c", "b"]
+    assert ids(limit=3, after="c") == ["b", "a"]
+    assert ids(limit=3, after="a") == []
+
+
 def test_what_is_open_is_never_removed(store):
     accept(store, "a")
     run(store.remove(["a"]))

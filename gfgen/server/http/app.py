@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 
 from gfgen.errors import OutputError
-from gfgen.server.http import routes_batches, routes_images, routes_jobs, routes_server
+from gfgen.server.http import routes_batches, routes_files, routes_images, routes_jobs, routes_server
 from gfgen.server.http.guard import ApiKeys, RequestGuard
 from gfgen.server.http.streams import StateFeed
 from gfgen.server.jobs.prometheus import ServerMetrics
@@ -51,8 +51,9 @@ def make_app(
     )
     app.state.service, app.state.feed, app.state.metrics = service, feed, metrics
     app.state.keys, app.state.page = keys, routes_server.read_page()
-    for router in (*routes_jobs.ROUTERS, routes_images.router, routes_batches.router, routes_server.router):
-        app.include_router(router)
+    for routes in (routes_jobs, routes_images, routes_batches, routes_files, routes_server):
+        for router in routes.ROUTERS:
+            app.include_router(router)
     install_errors(app)
     app.add_middleware(
         RequestGuard,

@@ -57,6 +57,8 @@ class Body:
     values: Mapping[str, Any]
     picture: bytes | None
     fingerprint: str
+    filename: str | None = None
+    """Of an uploaded file."""
 
 
 async def read_body(request: Request, *, service: JobService, picture_name: str = "input_reference") -> Body:
@@ -109,13 +111,22 @@ async def read_job_file(request: Request, *, service: JobService) -> tuple[bytes
     return content, fingerprint
 
 
+async def read_file(request: Request, *, service: JobService) -> Body:
+    """A form with a file."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "multipart/form-data":
+        raise ApiError(400, "send a form with a file")
+    body = await _from_form(request, service, "file")
+    if body.picture is None:
+        raise ApiError(400, "file: missing", param="file")
+    return body
+
+
 async def _job_file(request: Request, service: JobService) -> tuple[bytes, str]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        body = await _from_form(request, service, "file")
-        if body.picture is None:
-            raise ApiError(400, "file: missing", param="file")
-        return body.picture, body.fingerprint
+        body = await read_file(request, service=service)
+        return body.picture or b"", body.fingerprint
     content = await _content(request, service.limits.body_bytes)
     address = _address(request)
     return content, await _parse(content, lambda: _fingerprint(address, {}, content))
@@ -174,6 +185,7 @@ async def _from_form(request: Request, service: JobService, file_name: str) -> B
     """The fields of a form, all strings, and one file."""
     values: dict[str, Any] = {}
     picture: bytes | None = None
+    filename: str | None = None
     async with request.form(
         max_files=1, max_fields=MAX_FIELDS, max_part_size=service.limits.json_bytes
     ) as form:
@@ -183,14 +195,15 @@ async def _from_form(request: Request, service: JobService, file_name: str) -> B
                     raise ApiError(
                         400, f"{name[:80]!r}: not a file of this form; send {file_name}", param=file_name
                     )
-                picture = await value.read()
+                picture, filename = await value.read(), value.filename
             else:
                 _add_field(values, name, value)
     if any(name in values for name in _PICTURE_URL):
         picture = await asyncio.to_thread(_picture_of_form, values)
     _check_size(values, service.limits.json_bytes)
     address, content = _address(request), picture or b""
-    return Body(values, picture, await _parse(content, lambda: _fingerprint(address, values, content)))
+    fingerprint = await _parse(content, lambda: _fingerprint(address, values, content))
+    return Body(values, picture, fingerprint, filename)
 
 
 def _from_fields(content: bytes, address: list[str], *, json_bytes: int) -> Body:

@@ -8,17 +8,21 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from gfgen.errors import JobFileError, listed
+from gfgen.errors import JobFileError, Problem, listed
+from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.http.bodies import IDEMPOTENCY_KEY, read_job_file, request_key
-from gfgen.server.http.routes_jobs import JobId, Limit, Service
-from gfgen.server.jobs.job_requests import batch_jobs, new_id
+from gfgen.server.http.routes_files import create_of_upload, upload_fields, uploaded_batch
+from gfgen.server.http.routes_jobs import After, JobId, Limit, Service
+from gfgen.server.jobs.job_requests import RequestedJob, admitted_of_file, batch_jobs, new_id
 from gfgen.server.jobs.manifests import manifest
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import BatchRow
 from gfgen.server.protocol import schemas
+from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, responses
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
+ROUTERS = (router,)
 
 _BODY: dict[str, Any] = {
     "parameters": [IDEMPOTENCY_KEY],
@@ -26,6 +30,7 @@ _BODY: dict[str, Any] = {
         "required": True,
         "content": {
             "application/jsonl": {"schema": {"type": "string", "description": "A job file."}},
+            "application/json": {"schema": schemas.BatchRequest.model_json_schema()},
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
@@ -41,7 +46,7 @@ _BODY: dict[str, Any] = {
 @router.post(
     "",
     response_model=schemas.Batch,
-    responses=responses(400, 408, 413, 422, 429, 503, 507),
+    responses=responses(400, 404, 408, 413, 422, 429, 503, 507),
     openapi_extra=_BODY,
     summary="Run a job file",
 )
@@ -55,25 +60,32 @@ async def create_batch(
 ) -> Response:
     """Accepts all jobs of a file or none, with the messages of `gfgen run`. With `skip_invalid` it accepts
     the jobs that the models and this machine can run. `image` and `output` name files of the client: `image`
-    is refused, and the server chooses the output's name."""
+    is refused, and the server chooses the output's name. JSON with `input_file_id` makes a batch of
+    OpenAI's requests in an uploaded file."""
     models = service.ready_models()
     content, fingerprint = await read_job_file(request, service=service)
-    batch_id = new_id("batch")
+    batch_id, key = new_id("batch"), request_key(request, fingerprint)
+    if (values := uploaded_batch(content, most_bytes=service.limits.json_bytes)) is not None:
+        batch_id = await create_of_upload(service, values, batch_id=batch_id, key=key)
+        return _answer(service, service.store.batch(batch_id), batch_id)
+    skipped: list[Problem] = []
     try:
         requested, problems = await asyncio.to_thread(
             batch_jobs, content, batch_id=batch_id, skip_invalid=skip_invalid, models=models
         )
-        batch_id, skipped = await service.take_batch(
-            requested,
-            batch_id=batch_id,
-            key=request_key(request, fingerprint),
-            problems=problems,
-            skip_invalid=skip_invalid,
-        )
+
+        def admitted(admit: Admit) -> list[tuple[RequestedJob, AdmittedJob]]:
+            jobs, refused = admitted_of_file(requested, admit)
+            skipped.extend(sorted((*problems, *refused), key=lambda problem: problem.line or 0))
+            if skipped and not (skip_invalid and jobs):
+                raise JobFileError("the job file", tuple(skipped))
+            return jobs
+
+        taken_id = await service.take_batch(len(requested), admitted, batch_id=batch_id, key=key)
     except JobFileError as error:
         raise ApiError(400, str(error), code="invalid_job_file", param=error.problems[0].field) from None
-    lines = None if skipped is None else listed(skipped, limit=len(skipped))
-    return _answer(service, service.store.batch(batch_id), batch_id, skipped=lines)
+    lines = listed(skipped, limit=len(skipped)) if taken_id == batch_id else None
+    return _answer(service, service.store.batch(taken_id), taken_id, skipped=lines)
 
 
 @router.get(
@@ -82,8 +94,17 @@ async def create_batch(
     summary="List batches",
     response_model=schemas.BatchList,
 )
-async def list_batches(service: Service, limit: Limit = 20) -> Response:
-    return schemas.BatchList(data=[_batch(service, row) for row in service.store.batches(limit)]).response()
+async def list_batches(service: Service, limit: Limit = 20, after: After = None) -> Response:
+    if after is not None and service.store.batch(after) is None:
+        raise ApiError(400, f"after: there is no batch {after!r}", param="after")
+    rows = service.store.batches(limit=limit + 1, after=after)
+    data = [_batch(service, row) for row in rows[:limit]]
+    return schemas.BatchList(
+        data=data,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+        has_more=len(rows) > limit,
+    ).response()
 
 
 @router.get(
@@ -142,6 +163,7 @@ def _answer(
 def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = None) -> schemas.Batch:
     is_over = row.completed_at is not None
     records = [] if is_over else [r for r in service.mirror.records.values() if r.facts.batch_id == row.id]
+    made_of = service.uploads.batch(row.id)
     ends = [r.predicted_end_at for r in records]
     known_ends = [end for end in ends if end is not None]
     return schemas.Batch(
@@ -156,6 +178,7 @@ def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = No
         num_late=row.missed + sum(r.will_meet_deadline is False for r in records),
         manifest_url=f"/v1/batches/{row.id}/manifest",
         skipped=skipped,
+        **({} if made_of is None else upload_fields(row, made_of)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -21,6 +21,7 @@ from gfgen.server.protocol.problems import ApiError, responses
 from gfgen.server.protocol.validation import opened
 
 router = APIRouter(prefix="/v1", tags=["images"])
+ROUTERS = (router,)
 
 _ERRORS = responses(400, 404, 408, 409, 413, 422, 429, 500, 503, 504, 507)
 
@@ -60,15 +61,30 @@ async def edit_images(request: Request, service: Service) -> Response:
 async def _images(request: Request, service: JobService, body: Body) -> Response:
     asked_for, warnings = opened(schemas.ImageRequest, body.values, is_strict=service.api.strict)
     pictures = await _pictures(request, service, body, asked_for, warnings)
-    answer = schemas.Images(
-        created=int(pictures[0].facts.created_at),
-        data=[await _image(request, service, stored, asked_for) for stored in pictures],
+    answer = images(
+        service,
+        pictures,
+        [await _image(request, service, stored, asked_for) for stored in pictures],
         output_format=asked_for.output_format,
+    )
+    answer.warnings = warnings or None
+    return await asyncio.to_thread(answer.response)
+
+
+def images(
+    service: JobService,
+    pictures: Sequence[StoredJob],
+    data: list[schemas.Image],
+    *,
+    output_format: Literal["png", "jpeg", "webp"] = "png",
+) -> schemas.Images:
+    return schemas.Images(
+        created=int(pictures[0].facts.created_at),
+        data=data,
+        output_format=output_format,
         size=pictures[0].facts.size,
         **_durations(service, pictures),
-        warnings=warnings or None,
     )
-    return await asyncio.to_thread(answer.response)
 
 
 @router.post(
@@ -85,20 +101,26 @@ async def complete_chat(request: Request, service: Service) -> Response:
     body = await read_body(request, service=service, picture_name=MESSAGES)
     asked_for, warnings = opened(schemas.ChatRequest, body.values, is_strict=service.api.strict)
     pictures = await _pictures(request, service, body, asked_for, warnings)
-    kind = files.PICTURE_FORMATS[asked_for.output_format]
-    urls = [
-        f"data:{kind};base64,{await _base64(service, stored, asked_for.output_format)}" for stored in pictures
-    ]
+    answer = await chat_completion(service, pictures, asked_for.output_format)
+    answer.warnings = warnings or None
+    return await asyncio.to_thread(answer.response)
+
+
+async def chat_completion(
+    service: JobService, pictures: Sequence[StoredJob], output_format: str = "png"
+) -> schemas.ChatCompletion:
+    """The answer of a conversation, without warnings."""
+    kind = files.PICTURE_FORMATS[output_format]
+    urls = [f"data:{kind};base64,{await _base64(service, stored, output_format)}" for stored in pictures]
     content = [schemas.ImagePart(image_url=schemas.ImageUrl(url=url)) for url in urls]
-    answer = schemas.ChatCompletion(
+    return schemas.ChatCompletion(
         id=f"chatcmpl-{pictures[0].facts.id}",
         created=int(pictures[0].facts.created_at),
         model=pictures[0].facts.model,
         metrics=schemas.ChatMetrics(**_durations(service, pictures)),
         choices=[schemas.ChatChoice(message=schemas.ChatAnswer(content=content))],
-        warnings=warnings or None,
+        warnings=None,
     )
-    return await asyncio.to_thread(answer.response)
 
 
 async def _pictures(
@@ -149,7 +171,12 @@ async def _image(
         base = (service.api.public_url or str(request.base_url)).rstrip("/")
         url = f"{base}/v1/jobs/{job_id}/content" + ("?" + "&".join(query) if query else "")
         return schemas.Image(url=url, id=job_id, seed=stored.facts.seed)
-    return schemas.Image(b64_json=await _base64(service, stored, kind), id=job_id, seed=stored.facts.seed)
+    return await image_content(service, stored, kind)
+
+
+async def image_content(service: JobService, stored: StoredJob, kind: str = "png") -> schemas.Image:
+    text = await _base64(service, stored, kind)
+    return schemas.Image(b64_json=text, id=stored.facts.id, seed=stored.facts.seed)
 
 
 async def _base64(service: JobService, stored: StoredJob, kind: str) -> str:

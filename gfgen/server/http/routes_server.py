@@ -19,6 +19,7 @@ from gfgen.server.protocol.problems import ApiError, responses
 from gfgen.server.protocol.validation import checked
 
 router = APIRouter(tags=["server"])
+ROUTERS = (router,)
 
 PAGE_TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import json
 import math
 import re
 import secrets
@@ -27,6 +28,7 @@ from gfgen.server.jobs.store import JobFacts, NewJob
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, refused
+from gfgen.server.protocol.validation import checked, opened
 
 _NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos"
 _VIDEO_WORDS = {"num_frames": "frames", "num_inference_steps": "steps"}
@@ -147,6 +149,62 @@ def batch_jobs(
     if problems and not (skip_invalid and requested):
         raise JobFileError(parsed.source, tuple(problems))
     return requested, tuple(problems)
+
+
+def batch_lines(
+    content: bytes, *, endpoint: str, batch_id: str, models: Sequence[schemas.ServedModel], is_strict: bool
+) -> tuple[list[list[RequestedJob]], list[schemas.LineFailure]]:
+    """The jobs of each valid line of an uploaded file of OpenAI's requests, and the other lines."""
+    lines: list[list[RequestedJob]] = []
+    failures: list[schemas.LineFailure] = []
+    for number, text in enumerate(content.splitlines(), start=1):
+        if not text.strip():
+            continue
+        custom_id = None
+        try:
+            line = checked(schemas.BatchLine, _json_object(text))
+            custom_id = line.custom_id
+            if line.url != endpoint:
+                raise ApiError(400, f"url = {line.url!r}: {endpoint} is accepted in this batch", param="url")
+            jobs = _line_jobs(endpoint, line.body, models, is_strict=is_strict)
+        except ApiError as error:
+            failures.append(line_failure(error, line=number, custom_id=custom_id))
+            continue
+        lines.append(
+            [
+                replace(job, spec=replace(job.spec, line=number), batch_id=batch_id, custom_id=line.custom_id)
+                for job in jobs
+            ]
+        )
+    return lines, failures
+
+
+def line_failure(error: ApiError, *, line: int, custom_id: str | None) -> schemas.LineFailure:
+    return schemas.LineFailure(custom_id=custom_id, line=line, code=error.code, message=error.message)
+
+
+def _json_object(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the line is not a JSON object")
+    return value
+
+
+def _line_jobs(
+    endpoint: str, body: Mapping[str, Any], models: Sequence[schemas.ServedModel], *, is_strict: bool
+) -> list[RequestedJob]:
+    if "input_reference" in body:
+        raise ApiError(400, "input_reference: pictures are not accepted in batches", param="input_reference")
+    if endpoint == "/v1/videos":
+        video, warnings = opened(schemas.VideoRequest, body, is_strict=is_strict)
+        return [video_job(video, models=models, ignored=None if is_strict else warnings)]
+    kind = schemas.ImageRequest if endpoint == "/v1/images/generations" else schemas.ChatRequest
+    asked_for: schemas.ImageRequest | schemas.ChatRequest
+    asked_for, warnings = opened(kind, body, is_strict=is_strict)
+    return image_jobs(asked_for, picture=None, models=models, ignored=None if is_strict else warnings)
 
 
 def chosen_model(

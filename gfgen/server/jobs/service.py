@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from gfgen.errors import JobFileError, Problem
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.jobs import job_requests
 from gfgen.server.jobs.folder import JobFolder
@@ -21,9 +20,10 @@ from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.store import Ending, KeyTakenError, RequestKey, Store, StoredJob
+from gfgen.server.jobs.uploads import Uploads
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
-from gfgen.server.protocol.link import CancelJobs, RunInfo, SetPolicy, SubmitJobs
+from gfgen.server.protocol.link import Admit, CancelJobs, RunInfo, SetPolicy, SubmitJobs
 from gfgen.server.protocol.problems import ApiError
 from gfgen.system.wording import counted
 
@@ -54,6 +54,7 @@ class JobService:
         self.api = api or ApiOptions()
         self.send = send
         self.now = now
+        self.uploads = Uploads(folder.path, most_bytes=10 * limits.body_bytes)
         self.hidden_folders = {str(folder.path)}
         """Paths of this server and its models; clients do not see them."""
         self._num_reserved = 0
@@ -111,33 +112,27 @@ class JobService:
 
     async def take_batch(
         self,
-        requested: Sequence[RequestedJob],
+        num_jobs: int,
+        admitted: Callable[[Admit], Sequence[tuple[RequestedJob, AdmittedJob]]],
         *,
         batch_id: str,
         key: RequestKey | None,
-        problems: Sequence[Problem],
-        skip_invalid: bool,
-    ) -> tuple[str, Sequence[Problem] | None]:
-        """Accept the jobs of a file; returns the batch id and the problems of the jobs that were skipped.
+    ) -> str:
+        """Accept those of at most `num_jobs` that `admitted` returns; another thread calls it.
 
-        `problems` are those already found in the file. If an earlier request with this key created the
-        batch, its problems are unknown (None).
-
-        Raises: as `take`; JobFileError with all problems, unless they may be skipped and valid jobs remain.
+        Returns the batch's id, or the id of the batch that an earlier request with this key created.
+        Raises: as `take`, and what `admitted` raises.
         """
         if key is not None and (taken := self.store.request(key, now=self.now())):
-            return _same(taken)[0], None
+            return _same(taken)[0]
         run_info = self.check_ready()
-        async with self._reserved(len(requested)):
-            jobs, refused = await asyncio.to_thread(job_requests.admitted_of_file, requested, run_info.admit)
-            problems = sorted((*problems, *refused), key=lambda problem: problem.line or 0)
-            if problems and not (skip_invalid and jobs):
-                raise JobFileError("the job file", tuple(problems))
+        async with self._reserved(num_jobs):
+            jobs = await asyncio.to_thread(admitted, run_info.admit)
             try:
                 await self._accept(jobs, batch_id=batch_id, key=key)
             except KeyTakenError as taken:
-                return _same(taken)[0], None
-        return batch_id, problems
+                return _same(taken)[0]
+        return batch_id
 
     async def _accept(
         self,
@@ -241,6 +236,7 @@ class JobService:
         if outdated := self.store.outdated(before=before, keep_bytes=self.limits.keep_bytes):
             await self.remove(outdated)
             logger.info("removed %s past the retention limits", counted(len(outdated), "ended job"))
+        self.uploads.remove_expired(before=before)
         await self.store.forget_requests(now=self.now())
 
     def set_policy(self, policy: str) -> None:

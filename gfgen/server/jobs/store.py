@@ -335,9 +335,14 @@ class Store:
         sql = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?"
         return next((_batch(row) for row in self._reader.execute(sql, (batch_id,))), None)
 
-    def batches(self, limit: int) -> list[BatchRow]:
-        sql = f"SELECT {_BATCH_COLUMNS} FROM batches ORDER BY created_at DESC LIMIT ?"
-        return [_batch(row) for row in self._reader.execute(sql, (limit,))]
+    def batches(self, *, limit: int, after: str | None) -> list[BatchRow]:
+        """Most recent first, starting after batch `after`."""
+        sql = f"SELECT {_BATCH_COLUMNS} FROM batches"
+        if after is not None:
+            sql += " WHERE (created_at, id) < (SELECT created_at, id FROM batches WHERE id = :after)"
+        values = {"after": after, "limit": limit}
+        rows = self._reader.execute(f"{sql} ORDER BY created_at DESC, id DESC LIMIT :limit", values)
+        return [_batch(row) for row in rows]
 
     def request(self, key: RequestKey, *, now: float) -> KeyTakenError | None:
         """What an earlier request with this key created, unless the key has expired."""

@@ -1,0 +1,96 @@
+"""Files that clients upload for batches: each has its content and a description in the folder `.files`."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+from gfgen.errors import OutputError
+from gfgen.server.protocol import schemas
+from gfgen.server.protocol.problems import ApiError
+
+_NAME = ".files"
+_FILE_ID = re.compile(r"file-[0-9a-f]{24}")
+_BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
+
+
+class Uploads:
+    """All methods read or write the disk. They raise OutputError if it is full."""
+
+    def __init__(self, folder: Path, *, most_bytes: int) -> None:
+        self._folder = folder / _NAME
+        self._folder.mkdir(exist_ok=True)
+        self._most_bytes = most_bytes
+
+    def add(self, content: bytes, *, filename: str, now: float) -> schemas.UploadedFile:
+        used_bytes = sum(path.stat().st_size for path in self._folder.iterdir())
+        if used_bytes + len(content) > self._most_bytes:
+            raise ApiError(413, f"the files exceed {self._most_bytes:,} bytes; delete some", param="file")
+        file_id = f"file-{secrets.token_hex(12)}"
+        file = schemas.UploadedFile(
+            id=file_id, bytes=len(content), created_at=int(now), filename=filename[:200]
+        )
+        self._write(f"{file_id}.jsonl", content)
+        self._write(f"{file_id}.json", file.model_dump_json().encode())
+        return file
+
+    def all(self) -> list[schemas.UploadedFile]:
+        """Most recent first."""
+        paths = (path for path in self._folder.glob("*.json") if _FILE_ID.fullmatch(path.stem))
+        files = [schemas.UploadedFile.model_validate_json(path.read_bytes()) for path in paths]
+        return sorted(files, key=lambda file: file.created_at, reverse=True)
+
+    def find(self, file_id: str) -> schemas.UploadedFile:
+        """Raises: ApiError if there is no such file."""
+        return schemas.UploadedFile.model_validate_json(self._read(file_id, ".json"))
+
+    def content(self, file_id: str) -> bytes:
+        """Raises: ApiError if there is no such file."""
+        return self._read(file_id, ".jsonl")
+
+    def remove(self, file_id: str) -> None:
+        """Raises: ApiError if there is no such file."""
+        self.find(file_id)
+        for suffix in (".json", ".jsonl"):
+            (self._folder / f"{file_id}{suffix}").unlink(missing_ok=True)
+
+    def note_batch(self, batch_id: str, made_of: schemas.BatchInput) -> None:
+        self._write(f"{batch_id}.json", made_of.model_dump_json().encode())
+
+    def forget_batch(self, batch_id: str) -> None:
+        (self._folder / f"{batch_id}.json").unlink(missing_ok=True)
+
+    def batch(self, batch_id: str) -> schemas.BatchInput | None:
+        """What a batch was made of; None for a batch of a job file."""
+        if not _BATCH_ID.fullmatch(batch_id):
+            return None
+        try:
+            return schemas.BatchInput.model_validate_json((self._folder / f"{batch_id}.json").read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def remove_expired(self, *, before: float) -> None:
+        for path in self._folder.iterdir():
+            if path.stat().st_mtime < before:
+                path.unlink(missing_ok=True)
+
+    def _read(self, file_id: str, suffix: str) -> bytes:
+        if _FILE_ID.fullmatch(file_id):
+            try:
+                return (self._folder / f"{file_id}{suffix}").read_bytes()
+            except FileNotFoundError:
+                pass
+        raise no_file(file_id)
+
+    def _write(self, name: str, content: bytes) -> None:
+        path = self._folder / name
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise OutputError(f"cannot save the file ({error.strerror}); free some space and retry") from None
+
+
+def no_file(file_id: str) -> ApiError:
+    return ApiError(404, f"there is no file {file_id}", param="file_id", code="file_not_found")
