@@ -208,6 +208,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "gist_max_text_len": 16,
         "axes_dims": (4, 6, 6),
         "axes_lens": (256, 64, 64),
+        "in_channels": 16,
     },
     "BriaFiboTransformer2DModel": {
         **_FLUX,
@@ -336,7 +337,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_single_layers": 1,
         "caption_channels": [WIDTH, WIDTH],
         "text_emb_dim": 2 * WIDTH,
-        "axes_dims_rope": (8, 8),
+        "axes_dims_rope": (4, 6, 6),
         "max_resolution": (64, 64),
         "llama_layers": [0, 1],
     },
@@ -549,6 +550,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "moe_intermediate_dim": 16,
         "capacity_factors": [2.0, 2.0, 2.0, 2.0],
+        "out_channels": 16,
     },
     "OmniGenTransformer2DModel": {
         "in_channels": 16,
@@ -603,8 +605,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "pooled_projection_dim": 2 * WIDTH,
         "sample_size": SIDE // 2,
     },
-    "SanaControlNetModel": {**_SANA, "sample_size": 32, "num_layers": 1},
-    "SanaTransformer2DModel": {**_SANA, "sample_size": 32},
+    "SanaControlNetModel": {**_SANA, "sample_size": 32, "num_layers": 1, "in_channels": 4, "out_channels": 4},
+    "SanaTransformer2DModel": {**_SANA, "sample_size": 32, "in_channels": 4, "out_channels": 4},
     "SanaVideoTransformer3DModel": {**_SANA, "sample_size": 8},
     "AutoencoderDC": {
         "attention_head_dim": 4,
@@ -616,6 +618,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_qkv_multiscales": ((), (5,)),
         "encoder_block_types": ("ResBlock", "EfficientViTBlock"),
         "decoder_block_types": ("ResBlock", "EfficientViTBlock"),
+        "latent_channels": 4,
     },
     "SkyReelsV2Transformer3DModel": _WAN,
     "StableAudio3DiTModel": {
@@ -700,8 +703,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "in_channels": 8,
         "out_channels": 8,
         "cross_attention_dim": 32,
-        "audio_in_channels": 16,
-        "audio_out_channels": 16,
+        "audio_in_channels": 4,
+        "audio_out_channels": 4,
         "audio_num_attention_heads": 2,
         "audio_attention_head_dim": 8,
         "audio_cross_attention_dim": 16,
@@ -801,10 +804,44 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 }
 
 _TWO_EXPERTS = {"transformer_2": {}, "boundary_ratio": 0.5}
+_VAE8 = {
+    "vae": {
+        "block_out_channels": (8, 8, 8, 8),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+    }
+}
+"""A VAE of the usual factor 8, where a pipeline assumes it."""
 _CONTROL = {"transformer": {"in_channels": 128, "out_channels": 64}}
 
 PIPELINES: dict[str, dict[str, Any]] = {
-    "AmusedPipeline": {},
+    "EasyAnimateInpaintPipeline": {"transformer": {"in_channels": 33, "out_channels": 16}},
+    "HeliosPipeline": {"scheduler": {"stages": 1}},
+    "HunyuanDiTControlNetPipeline": _VAE8,
+    "HunyuanDiTPAGPipeline": _VAE8,
+    "HunyuanDiTPipeline": _VAE8,
+    "HunyuanImageRefinerPipeline": {
+        "transformer": {
+            "in_channels": 64,
+            "out_channels": 32,
+            "patch_size": (1, 1, 1),
+            "rope_axes_dim": (4, 6, 6),
+            "text_embed_2_dim": None,
+        }
+    },
+    "LTX2DFRPipeline": {"transformer": {"use_keyframes_abs_pos_embedding": True}},
+    "SanaImageToVideoPipeline": {"vae": lambda: diffusers.AutoencoderKLWan(**_WAN_VAE)},
+    "SanaVideoPipeline": {"vae": lambda: diffusers.AutoencoderKLWan(**_WAN_VAE)},
+    "SanaSprintImg2ImgPipeline": {"transformer": {"guidance_embeds": True}},
+    "SanaSprintPipeline": {"transformer": {"guidance_embeds": True}},
+    "SkyReelsV2ImageToVideoPipeline": {"transformer": {"in_channels": 36, "image_dim": WIDTH}},
+    "VQDiffusionPipeline": {"vqvae": {"vq_embed_dim": 16, "lookup_from_codebook": False}},
+    "VisualClozeGenerationPipeline": {
+        "transformer": {"in_channels": 144, "out_channels": 64},
+        "resolution": SIDE,
+    },
+    "VisualClozePipeline": {"transformer": {"in_channels": 144, "out_channels": 64}, "resolution": SIDE},
+    "ZImageControlNetInpaintPipeline": {"controlnet": {"control_in_dim": 33}},
     "CogVideoXFunControlPipeline": {"transformer": {"in_channels": 32}},
     "CogVideoXImageToVideoPipeline": {"transformer": {"in_channels": 32}},
     "CogView4ControlPipeline": {"transformer": {"in_channels": 32}},
@@ -829,8 +866,43 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 """What differs from the class's small size, by pipeline and component."""
 
+_LONG = {"num_frames": 17, "base_num_frames": 9, "overlap_history": 5}
+"""A video in two sections."""
+_CLOZE = {
+    "task_prompt": "a red cat",
+    "content_prompt": "a blue cat",
+    "image": lambda: [[picture(), picture(1)], [picture(2), None]],
+}
+
 CALLS: dict[str, dict[str, Any]] = {
     "AnyFlowFARPipeline": {"video": None},
+    "BriaFiboEditPipeline": {"prompt": '{"edit_instruction": "a red cat"}'},
+    "Cosmos2_5_TransferPipeline": {"controls": lambda: movie()},
+    "Cosmos3OmniPipeline": {"video": None},
+    "CosmosVideoToWorldPipeline": {"video": None},
+    "HunyuanVideoFramepackPipeline": {"num_frames": 17, "latent_window_size": 2},
+    "Kandinsky6TI2VAPipeline": {"sample_audio": False},
+    "LongCatImagePipeline": {"enable_prompt_rewrite": False},
+    "GlmImagePipeline": {"image": lambda: [picture()]},
+    "SanaSprintImg2ImgPipeline": {"intermediate_timesteps": lambda: None},
+    "SanaSprintPipeline": {"intermediate_timesteps": lambda: None},
+    "SanaWMPipeline": {
+        "c2w": lambda: np.tile(np.eye(4, dtype=np.float32), (FRAMES, 1, 1)),
+        "intrinsics": [50.0, 50.0, 32.0, 32.0],
+    },
+    "SkyReelsV2DiffusionForcingImageToVideoPipeline": _LONG,
+    "SkyReelsV2DiffusionForcingPipeline": _LONG,
+    "SkyReelsV2DiffusionForcingVideoToVideoPipeline": _LONG,
+    "StableAudio3AudioToAudioPipeline": {"audio": lambda: torch.linspace(-1, 1, 1600).view(1, 2, 800)},
+    "StableAudio3InpaintPipeline": {"audio": lambda: torch.linspace(-1, 1, 1600).view(1, 2, 800)},
+    "VisualClozeGenerationPipeline": _CLOZE,
+    "VisualClozePipeline": _CLOZE,
+    "WanAnimatePipeline": {
+        "pose_video": lambda: movie(),
+        "face_video": lambda: movie(),
+        "segment_frame_length": 5,
+        "num_frames": None,
+    },
     "CogVideoXFunControlPipeline": {"control_video": lambda: movie()},
     "DiTPipeline": {"class_labels": [1]},
     "EasyAnimateInpaintPipeline": {
@@ -841,7 +913,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "FluxKontextPipeline": {"_auto_resize": False, "max_area": SIDE * SIDE},
     "HeliosPipeline": {"video": None},
     "HeliosPyramidPipeline": {"video": None},
-    "Ideogram4Pipeline": {"guidance_scale": None},
+    "Ideogram4Pipeline": {"guidance_scale": None, "guidance_schedule": [3.0] * STEPS},
 }
 """Arguments of a pipeline's call that replace those from `ARGUMENTS`."""
 
@@ -880,8 +952,14 @@ class SmallEncoder(torch.nn.Module):
             num_hidden_layers=num_layers,
             image_size=SIDE,
             eos_token_id=1,
+            image_token_index=20,
+            pad_token_id=0,
             use_attention_mask=False,
         )
+        inner = torch.nn.Module()
+        inner.layers, inner.norm = torch.nn.ModuleList([torch.nn.Identity()]), torch.nn.Identity()
+        self.model = torch.nn.Module()
+        self.model.language_model = inner
         self.config["text_config"] = self.config["vision_config"] = self.config
 
     @property
@@ -891,6 +969,10 @@ class SmallEncoder(torch.nn.Module):
     @property
     def device(self) -> torch.device:
         return self.mixing.weight.device
+
+    @property
+    def vision_tower(self) -> SmallEncoder:
+        return self
 
     def get_input_embeddings(self) -> torch.nn.Embedding:
         return self.embedding
@@ -903,6 +985,8 @@ class SmallEncoder(torch.nn.Module):
             input_ids = (flat.abs() * 50).long() % 1000
         hidden = self.embedding(input_ids % 1000)
         hidden = hidden + torch.tanh(self.mixing(hidden.mean(dim=1, keepdim=True)))
+        inner = self.model.language_model
+        hidden = inner.norm(inner.layers[-1](hidden))
         layers = tuple(hidden * (1 + idx / 64) for idx in range(self.num_layers + 1))
         pooled = hidden.mean(dim=1)
         first = {"text_embeds": pooled} if self.is_pooled else {}
@@ -920,7 +1004,11 @@ class SmallEncoder(torch.nn.Module):
 class Config(dict[str, Any]):
     """Attributes of a stand-in's config."""
 
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
     __setattr__ = dict.__setitem__
 
 
@@ -963,7 +1051,9 @@ class SmallImageProcessor:
             for image in images
         ]
         pixels = torch.stack([torch.from_numpy(np.resize(array, (3, 8, 8))) / 255 for array in arrays])
-        return transformers.BatchFeature({"pixel_values": pixels})
+        return transformers.BatchFeature(
+            {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 2]])}
+        )
 
     preprocess = __call__
 
@@ -990,8 +1080,11 @@ class SmallProcessor:
         return self("a red cat") if tokenize else "a red cat"
 
 
-class SmallSafetyChecker(torch.nn.Module):
+class SmallSafetyChecker:
     """Stand-in for Cosmos's guardrail: lets everything through."""
+
+    def to(self, device: Any) -> SmallSafetyChecker:
+        return self
 
     def check_text_safety(self, text: str) -> bool:
         return True
@@ -1030,7 +1123,6 @@ ARGUMENTS: dict[str, Any] = {
     "height": SIDE,
     "width": SIDE,
     "num_frames": FRAMES,
-    "num_inference_steps": STEPS,
     "guidance_scale": 3.0,
     "true_cfg_scale": 2.0,
     "max_sequence_length": TOKENS,
@@ -1038,6 +1130,7 @@ ARGUMENTS: dict[str, Any] = {
     "image": lambda: picture(),
     "control_image": lambda: picture(1),
     "mask_image": lambda: mask(),
+    "control_mask": lambda: mask(),
     "video_length": FRAMES,
     "use_resolution_binning": False,
     "video": lambda: movie(),
@@ -1083,14 +1176,21 @@ def small_pipeline(name: str, *, seed: int = 0) -> Any:
     pipeline.set_progress_bar_config(disable=True)
     if name == "AllegroPipeline":
         pipeline.vae.enable_tiling()
+    if name.startswith("Kandinsky5"):
+        pipeline.resolutions = [(SIDE, SIDE)]
+    if name == "ZImageOmniPipeline":  # casts its inputs, whatever the weights have
+        pipeline.to(torch.bfloat16)
     return pipeline
 
 
 def small_call(name: str) -> dict[str, Any]:
     """Arguments of a call, with guidance and every file that it takes."""
     parameters = inspect.signature(getattr(diffusers, name).__call__).parameters
-    chosen = {**{key: value for key, value in ARGUMENTS.items() if key in parameters}, **CALLS.get(name, {})}
-    return {key: value() if callable(value) else value for key, value in chosen.items() if value is not None}
+    steps = 2 * STEPS if "strength" in parameters else STEPS  # it leaves out the first ones
+    known = {key: value for key, value in ARGUMENTS.items() if key in parameters}
+    chosen = {**known, "num_inference_steps": steps, **CALLS.get(name, {})}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
+    return {key: value() if callable(value) else value for key, value in chosen.items()}
 
 
 def _is_made(parameter: inspect.Parameter, changes: Mapping[str, Any]) -> bool:
@@ -1145,5 +1245,7 @@ def _class_of(annotation: Any, name: str) -> Any:
             ):
                 if inner.__name__ == "KarrasDiffusionSchedulers":
                     return diffusers.DDIMScheduler
+                if inner.__name__ == "SchedulerMixin":
+                    return diffusers.FlowMatchEulerDiscreteScheduler
                 return inner
     raise CannotBuildError(f"no small {name}: {annotation}")

@@ -184,7 +184,7 @@ def program_of(call: Callable[..., Any]) -> Program:
     where = f"{function.__code__.co_filename}:{first_line}"
     if function.__code__.co_freevars:
         raise NotSteppableError(f"{where}: uses variables of another function")
-    tree = _WithoutCallbacks().visit(tree)
+    tree = _Pruned().visit(tree)
     path = _path_to_loop(tree)
     if not path:
         raise NotSteppableError(f"{where}: has no loop over timesteps")
@@ -349,12 +349,15 @@ class _Maker:
         return self.part([ast.copy_location(stored, expression)], around)
 
 
-class _WithoutCallbacks(ast.NodeTransformer):
-    """Without `if callback_on_step_end is not None`, which seems to change the prompt in each step."""
+class _Pruned(ast.NodeTransformer):
+    """Without branches that are never taken, since jobs have no callbacks and steps end where they are cut.
+
+    The first seem to change the prompt in each step, the second leave loops.
+    """
 
     def visit_If(self, node: ast.If) -> ast.stmt | None:
         self.generic_visit(node)
-        if ast.unparse(node.test) == "callback_on_step_end is not None":
+        if ast.unparse(node.test) in ("callback_on_step_end is not None", "self.interrupt"):
             return None
         if not node.body:
             node.body = [ast.Pass()]
