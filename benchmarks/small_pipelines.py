@@ -584,8 +584,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "QwenImage21Transformer2DModel": {
         **_HEADS,
-        "in_channels": 16,
-        "out_channels": 16,
+        "in_channels": 64,
+        "out_channels": 64,
         "num_layers": 2,
         "context_in_dim": WIDTH,
         "axes_dims_rope": (4, 6, 6),
@@ -690,6 +690,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "motion_encoder_dim": 16,
         "face_encoder_hidden_dim": 16,
         "face_encoder_num_heads": 2,
+        "inject_face_latents_blocks": 2,
     },
     "WanVACETransformer3DModel": {**_WAN, "vace_layers": [0, 1]},
     "ZImageControlNetModel": {
@@ -703,8 +704,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "in_channels": 8,
         "out_channels": 8,
         "cross_attention_dim": 32,
-        "audio_in_channels": 4,
-        "audio_out_channels": 4,
+        "audio_in_channels": 8,
+        "audio_out_channels": 8,
         "audio_num_attention_heads": 2,
         "audio_attention_head_dim": 8,
         "audio_cross_attention_dim": 16,
@@ -714,8 +715,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "AutoencoderKLLTX2Video": {
         "latent_channels": 8,
-        "block_out_channels": (8, 8, 8, 8),
-        "decoder_block_out_channels": (8, 8, 8),
+        "block_out_channels": (8, 16, 32, 64),
+        "decoder_block_out_channels": (8, 16, 32),
         "layers_per_block": (1, 1, 1, 1, 1),
         "decoder_layers_per_block": (1, 1, 1, 1),
     },
@@ -734,7 +735,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_double_precision": False,
     },
     "LTX2Vocoder": {
-        "in_channels": 16,
+        "in_channels": 32,
         "hidden_channels": 16,
         "upsample_kernel_sizes": [4, 4],
         "upsample_factors": [2, 2],
@@ -764,6 +765,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_text_blocks": 1,
         "num_visual_blocks": 2,
         "axes_dims": (4, 6, 6),
+        "visual_token_type_num_embeddings": 2,
     },
     "StableAudio3DurationEmbedder": {"output_dim": WIDTH, "fourier_dim": 16},
     "LearnedClassifierFreeSamplingEmbeddings": {"learnable": True, "hidden_size": WIDTH, "length": TOKENS},
@@ -793,7 +795,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_res_blocks": 1,
         "resolution": 32,
         "latent_channels": 2,
-        "mel_bins": 8,
+        "mel_bins": 16,
     },
 }
 """Arguments of each model class; all others keep their defaults."""
@@ -812,11 +814,16 @@ _VAE8 = {
     }
 }
 """A VAE of the usual factor 8, where a pipeline assumes it."""
+_SPRINT = {"transformer": {"guidance_embeds": True}, "scheduler": lambda: diffusers.SCMScheduler()}
 _CONTROL = {"transformer": {"in_channels": 128, "out_channels": 64}}
 
 PIPELINES: dict[str, dict[str, Any]] = {
     "EasyAnimateInpaintPipeline": {"transformer": {"in_channels": 33, "out_channels": 16}},
     "HeliosPipeline": {"scheduler": {"stages": 1}},
+    "Kandinsky5I2IPipeline": _VAE8,
+    "MotifVideoImage2VideoPipeline": {"transformer": {"image_embed_dim": WIDTH}},
+    "QwenImageControlNetInpaintPipeline": {"controlnet": {"extra_condition_channels": 4}},
+    "StableDiffusion3ControlNetInpaintingPipeline": {"controlnet": {"extra_conditioning_channels": 1}},
     "HunyuanDiTControlNetPipeline": _VAE8,
     "HunyuanDiTPAGPipeline": _VAE8,
     "HunyuanDiTPipeline": _VAE8,
@@ -832,8 +839,8 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "LTX2DFRPipeline": {"transformer": {"use_keyframes_abs_pos_embedding": True}},
     "SanaImageToVideoPipeline": {"vae": lambda: diffusers.AutoencoderKLWan(**_WAN_VAE)},
     "SanaVideoPipeline": {"vae": lambda: diffusers.AutoencoderKLWan(**_WAN_VAE)},
-    "SanaSprintImg2ImgPipeline": {"transformer": {"guidance_embeds": True}},
-    "SanaSprintPipeline": {"transformer": {"guidance_embeds": True}},
+    "SanaSprintImg2ImgPipeline": _SPRINT,
+    "SanaSprintPipeline": _SPRINT,
     "SkyReelsV2ImageToVideoPipeline": {"transformer": {"in_channels": 36, "image_dim": WIDTH}},
     "VQDiffusionPipeline": {"vqvae": {"vq_embed_dim": 16, "lookup_from_codebook": False}},
     "VisualClozeGenerationPipeline": {
@@ -866,6 +873,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 """What differs from the class's small size, by pipeline and component."""
 
+_LARGER = {"height": 2 * SIDE, "width": 2 * SIDE}
 _LONG = {"num_frames": 17, "base_num_frames": 9, "overlap_history": 5}
 """A video in two sections."""
 _CLOZE = {
@@ -877,12 +885,23 @@ _CLOZE = {
 CALLS: dict[str, dict[str, Any]] = {
     "AnyFlowFARPipeline": {"video": None},
     "BriaFiboEditPipeline": {"prompt": '{"edit_instruction": "a red cat"}'},
-    "Cosmos2_5_TransferPipeline": {"controls": lambda: movie()},
+    "Cosmos2_5_TransferPipeline": {"controls": lambda: movie(), "num_frames_per_chunk": FRAMES},
     "Cosmos3OmniPipeline": {"video": None},
     "CosmosVideoToWorldPipeline": {"video": None},
     "HunyuanVideoFramepackPipeline": {"num_frames": 17, "latent_window_size": 2},
     "Kandinsky6TI2VAPipeline": {"sample_audio": False},
     "LongCatImagePipeline": {"enable_prompt_rewrite": False},
+    "LTX2DFRPipeline": {**_LARGER, "num_frames": 17},
+    "LTX2HDRPipeline": _LARGER,
+    "LTX2Pipeline": _LARGER,
+    "LTX2ConditionPipeline": _LARGER,
+    "LTX2InContextPipeline": _LARGER,
+    "LTXI2VLongMultiPromptPipeline": {
+        "decode_horizontal_tiles": 1,
+        "decode_vertical_tiles": 1,
+        "num_inference_steps": STEPS + 1,
+    },
+    "LTX2ImageToVideoPipeline": {**_LARGER, "image_crf": 0},
     "GlmImagePipeline": {"image": lambda: [picture()]},
     "SanaSprintImg2ImgPipeline": {"intermediate_timesteps": lambda: None},
     "SanaSprintPipeline": {"intermediate_timesteps": lambda: None},
@@ -894,7 +913,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "SkyReelsV2DiffusionForcingPipeline": _LONG,
     "SkyReelsV2DiffusionForcingVideoToVideoPipeline": _LONG,
     "StableAudio3AudioToAudioPipeline": {"audio": lambda: torch.linspace(-1, 1, 1600).view(1, 2, 800)},
-    "StableAudio3InpaintPipeline": {"audio": lambda: torch.linspace(-1, 1, 1600).view(1, 2, 800)},
+    "StableAudio3InpaintPipeline": {
+        "audio": lambda: torch.linspace(-1, 1, 1600).view(1, 2, 800),
+        "mask_start_seconds": 0.2,
+        "mask_end_seconds": 0.5,
+    },
     "VisualClozeGenerationPipeline": _CLOZE,
     "VisualClozePipeline": _CLOZE,
     "WanAnimatePipeline": {
@@ -985,7 +1008,7 @@ class SmallEncoder(torch.nn.Module):
             input_ids = (flat.abs() * 50).long() % 1000
         hidden = self.embedding(input_ids % 1000)
         hidden = hidden + torch.tanh(self.mixing(hidden.mean(dim=1, keepdim=True)))
-        inner = self.model.language_model
+        inner: Any = self.model.language_model
         hidden = inner.norm(inner.layers[-1](hidden))
         layers = tuple(hidden * (1 + idx / 64) for idx in range(self.num_layers + 1))
         pooled = hidden.mean(dim=1)
@@ -1040,6 +1063,7 @@ def small_tokenizer() -> Any:
 class SmallImageProcessor:
     """Stand-in for a CLIP or SigLIP image processor."""
 
+    merge_size = 1
     size: typing.ClassVar[dict[str, int]] = {"height": SIDE, "width": SIDE, "shortest_edge": SIDE}
 
     def __call__(self, images: Any = None, *args: Any, **options: Any) -> Any:
@@ -1051,9 +1075,8 @@ class SmallImageProcessor:
             for image in images
         ]
         pixels = torch.stack([torch.from_numpy(np.resize(array, (3, 8, 8))) / 255 for array in arrays])
-        return transformers.BatchFeature(
-            {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 2]])}
-        )
+        found = {"image_grid_thw": torch.tensor([[1, 2, 2]]), "spatial_shapes": torch.tensor([[4, 4]])}
+        return transformers.BatchFeature({"pixel_values": pixels, **found})
 
     preprocess = __call__
 
@@ -1187,8 +1210,9 @@ def small_call(name: str) -> dict[str, Any]:
     """Arguments of a call, with guidance and every file that it takes."""
     parameters = inspect.signature(getattr(diffusers, name).__call__).parameters
     steps = 2 * STEPS if "strength" in parameters else STEPS  # it leaves out the first ones
-    known = {key: value for key, value in ARGUMENTS.items() if key in parameters}
-    chosen = {**known, "num_inference_steps": steps, **CALLS.get(name, {})}
+    common = {**ARGUMENTS, "num_inference_steps": steps}
+    known = {key: value for key, value in common.items() if key in parameters}
+    chosen = {**known, **CALLS.get(name, {})}
     chosen = {key: value for key, value in chosen.items() if value is not None}
     return {key: value() if callable(value) else value for key, value in chosen.items()}
 
