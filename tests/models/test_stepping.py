@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diffusers import CogVideoXDPMScheduler
 
 from benchmarks.small_pipelines import small_call, small_pipeline
 from gfgen.models.stepping.stepper import Stepper
@@ -17,6 +18,9 @@ SEED = 7
         "CogVideoXPipeline",
         "HunyuanVideoPipeline",
         "LTXPipeline",
+        "LTX2Pipeline",
+        "StableDiffusion3Pipeline",
+        "WanPipeline",
         "QwenImageInpaintPipeline",
         "WanVideoToVideoPipeline",
         "ZImagePipeline",
@@ -53,3 +57,14 @@ def test_a_step_changes_no_given_value() -> None:
     for before, after in zip(given, (prompt, condition, state), strict=True):
         assert before.scalars == after.scalars
         assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+
+
+def test_cogvideox_with_dpm_keeps_its_previous_prediction() -> None:
+    args = small_call("CogVideoXPipeline")
+    pipelines = [small_pipeline("CogVideoXPipeline") for _ in range(3)]
+    for pipeline in pipelines:
+        pipeline.scheduler = CogVideoXDPMScheduler.from_config(pipeline.scheduler.config)
+    whole = whole_call(pipelines[0], args, seed=SEED)
+    stepped, num_steps = stepped_call(pipelines[1:], args, seed=SEED)
+    assert num_steps == 5
+    assert difference(stepped, whole) is None

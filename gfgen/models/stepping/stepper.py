@@ -38,6 +38,7 @@ _SEED = "seed"
 _RANDOM = "random"
 """Key of the state of PyTorch's own generators, from which some pipelines draw."""
 _ABSENT = object()
+_SETTINGS = (bool, int, float, str)
 
 
 def is_finished(state: Fields) -> bool:
@@ -70,7 +71,9 @@ class Stepper:
         pipeline.set_progress_bar_config(disable=True)
         self._parts = parts_of(pipeline)
         self._attributes: dict[str, _Attributes] = {
-            name: _Attributes(part) for name, part in self._parts.items() if _changes_in_calls(part)
+            name: _Attributes(part) if _changes_in_calls(part) else _Settings(part)
+            for name, part in self._parts.items()
+            if not isinstance(part, torch.nn.Module)
         }
         if self.program.sets_processors:
             for name, part in self._parts.items():
@@ -240,6 +243,23 @@ class _Attributes:
             del there[name]
         for name, value in self._before.items():
             there[name] = _shallow(value)
+
+
+class _Settings(_Attributes):
+    """The numbers and texts among the attributes of a tokenizer: some calls set the side that it pads."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self._before = self._now()
+
+    def changed(self) -> dict[str, Any]:
+        return {name: value for name, value in self._now().items() if value != self._before.get(name)}
+
+    def reset(self) -> None:
+        vars(self._part).update(self._before)
+
+    def _now(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self._part).items() if isinstance(value, _SETTINGS)}
 
 
 class _Processors(_Attributes):
