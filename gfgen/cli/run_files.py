@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from gfgen.session.admission import Admission, admit_file
 from gfgen.session.hooks import FileHook
 from gfgen.session.provenance import differences, made_with
 from gfgen.session.session import SessionOptions
+
+logger = logging.getLogger(__name__)
 
 _SUFFIXES = (*SUFFIXES, ".bmp")
 """Of outputs, and of images that jobs begin with."""
@@ -119,6 +122,8 @@ class KnownJobs:
         jobs = with_dates(jobs, output_dir=options.output_dir)
         if options.failed:
             jobs = [job for job in jobs if self._entries.get(job.job_id, {}).get("status") == "failed"]
+            if not jobs:
+                logger.warning("--failed: none of these jobs has failed in %s", options.output_dir)
         done = self.done(jobs)
         claimed: list[AdmittedJob] = []
         problems: list[Problem] = []

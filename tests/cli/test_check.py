@@ -116,6 +116,8 @@ def test_failed_jobs_are_made_again_and_can_be_selected(capsys, folder, monkeypa
     report = checked(capsys, "jobs.jsonl", "--failed")
     assert report["counts"] == {"new": 0, "done": 0, "changed": 0, "again": 1, "colliding": 0}
     assert report["again"] == {"fox": "it failed"}
+    report = checked(capsys, "jobs.jsonl", "--failed", "--only", "owl")
+    assert report["warnings"] == ["--failed: none of these jobs has failed in outputs/jobs"]
 
 
 def test_rounding_warnings_and_fields_of_all_jobs_are_shown(capsys, folder):

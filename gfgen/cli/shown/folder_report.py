@@ -133,7 +133,7 @@ class FolderReport:
         for job in self.failed:
             yield f"failed    {job.job_id}: {job.line.get('error')}"
         if self.again is not None:
-            yield f"again     {self.again}"
+            yield f"again     {self.again}, with the options that the run had"
 
     def as_json(self) -> dict[str, Any]:
         return {
