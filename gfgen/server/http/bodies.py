@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -21,7 +21,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.datastructures import UploadFile
 
-from gfgen.server.jobs.job_requests import data_url_content
+from gfgen.server.jobs.job_requests import MAX_UPLOADS, Upload, data_url_content
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import RequestKey
 from gfgen.server.protocol.problems import ApiError
@@ -44,6 +44,7 @@ IDEMPOTENCY_KEY = {
 """OpenAPI description of the header."""
 MESSAGES = "messages"
 """Name of the field that holds a conversation, whose parts may have a picture."""
+_UPLOAD = re.compile(r"files\[(?P<name>[A-Za-z_][A-Za-z0-9_]{0,99})\](?P<item>\[\])?")
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _NUMERIC = ("deadline", "timeout", "seconds")
 """Fields that accept a number or a string; forms have only strings."""
@@ -59,13 +60,21 @@ class Body:
     fingerprint: str
     filename: str | None = None
     """Of an uploaded file."""
+    uploads: Mapping[str, list[Upload]] = field(default_factory=dict)
+    """Files for arguments of the pipeline, by argument."""
 
 
-async def read_body(request: Request, *, service: JobService, picture_name: str = "input_reference") -> Body:
+async def read_body(
+    request: Request,
+    *,
+    service: JobService,
+    picture_name: str = "input_reference",
+    takes_uploads: bool = False,
+) -> Body:
     """Read JSON or a form; raises ApiError for any other content type."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        return await _from_form(request, service, picture_name)
+        return await _from_form(request, service, picture_name, takes_uploads=takes_uploads)
     if kind not in ("application/json", "application/x-www-form-urlencoded", ""):
         raise ApiError(400, f"{kind[:80]}: send application/json or a form")
     content = await _content(request, service.limits.body_bytes)
@@ -181,16 +190,27 @@ async def _content(request: Request, most_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
-async def _from_form(request: Request, service: JobService, file_name: str) -> Body:
-    """The fields of a form, all strings, and one file."""
+async def _from_form(
+    request: Request, service: JobService, file_name: str, *, takes_uploads: bool = False
+) -> Body:
+    """The fields of a form, all strings, its one file, and files for arguments if it may have these."""
     values: dict[str, Any] = {}
+    uploads: dict[str, list[Upload]] = {}
     picture: bytes | None = None
     filename: str | None = None
     async with request.form(
-        max_files=1, max_fields=MAX_FIELDS, max_part_size=service.limits.json_bytes
+        max_files=1 + MAX_UPLOADS * takes_uploads,
+        max_fields=MAX_FIELDS,
+        max_part_size=service.limits.json_bytes,
     ) as form:
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):
+                if takes_uploads and (match := _UPLOAD.fullmatch(name)):
+                    of_argument = uploads.setdefault(match["name"], [])
+                    of_argument.append(
+                        Upload.of(value.filename, await value.read(), is_item=bool(match["item"]))
+                    )
+                    continue
                 if name.removesuffix("[]") != file_name:
                     raise ApiError(
                         400, f"{name[:80]!r}: not a file of this form; send {file_name}", param=file_name
@@ -202,8 +222,11 @@ async def _from_form(request: Request, service: JobService, file_name: str) -> B
         picture = await asyncio.to_thread(_picture_of_form, values)
     _check_size(values, service.limits.json_bytes)
     address, content = _address(request), picture or b""
-    fingerprint = await _parse(content, lambda: _fingerprint(address, values, content))
-    return Body(values, picture, fingerprint, filename)
+    hashed: Mapping[str, Any] = values
+    if uploads:
+        hashed = {**values, "uploads": {name: [one.digest for one in uploads[name]] for name in uploads}}
+    fingerprint = await _parse(content, lambda: _fingerprint(address, hashed, content))
+    return Body(values, picture, fingerprint, filename, uploads)
 
 
 def _from_fields(content: bytes, address: list[str], *, json_bytes: int) -> Body:

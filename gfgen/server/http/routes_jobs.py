@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from gfgen.server.http.bodies import Body, documented, read_body, request_key
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import files
-from gfgen.server.jobs.job_requests import RequestedJob, plain_job, video_job
+from gfgen.server.jobs.job_requests import RequestedJob, plain_job, taken_uploads, video_job
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import JobFacts, StoredJob
@@ -94,8 +94,10 @@ async def create_video_and_wait(request: Request, service: Service) -> Response:
 )
 async def create_job(request: Request, service: Service) -> Response:
     """Accepts one job with the fields of the job file and answers at once."""
-    body = await read_body(request, service=service, picture_name="image")
-    requested = plain_job(checked(schemas.JobRequest, body.values), models=service.ready_models())
+    body = await read_body(request, service=service, picture_name="image", takes_uploads=True)
+    values, uploads = taken_uploads(body.values, body.uploads)
+    asked = checked(schemas.JobRequest, values)
+    requested = plain_job(asked, uploads=uploads, models=service.ready_models())
     (job_id,) = await _take(request, service, requested, body)
     return _found(service, job_id).job().response()
 

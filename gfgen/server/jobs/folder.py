@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import re
@@ -11,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from gfgen.errors import OutputError
+from gfgen.job.images import ImageError, ImageReader
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import RequestedJob, checked_picture
 from gfgen.server.jobs.store import JobFacts, Store
+from gfgen.server.protocol.problems import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +27,7 @@ _OWN_ID = re.compile(r"(video|image|job)_[0-9a-f]{24}")
 class JobFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._inputs, self._thumbnails = path / _INPUTS_NAME, path / _THUMBNAILS_NAME
+        self.inputs, self._thumbnails = path / _INPUTS_NAME, path / _THUMBNAILS_NAME
         self._pictures = asyncio.Semaphore(1)
         """Limits how many pictures are decoded at the same time."""
 
@@ -43,26 +46,52 @@ class JobFolder:
             self.result(facts), self._thumbnail(facts.id), one_at_a_time=self._pictures
         )
 
-    def input(self, facts: JobFacts) -> str | None:
-        """The path of the job's input picture."""
-        return None if facts.input_file is None else str(self._inputs / facts.input_file)
-
     async def save_input(self, requested: RequestedJob) -> RequestedJob:
-        """Check the picture of a request and save it under the job's id.
+        """Check the picture and the files of a request, and save them under the job's id.
 
-        Raises: ApiError if it is not a picture; OutputError if the disk is full.
+        Raises: ApiError if one is no picture or video; OutputError if the disk is full.
         """
+        requested = await self._save_uploads(requested)
         if requested.picture is None:
             return requested
         async with self._pictures:
             param = (requested.words or {}).get("image", "image")
             sha256 = await asyncio.to_thread(checked_picture, requested.picture, param=param)
-        path = self._inputs / requested.spec.id
+        path = self.inputs / requested.spec.id
         await asyncio.to_thread(_write_picture, path, requested.picture)
         return replace(requested, spec=replace(requested.spec, image=str(path), image_sha256=sha256))
 
+    async def _save_uploads(self, requested: RequestedJob) -> RequestedJob:
+        paths: dict[str, str | list[str]] = {}
+        hashes: dict[str, str | list[str]] = {}
+        number = itertools.count(1)
+        for argument, uploads in requested.uploads.items():
+            found = []
+            for upload in uploads:
+                name = f"{requested.spec.id}.{next(number)}{upload.suffix}"
+                await asyncio.to_thread(_write_picture, self.inputs / name, upload.content)
+                async with self._pictures:
+                    found.append(await asyncio.to_thread(self._checked, name, argument))
+            is_list = len(found) > 1 or uploads[0].is_item
+            paths[argument] = [path for path, _ in found] if is_list else found[0][0]
+            hashes[argument] = [digest for _, digest in found] if is_list else found[0][1]
+        if not paths:
+            return requested
+        return replace(requested, spec=replace(requested.spec, files=paths, files_sha256=hashes))
+
+    def _checked(self, name: str, argument: str) -> tuple[str, str]:
+        """Path and hash of a saved file; raises ApiError if it is no picture or video."""
+        try:
+            path, sha256 = ImageReader(self.inputs).check(name, may_be_video=True)
+        except ImageError as error:
+            reason = str(error).replace(str(self.inputs / name), "the file")
+            raise ApiError(400, f"files.{argument}: {reason}", param=f"files.{argument}") from None
+        return str(path), sha256
+
     def remove_input(self, name: str) -> None:
-        _unlink(self._inputs / name)
+        """Remove the input picture of a job, by its id, and its other files."""
+        for path in (self.inputs / name, *self.inputs.glob(f"{name}.*")):
+            _unlink(path)
 
     def remove_result(self, file: str) -> None:
         _unlink(self.path / file)
@@ -78,10 +107,10 @@ class JobFolder:
         A damaged store may be repaired and put back later. So results are removed only if this store knows
         that their jobs have none, and input pictures only if they are newer than the store.
         """
-        for folder in (self._inputs, self._thumbnails):
+        for folder in (self.inputs, self._thumbnails):
             folder.mkdir(exist_ok=True)
         open_ids = {facts.id for facts, _ in store.open_jobs()}
-        _clear(self._inputs, lambda ids: ids - open_ids, suffixes=("",), made_after=store.made_at)
+        _clear(self.inputs, lambda ids: ids - open_ids, made_after=store.made_at)
         _clear(self._thumbnails, lambda ids: ids - store.with_file(ids), suffixes=(".webp", ".partial"))
         _clear(self.path, store.without_file, suffixes=(".png", ".mp4"))
 
@@ -110,14 +139,21 @@ def _clear(
     folder: Path,
     unwanted: Callable[[set[str]], set[str]],
     *,
-    suffixes: tuple[str, ...],
+    suffixes: tuple[str, ...] | None = None,
     made_after: float = 0.0,
 ) -> None:
-    """Remove files that are named by a job id, if `unwanted` returns that id and the file is not older
-    than `made_after` (Unix time)."""
-    paths = [path for path in folder.iterdir() if path.suffix in suffixes and _OWN_ID.fullmatch(path.stem)]
-    paths = [path for path in paths if path.stat().st_mtime >= made_after]
-    gone = unwanted({path.stem for path in paths})
-    for path in paths:
-        if path.stem in gone:
+    """Remove files that are named by a job id with one of these suffixes, or with any.
+
+    `unwanted` returns the ids; files from before `made_after` (Unix time) stay.
+    """
+    found = [(path, path.name.partition(".")[0]) for path in folder.iterdir()]
+    found = [
+        (path, job_id)
+        for path, job_id in found
+        if (suffixes is None or path.name.removeprefix(job_id) in suffixes) and _OWN_ID.fullmatch(job_id)
+    ]
+    found = [(path, job_id) for path, job_id in found if path.stat().st_mtime >= made_after]
+    gone = unwanted({job_id for _, job_id in found})
+    for path, job_id in found:
+        if job_id in gone:
             path.unlink(missing_ok=True)

@@ -53,7 +53,7 @@ class RunFollower:
         records, jobs = [], []
         for facts, spec in self._store.open_jobs():
             resumed = job_requests.resumed_spec(
-                facts, spec, image=self._folder.input(facts), now=self._service.now()
+                facts, spec, inputs=self._folder.inputs, now=self._service.now()
             )
             admitted, problems = run_info.admit_again([resumed])
             if problems:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import json
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gfgen.errors import JobFileError, Problem
-from gfgen.job.fields import parse_fields
-from gfgen.job.images import ImageError, NoImages, check_content
+from gfgen.job.fields import NAME, parse_fields
+from gfgen.job.images import ImageError, NoImages, check_content, is_video
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed
 from gfgen.runtime.core.admission import AdmittedJob
@@ -30,7 +31,9 @@ from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, refused
 from gfgen.server.protocol.validation import checked, opened
 
-_NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos"
+_NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos or /v1/jobs"
+MAX_UPLOADS = 32
+"""Files for arguments of a pipeline, in one request."""
 _VIDEO_WORDS = {"num_frames": "frames", "num_inference_steps": "steps"}
 _IMAGE_WORDS = {"num_inference_steps": "steps"}
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
@@ -46,11 +49,33 @@ of them means that the model does not use it."""
 
 
 @dataclass(frozen=True, slots=True)
+class Upload:
+    """A file for an argument of a pipeline."""
+
+    content: bytes
+    suffix: str = ""
+    """That of a video's name; empty for a picture."""
+    is_item: bool = False
+    """Whether the argument gets a list."""
+
+    @classmethod
+    def of(cls, name: str | None, content: bytes, *, is_item: bool) -> Upload:
+        suffix = Path(name).suffix.lower() if name and is_video(name) else ""
+        return cls(content, suffix, is_item)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
 class RequestedJob:
     """A requested job in the terms of the job file, with its picture and its origin."""
 
     spec: JobSpec
     picture: bytes | None = None
+    uploads: Mapping[str, Sequence[Upload]] = field(default_factory=dict)
+    """Files for arguments of the pipeline, by argument."""
     batch_id: str | None = None
     custom_id: str | None = None
     must_be: schemas.MediaKind | None = None
@@ -59,6 +84,10 @@ class RequestedJob:
     """The request's name of a job file field, where they differ."""
     ignored: list[str] | None = None
     """Collects a warning for each field that the model does not use; None refuses such fields."""
+
+    @property
+    def has_inputs(self) -> bool:
+        return self.picture is not None or bool(self.uploads)
 
 
 def new_id(kind: str) -> str:
@@ -115,12 +144,43 @@ def image_jobs(
     ]
 
 
-def plain_job(request: schemas.JobRequest, *, models: Sequence[schemas.ServedModel]) -> RequestedJob:
+def taken_uploads(
+    values: Mapping[str, Any], uploads: Mapping[str, Sequence[Upload]]
+) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Upload]]]:
+    """The values without `files`, and the uploads with those that `files` has as data: URLs."""
+    named = values.get("files")
+    if named is None:
+        return values, uploads
+    accepted = "an object of arguments, each with a data:image/...;base64 URL or a list of them"
+    if not isinstance(named, Mapping):
+        raise ApiError(400, f"files: {accepted}", param="files")
+    found = dict(uploads)
+    for name, given in named.items():
+        urls = given if isinstance(given, list) else [given]
+        if not urls or not all(isinstance(url, str) for url in urls) or not NAME.fullmatch(name):
+            raise ApiError(400, f"files: {accepted}", param="files")
+        contents = [data_url_content(url, param=f"files.{name}") for url in urls]
+        found[name] = [Upload(content, is_item=isinstance(given, list)) for content in contents]
+    if sum(map(len, found.values())) > MAX_UPLOADS:
+        raise ApiError(400, f"files: at most {MAX_UPLOADS} files are accepted", param="files")
+    return {name: value for name, value in values.items() if name != "files"}, found
+
+
+def plain_job(
+    request: schemas.JobRequest,
+    *,
+    uploads: Mapping[str, Sequence[Upload]],
+    models: Sequence[schemas.ServedModel],
+) -> RequestedJob:
     """The job of a request that uses the job file's fields."""
     model = chosen_model(request.model, models, kind=None)
     values = _job_words(request, {}, leave_out=("model",))
     kind = "image" if model.kind == "image" or request.frames == 1 else "video"
-    return RequestedJob(_spec(values | {"model": model.root or model.id}, kind, {}))
+    if ((request.args or {}).get("num_images_per_prompt") or 1) != 1:
+        accepted = "a job over HTTP makes one file; send one request for each picture"
+        raise ApiError(400, f"args.num_images_per_prompt: {accepted}", param="args")
+    spec = _spec(values | {"model": model.root or model.id}, kind, {})
+    return RequestedJob(spec, uploads=uploads)
 
 
 def batch_jobs(
@@ -234,30 +294,30 @@ def chosen_model(
     )
 
 
-def data_url_content(url: str) -> bytes:
+def data_url_content(url: str, *, param: str = "input_reference") -> bytes:
     """The content of a data: URL. Raises ApiError for any other URL: the server fetches nothing."""
     match = _DATA_URL.match(url)
     if match is None:
         raise ApiError(
             400,
-            "input_reference: send the picture itself, as a file or as a data:image/...;base64 URL; "
+            f"{param}: send the picture itself, as a file or as a data:image/...;base64 URL; "
             "other URLs are not followed",
-            param="input_reference",
+            param=param,
         )
     padding = url.find("=", match.end())
     if 0 <= padding < len(url) - 2:  # padding inside the text, which decoding in parts would accept
-        raise _not_base64()
+        raise _not_base64(param)
     try:
         parts = range(match.end(), len(url), _DECODED_AT_ONCE)
         return b"".join(
             base64.b64decode(url[start : start + _DECODED_AT_ONCE], validate=True) for start in parts
         )
     except (binascii.Error, ValueError):
-        raise _not_base64() from None
+        raise _not_base64(param) from None
 
 
-def _not_base64() -> ApiError:
-    return ApiError(400, "input_reference: not base64", param="input_reference")
+def _not_base64(param: str) -> ApiError:
+    return ApiError(400, f"{param}: not base64", param=param)
 
 
 def checked_picture(content: bytes, *, param: str) -> str:
@@ -334,15 +394,30 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         batch_id=requested.batch_id,
         custom_id=requested.custom_id,
         deadline_at=deadline_at,
-        input_file=job.job_id if requested.picture is not None else None,
+        input_file=job.job_id if requested.has_inputs else None,
     )
     stored = replace(spec, deadline_s=None, deadline_at=deadline_at, seed=run.seed, line=None, image=None)
+    if spec.files is not None:  # the folder may move
+        stored = replace(stored, files=_each_path(spec.files, lambda path: Path(path).name))
     return NewJob(facts, {name: value for name, value in asdict(stored).items() if value is not None})
 
 
-def resumed_spec(facts: JobFacts, spec: Mapping[str, Any], *, image: str | None, now: float) -> JobSpec:
-    """The spec of a job from the store; its times still count from its acceptance."""
-    stored = JobSpec(**{**spec, "image": image})
+def _each_path(
+    files: Mapping[str, str | list[str]], change: Callable[[str], str]
+) -> dict[str, str | list[str]]:
+    return {
+        name: change(paths) if isinstance(paths, str) else list(map(change, paths))
+        for name, paths in files.items()
+    }
+
+
+def resumed_spec(facts: JobFacts, spec: Mapping[str, Any], *, inputs: Path, now: float) -> JobSpec:
+    """The spec of a job from the store, with its files in the folder `inputs`; its times still count from its
+    acceptance."""
+    has_image = facts.input_file is not None and "image_sha256" in spec
+    stored = JobSpec(**{**spec, "image": str(inputs / facts.id) if has_image else None})
+    if stored.files is not None:
+        stored = replace(stored, files=_each_path(stored.files, lambda name: str(inputs / name)))
     waited_s = max(0.0, now - facts.arrives_at)
     timeout_s = stored.timeout_s
     if timeout_s is not None:

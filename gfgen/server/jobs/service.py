@@ -158,7 +158,7 @@ class JobService:
         self, requested: Sequence[RequestedJob], run_info: RunInfo
     ) -> Sequence[tuple[RequestedJob, AdmittedJob]]:
         """The admitted jobs; their pictures are checked and saved."""
-        if all(one.picture is None for one in requested):
+        if not any(one.has_inputs for one in requested):
             return job_requests.admitted(requested, run_info.admit)
         with_pictures = [await self.folder.save_input(one) for one in requested]
         return await asyncio.to_thread(job_requests.admitted, with_pictures, run_info.admit)
@@ -277,7 +277,7 @@ class JobService:
 
     def _drop_pictures(self, requested: Sequence[RequestedJob]) -> None:
         for one in requested:
-            if one.picture is not None:
+            if one.has_inputs:
                 self.folder.remove_input(one.spec.id)
 
 

@@ -18,7 +18,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from starlette.responses import Response
 
 from gfgen.job.fields import FIELDS, Refused
-from gfgen.job.shared import number_of
+from gfgen.job.shared import number_of, value_of
 
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 ServerStatus = Literal["loading", "ready", "draining"]
@@ -32,7 +32,7 @@ BatchEndpoint = Literal["/v1/images/generations", "/v1/chat/completions", "/v1/v
 class JobField:
     """Marks a field of a request as this field of a job: it accepts what the job file accepts.
 
-    A number may be in quotes, because forms have only texts.
+    A number may be in quotes, and an object or a list may be a text of JSON, because forms have only texts.
     """
 
     name: str
@@ -46,7 +46,10 @@ class JobField:
 
     def _validate(self, value: object) -> object:
         field = FIELDS[self.name]
-        is_number = field.schema.get("type") in ("integer", "number")
+        kind = field.schema.get("type")
+        is_number = kind in ("integer", "number")
+        if isinstance(value, str) and kind in ("object", "array"):
+            value = value_of(self.name, value)
         try:
             parsed = field.parse(number_of(value) if is_number and isinstance(value, str) else value)
         except Refused as refused:
@@ -256,7 +259,11 @@ class VideoRequest(OpenRequest):
 
 
 class JobRequest(RequestModel):
-    """POST /v1/jobs: a job of any model with the fields of the job file."""
+    """POST /v1/jobs: a job of any model with the fields of the job file.
+
+    A form has pictures and videos for arguments of the pipeline as files named `files[ARGUMENT]`, or
+    `files[ARGUMENT][]` for each of a list; JSON has `files` with data:image/...;base64 URLs.
+    """
 
     prompt: Prompt
     negative_prompt: NegativePrompt | None = None
@@ -272,6 +279,9 @@ class JobRequest(RequestModel):
     boundary_ratio: BoundaryRatio | None = None
     flow_shift: FlowShift | None = None
     true_cfg_scale: TrueCfg | None = None
+    args: Annotated[dict[str, Any], JobField("args")] | None = None
+    scheduler: Annotated[dict[str, Any], JobField("scheduler")] | None = None
+    sigmas: Annotated[list[float], JobField("sigmas")] | None = None
     seed: Seed | None = None
     deadline: Deadline | None = None
     timeout: Annotated[float | str, JobField("timeout")] | None = Field(
