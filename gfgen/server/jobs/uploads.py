@@ -20,11 +20,10 @@ class Uploads:
 
     def __init__(self, folder: Path, *, most_bytes: int) -> None:
         self._folder = folder / _NAME
-        self._folder.mkdir(exist_ok=True)
         self._most_bytes = most_bytes
 
     def add(self, content: bytes, *, filename: str, now: float) -> schemas.UploadedFile:
-        used_bytes = sum(path.stat().st_size for path in self._folder.iterdir())
+        used_bytes = sum(path.stat().st_size for path in self._folder.glob("*"))
         if used_bytes + len(content) > self._most_bytes:
             raise ApiError(413, f"the files exceed {self._most_bytes:,} bytes; delete some", param="file")
         file_id = f"file-{secrets.token_hex(12)}"
@@ -71,7 +70,7 @@ class Uploads:
             return None
 
     def remove_expired(self, *, before: float) -> None:
-        for path in self._folder.iterdir():
+        for path in self._folder.glob("*"):
             if path.stat().st_mtime < before:
                 path.unlink(missing_ok=True)
 
@@ -86,6 +85,7 @@ class Uploads:
     def _write(self, name: str, content: bytes) -> None:
         path = self._folder / name
         try:
+            self._folder.mkdir(exist_ok=True)
             path.write_bytes(content)
         except OSError as error:
             path.unlink(missing_ok=True)
