@@ -103,6 +103,7 @@ class TestArgs:
             ({"strength": [[float("inf")]]}, "strength is Infinity"),
             ({"not a name": 1}, "not a name is not a name"),
             ({"text": "\ud800"}, "text contains an unpaired surrogate"),
+            ({"text": "x" * 20_000}, "at most 20,000 characters of JSON; this one has 20,012"),
         ],
     )
     def test_a_wrong_argument_is_named(self, value: Any, hint: str) -> None:

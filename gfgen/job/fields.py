@@ -35,8 +35,10 @@ MAX_SCALE = 100
 MAX_SHIFT = 100
 MAX_SIGMA = 1_000
 """Schedulers of the EDM kind begin at 80; others at 1."""
-MAX_NAMED_VALUES, MAX_FILES = 100, 1_000
+MAX_NAMED_VALUES, MAX_FILES = 100, 100
 """Entries of `args`, `files` and `scheduler`; files of an argument."""
+MAX_OBJECT_CHARS = 20_000
+"""Of each of `args`, `files` and `scheduler` as JSON, which are part of messages between processes."""
 MAX_PATH_CHARS = 4096
 MAX_VOLUME_PIXELS = 2**32
 """Width x height x frames; 13 GB of RGB, about 4,000 frames of 1280x720."""
@@ -243,7 +245,10 @@ def _object(name: str, accepted: str, parse_value: Callable[[str, Any], object])
             raise Refused(f"{plain_name(repeated[0])} is given more than once")
         if bad := next((key for key in value if not NAME.fullmatch(key)), None):
             raise Refused(f"{plain_name(bad)} is not a name")
-        return {key: parse_value(key, inner) for key, inner in value.items()}
+        parsed = {key: parse_value(key, inner) for key, inner in value.items()}
+        if (num_chars := len(json.dumps(parsed))) > MAX_OBJECT_CHARS:
+            raise Refused(f"at most {MAX_OBJECT_CHARS:,} characters of JSON; this one has {num_chars:,}")
+        return parsed
 
     return Field(name, accepted, parse, {"type": "object", "minProperties": 1})
 
@@ -491,6 +496,9 @@ def _join_files(values: dict[str, Any], images: ImageReader) -> Iterator[Problem
             paths[argument], hashes[argument] = [path for path, _ in found], [digest for _, digest in found]
     if "image" in named and "image" in values:
         yield Problem(None, "files.image", None, "image gives it, too; give only one of them")
+    if (num_chars := len(json.dumps(paths))) > 2 * MAX_OBJECT_CHARS:
+        accepted = f"at most {2 * MAX_OBJECT_CHARS:,} characters of absolute paths; these have {num_chars:,}"
+        yield Problem(None, "files", None, accepted)
     values |= {"files": paths, "files_sha256": hashes}
 
 

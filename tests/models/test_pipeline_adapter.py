@@ -165,3 +165,13 @@ def test_jobs_with_other_numbers_or_files_have_other_shapes(checkpoint: Path) ->
     ]
     assert len({geometry.shape_key(geometry.resolve(job) if not job.files else job) for job in jobs}) == 3
     assert geometry.trajectory(geometry.resolve(JOB)).frames_shape is None
+
+
+def test_a_class_that_makes_pictures_has_no_frames_per_second(tmp_path: Path) -> None:
+    geometry = load_geometry(save_checkpoint("PixArtSigmaPipeline", tmp_path))
+    assert geometry.kind == "image"
+    resolved = geometry.resolve(JobSpec(id="a", prompt="a cat", seed=1))
+    assert (resolved.frames, resolved.fps) == (1, None)
+    assert geometry.resolve(resolved) == resolved
+    with pytest.raises(JobError, match="makes single pictures"):
+        geometry.resolve(JobSpec(id="a", prompt="a cat", seed=1, fps=8))

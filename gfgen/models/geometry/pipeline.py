@@ -61,7 +61,7 @@ class PipelineGeometry:
         if problems:
             raise JobError(*problems)
         filled = rules.fill_defaults(spec, self.defaults)
-        return filled if self._makes_videos else rules.changed(filled, frames=1)
+        return filled if self._makes_videos else rules.changed(filled, frames=1, fps=None)
 
     def output_kind(self, spec: JobSpec) -> str:
         return self.kind
@@ -110,6 +110,8 @@ class PipelineGeometry:
             yield Problem.of(
                 "frames", spec.frames, "this model makes single pictures; leave it out or give 1"
             )
+        if not self._makes_videos:
+            yield from rules.useless(spec, "fps", "this model makes single pictures; leave it out")
 
 
 def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
