@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import math
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from gfgen.errors import ModelError
 from gfgen.job.images import is_video
@@ -181,6 +183,8 @@ def load_any(
     kind = getattr(diffusers, geometry.family, None)
     if kind is None:
         raise ModelError(f"model {checkpoint}: diffusers {diffusers.__version__} lacks {geometry.family}")
+    # tqdm's own lock is a semaphore of the system, which outlives a killed process.
+    tqdm.set_lock(threading.RLock())
     dtypes = component_dtypes(geometry.family, vae_dtype)
     pipeline = load(kind, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
     stop_checks.install(*(x for x in pipeline.components.values() if isinstance(x, torch.nn.Module)))
