@@ -11,12 +11,15 @@ import pytest
 import torch
 from small_checkpoints import save_checkpoint
 
+from benchmarks.small_pipelines import small_pipeline
 from gfgen.errors import JobError, ModelError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import SOUND, SOUND_RATE, UNCHECKED, Fields
 from gfgen.models.families.registry import load_adapter
+from gfgen.models.geometry.call import signature_of
 from gfgen.models.geometry.model import load_geometry
+from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.stepping import adapter as stepping_adapter
 from gfgen.models.stepping.program import NotSteppableError
 from gfgen.models.stepping.verify import moved
@@ -175,3 +178,30 @@ def test_a_class_that_makes_pictures_has_no_frames_per_second(tmp_path: Path) ->
     assert geometry.resolve(resolved) == resolved
     with pytest.raises(JobError, match="makes single pictures"):
         geometry.resolve(JobSpec(id="a", prompt="a cat", seed=1, fps=8))
+
+
+def test_sound_is_that_of_the_pipelines_own_call() -> None:
+    pipeline = small_pipeline("LTX2Pipeline")
+    defaults = {"width": 128, "height": 128, "frames": 9, "steps": 2, "fps": 8}
+    geometry = PipelineGeometry(signature_of("LTX2Pipeline"), defaults, None)
+    adapter = stepping_adapter.PipelineAdapter(geometry, pipeline, device="cpu")
+    job = JobSpec(id="a", prompt="a red cat", seed=3, args={"max_sequence_length": 16})
+    spec = geometry.resolve(job)
+    prompt = adapter.encode(spec)
+    condition, latents = adapter.prepare(spec, prompt)
+    for step in range(2):
+        latents = adapter.denoise(spec, prompt, condition, latents, step=step)
+    # The small VAE enlarges less than LTX2Pipeline expects.
+    found = adapter.decode(dataclasses.replace(spec, width=64, height=64, frames=1), latents)
+    made = pipeline(
+        "a red cat",
+        width=128,
+        height=128,
+        num_frames=9,
+        frame_rate=8,
+        num_inference_steps=2,
+        max_sequence_length=16,
+        generator=torch.Generator().manual_seed(3),
+    )
+    assert torch.equal(found.tensors[SOUND], made.audio[0].float().clamp(-1, 1))
+    assert found.scalars[SOUND_RATE] == pipeline.vocoder.config.output_sampling_rate
