@@ -333,7 +333,9 @@ def test_events_of_the_journal():
         "RankLost": ["time_s", "rank", "incarnation", "reason", "is_retired"],
         "TaskDone": ["time_s", "dispatch", "times"],
         "TaskFailed": ["time_s", "dispatch", "reason", "void", "lost"],
-        "OutputWritten": ["time_s", "job_id", "path", "size_bytes", "write_s", "writer", "sha256", "files"],
+        "OutputWritten": [
+            *("time_s", "job_id", "path", "size_bytes", "write_s", "writer", "sha256", "files", "made"),
+        ],
         "OutputFailed": ["time_s", "job_id", "reason"],
         "FramesLost": ["time_s", "job_id", "reason", "lost"],
         "PolicyChanged": ["time_s", "policy", "reason"],

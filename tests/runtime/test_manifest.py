@@ -63,6 +63,13 @@ def test_keys_of_a_line_are_frozen(tmp_path: Path) -> None:
     assert entry["version"] == 1
 
 
+def test_shape_is_that_of_the_files(tmp_path: Path) -> None:
+    path = write(tmp_path, outcome(job_info("a"), made=(9, 128, 256)))
+    shape = json.loads(path.read_text())["shape"]
+    assert (shape["frames"], shape["height"], shape["width"]) == (9, 128, 256)
+    assert list(shape) == ["width", "height", "frames", "fps"]
+
+
 def test_line_says_what_was_asked_what_ran_and_how_it_went(tmp_path: Path) -> None:
     entry = read_manifest(write(tmp_path, outcome(job_info("a", asked_height=60))))["a"]
     assert entry["rounded"] == "96x60 -> 96x64"

@@ -313,6 +313,15 @@ def test_a_job_ends_when_its_file_is_written():
     assert cluster.state.finished
 
 
+def test_the_outcome_has_the_size_that_the_model_made():
+    cluster = Cluster(make_job("a", steps=1))
+    for index in range(4):
+        cluster.done(cluster.begin("a", index, 0))
+    (outcome,) = cluster.state.apply(events.OutputWritten(1.0, "a", "a.mp4", 10, 0.1, made=(9, 128, 256)))
+    assert outcome.made == (9, 128, 256)
+    assert outcome.warnings[-1].startswith("the model made 256x128 with 9 frames, not ")
+
+
 def test_the_outcome_tells_layouts_and_time_by_stage():
     cluster = Cluster(make_job("a", steps=2))
     for index, rank in enumerate((0, 0, 1, 0, 0)):

@@ -145,6 +145,7 @@ def test_a_single_picture_of_unknown_size_is_the_file_as_usual(channel: Channel,
     answer = ask_for_output(channel, request, frames)
     assert isinstance(answer, WriteDone), answer
     assert (answer.path, answer.files) == (str(tmp_path / "a.png"), ())
+    assert answer.made == (1, 5, 7)
     known = ask(channel, replace(request, path=str(tmp_path / "b.png")), frames)
     assert answer.sha256 == known.sha256
 
@@ -155,6 +156,7 @@ def test_each_of_several_pictures_has_a_numbered_file(channel: Channel, tmp_path
     answer = ask_for_output(channel, request, frames)
     assert isinstance(answer, WriteDone), answer
     assert [name for name, _, _ in answer.files] == ["a-1.png", "a-2.png"]
+    assert answer.made == (1, 8, 8)
     assert (answer.path, answer.size_bytes, answer.sha256) == (
         str(tmp_path / "a-1.png"),
         *answer.files[0][1:],

@@ -117,6 +117,8 @@ class Usage:
     """Its file, once that is there."""
     files: tuple[NamedContent, ...] = ()
     """All of them, if there are several."""
+    made: tuple[int, int, int] | None = None
+    """Frames, height and width of each, if only the decode knew them."""
 
     def add(self, stage: Stage, layout: Layout, event: TaskDone, busy_s: float) -> None:
         """A task has run."""
@@ -235,6 +237,7 @@ class JobRecord:
             timings=dict(usage.timings),
             written=usage.written,
             files=usage.files,
+            made=usage.made,
         )
 
     def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:

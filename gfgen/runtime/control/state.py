@@ -318,7 +318,9 @@ class State:
             return self._end(record, error=event.reason)
         if event.size_bytes:  # simulations write nothing
             record.usage.written = Content(event.size_bytes, event.sha256)
-            record.usage.files = event.files
+            record.usage.files, record.usage.made = event.files, event.made
+            if event.made and (difference := record.job.info.difference(event.made)):
+                record.trouble.warnings.append(difference)
         return self._end(record, error=None)
 
     def _frames_lost(self, event: events.FramesLost) -> Iterable[JobOutcome]:

@@ -128,6 +128,8 @@ class OutputWritten(Event):
     """In hex."""
     files: tuple[NamedContent, ...] = ()
     """All files of a job with several; `path` is the first one."""
+    made: tuple[int, int, int] | None = None
+    """Frames, height and width of each file, if only the decode knew them."""
 
 
 @dataclass(frozen=True, slots=True)

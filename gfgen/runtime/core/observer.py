@@ -44,6 +44,14 @@ class JobInfo:
             notes.append(f"{asked.frames} -> {spec.frames} frames")
         return ", ".join(notes) or None
 
+    def difference(self, made: tuple[int, int, int]) -> str | None:
+        """How frames, height and width of its files differ from those that it ran with; None if equal."""
+        frames, height, width = made
+        if (frames, height, width) == (self.spec.frames or 1, self.spec.height, self.spec.width):
+            return None
+        wanted = f"{self.spec.width}x{self.spec.height} with {self.spec.frames or 1} frames"
+        return f"the model made {width}x{height} with {frames} frames, not {wanted}"
+
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
@@ -68,6 +76,8 @@ class JobOutcome:
     """Its file as written, the first one if there are several; None if there is none."""
     files: tuple[NamedContent, ...] = ()
     """All of them, if there are several."""
+    made: tuple[int, int, int] | None = None
+    """Frames, height and width of each, if only the decode knew them."""
 
     @property
     def met_deadline(self) -> bool | None:

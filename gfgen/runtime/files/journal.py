@@ -67,8 +67,9 @@ class Journal:
         entry = {"turn": self._turn, "event": kind.__name__}
         for name in _FIELDS[kind]:
             entry[name] = getattr(event, name)
-        if entry.get("files") == ():  # only jobs with several files have it
-            del entry["files"]
+        for name in ("files", "made"):  # only jobs with several files or of unknown size have them
+            if name in entry and not entry[name]:
+                del entry[name]
         self._pending.append(_encode(entry))
 
     def end_turn(self, moment_s: float, dispatches: Sequence[Dispatch] | None) -> None:

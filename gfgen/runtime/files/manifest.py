@@ -91,7 +91,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         "priority": spec.priority,
         "seed": spec.seed,
         "shape_asked": _shape(info.asked),
-        "shape": _shape(spec),
+        "shape": _shape(spec) | _made(outcome),
         "rounded": info.rounding,
         "steps": spec.steps,
         "scales": {name: getattr(spec, name) for name in SCALE_FIELDS if getattr(spec, name) is not None},
@@ -260,6 +260,11 @@ def _is_finished(path: Path, entry: ManifestLine, info: JobInfo) -> bool:
 
 def _shape(spec: JobSpec) -> ManifestLine:
     return {"width": spec.width, "height": spec.height, "frames": spec.frames, "fps": spec.fps}
+
+
+def _made(outcome: JobOutcome) -> ManifestLine:
+    """The true size of the files, where only the decode knew it."""
+    return {} if outcome.made is None else dict(zip(("frames", "height", "width"), outcome.made, strict=True))
 
 
 def _rounded(seconds: float | None) -> float | None:

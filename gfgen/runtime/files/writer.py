@@ -57,6 +57,7 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
         if frames_fd is None:
             raise OutputError("the request came without its frames")
         files = _write(request, frames_fd)
+        made = _size_of_each(frames_fd, len(files)) if request.shape is None else None
     except OutputError as error:
         return WriteFailed(request.job_id, reason=str(error))
     except Exception as error:  # a bug or a lack of memory fails the job, not the writer
@@ -75,6 +76,7 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
         files=tuple((path.name, content.size_bytes, content.sha256) for path, content in files)
         if len(files) > 1
         else (),
+        made=made,
     )
 
 
@@ -96,6 +98,12 @@ def _write(request: WriteRequest, frames_fd: int) -> list[tuple[Path, Content]]:
         replaces = request.replaces_numbered.get(each.name)
         files.append((each, write(frames[idx : idx + 1], each, replaces=replaces)))
     return files
+
+
+def _size_of_each(fd: int, num_files: int) -> tuple[int, int, int]:
+    """Frames, height and width of each file of an output."""
+    frames, height, width, _ = shape_in(fd).pictures
+    return frames // num_files, height, width
 
 
 def map_output(fd: int) -> tuple[Frames, Sound | None]:

@@ -326,6 +326,8 @@ class WriteDone:
     sha256: str | None = None
     files: tuple[NamedContent, ...] = ()
     """If there are several: all of them. The first one is that of `path`."""
+    made: tuple[int, int, int] | None = None
+    """Frames, height and width of each file, if only the decode knew them."""
 
 
 @dataclass(frozen=True, slots=True)

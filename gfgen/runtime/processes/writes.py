@@ -104,7 +104,7 @@ class Writes:
             case WriteDone():
                 self.ended(what.job_id)
                 idx = self._pool.writers.index(writer)
-                facts = (what.path, what.size_bytes, what.write_s, idx, what.sha256, what.files)
+                facts = (what.path, what.size_bytes, what.write_s, idx, what.sha256, what.files, what.made)
                 yield OutputWritten(now_s, what.job_id, *facts)
             case WriteFailed():
                 self.ended(what.job_id)
