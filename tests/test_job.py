@@ -537,6 +537,19 @@ class TestIdAndOutput:
         found = read('{"prompt": "b", "output": "fox.mp4"}\n{"prompt": "a", "id": "fox"}').problems
         assert [(problem.line, problem.field) for problem in found] == [(2, "id")]
 
+    def test_pictures_of_one_job_have_names_of_their_own(self) -> None:
+        several = '{"prompt": "a", "id": "fox", "args": {"num_images_per_prompt": 2}}'
+        for other in ('"id": "fox-2"', '"output": "FOX-1.png"'):
+            for lines in ([several, f'{{"prompt": "b", {other}}}'], [f'{{"prompt": "b", {other}}}', several]):
+                found = read("\n".join(lines)).problems
+                assert [problem.line for problem in found] == [2]
+                assert "line 1 already writes" in found[0].accepted
+        assert read(several + '\n{"prompt": "b", "id": "fox-3"}').problems == ()
+
+    def test_equal_jobs_with_several_pictures_do_not_clash(self) -> None:
+        line = '{"prompt": "a", "args": {"num_images_per_prompt": 3}}'
+        assert read(f"{line}\n{line}").problems == ()
+
     def test_an_output_may_be_the_own_default(self) -> None:
         assert read('{"prompt": "a", "id": "fox", "output": "fox.png"}').problems == ()
 

@@ -35,7 +35,7 @@ from gfgen.job.inputs import (
     raw_lines,
 )
 from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over
-from gfgen.job.spec import JobSpec, default_id, file_names, name_key, with_own_name
+from gfgen.job.spec import JobSpec, default_id, file_names, name_key, numbered_names, with_own_name
 from gfgen.job.variations import variations
 
 MAX_PROBLEMS = 1_000
@@ -314,7 +314,7 @@ class _JobList:
         # Names of a faulty line count as used, so that this report shows its clashes, too.
         if "id" in values:
             with_own_name(values)
-        problems += self._take_names(line, values.get("id"), values.get("output"), values.get("format"))
+        problems += self._take_names(line, values)
         if problems:
             return None, JobError(*problems).at_line(line)
         return JobSpec(**values, line=line), ()
@@ -326,10 +326,9 @@ class _JobList:
         number = self.occurrences[base]
         return base if number == 1 else f"{base}-{number}"
 
-    def _take_names(
-        self, line: int, job_id: str | None, output: str | None, format_: str | None
-    ) -> Iterator[Problem]:
+    def _take_names(self, line: int, values: Mapping[str, Any]) -> Iterator[Problem]:
         """Record the names that a line's job uses; yields a problem for each that an earlier line uses."""
+        job_id, output = values.get("id"), values.get("output")
         if job_id is not None:
             taken_by = self.id_lines.setdefault(name_key(job_id), line)
             if taken_by != line:
@@ -343,7 +342,8 @@ class _JobList:
         if job_id is None and output is None:
             return
         field_name, value = ("id", job_id) if output is None else ("output", output)
-        for name in file_names(job_id or "", output, format_):
+        names = file_names(job_id or "", output, values.get("format"))
+        for name in numbered_names(names, values.get("args")):
             taken_by = self.file_lines.setdefault(name_key(name), line)
             if taken_by != line:
                 yield Problem(

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ PIPELINE_FIELDS = ("args", "files", "scheduler", "sigmas")
 """What a job says to the call of its diffusers pipeline, beyond the fields of all models."""
 SUFFIXES = {"image": ".png", "video": ".mp4"}
 """File name endings by the kind of thing that a model makes."""
+MAX_NUMBERED = 1_000
+"""Pictures of one job whose names are compared with those of other jobs."""
 
 HASHED_FIELDS = (
     *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
@@ -207,6 +209,17 @@ def file_names(spec_id: str, output: str | None, format_: str | None = None) -> 
     if format_ is None:
         return tuple(spec_id + suffix for suffix in SUFFIXES.values())
     return tuple(spec_id + suffix_of(format_, kind) for kind in FORMATS if format_ in FORMATS[kind])
+
+
+def numbered_names(names: Iterable[str], args: Mapping[str, Any] | None) -> Iterator[str]:
+    """The names of the files of a job with these `args`: pictures have numbers if there are several."""
+    number = (args or {}).get("num_images_per_prompt")
+    is_several = isinstance(number, int) and 1 < number <= MAX_NUMBERED
+    for name in names:
+        if is_several and not name.lower().endswith(SUFFIXES["video"]):
+            yield from (numbered_name(name, each) for each in range(1, number + 1))
+        else:
+            yield name
 
 
 def name_key(name: str) -> str:
