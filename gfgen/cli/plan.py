@@ -22,6 +22,7 @@ from gfgen.cli.shown.prediction import (
     default_ranks,
     describe,
     machine,
+    unseen_shapes,
 )
 from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.policies.catalog import BUILT_IN, load_policy
@@ -113,10 +114,12 @@ def plan(
         )
     made = replace(made, machine=machine(profile, admitted, num_ranks=num_ranks))
     turns, closer = room.in_words(num_ranks), closer_profile(profile_path, admitted, counts=rank_counts)
+    unseen = unseen_shapes(profile, admitted)
     if as_json:
-        click.echo(json.dumps(plan_as_json(made) | {"memory": turns, "closer_profile": closer}, indent=1))
+        said = {"memory": turns, "closer_profile": closer, "unseen": unseen}
+        click.echo(json.dumps(plan_as_json(made) | said, indent=1))
     else:
-        more = filter(None, [closer, turns])
+        more = filter(None, [unseen, closer, turns])
         click.echo("\n".join([*in_plain_words(made, device=describe(profile)), *more]))
     if chart is not None:
         plot_plan(made, chart)

@@ -214,9 +214,9 @@ def file_names(spec_id: str, output: str | None, format_: str | None = None) -> 
 def numbered_names(names: Iterable[str], args: Mapping[str, Any] | None) -> Iterator[str]:
     """The names of the files of a job with these `args`: pictures have numbers if there are several."""
     number = (args or {}).get("num_images_per_prompt")
-    is_several = isinstance(number, int) and 1 < number <= MAX_NUMBERED
+    number = number if isinstance(number, int) and number <= MAX_NUMBERED else 1
     for name in names:
-        if is_several and not name.lower().endswith(SUFFIXES["video"]):
+        if number > 1 and not name.lower().endswith(SUFFIXES["video"]):
             yield from (numbered_name(name, each) for each in range(1, number + 1))
         else:
             yield name

@@ -86,3 +86,15 @@ def test_a_plan_for_this_machine_says_whether_it_was_measured(
     rows = [replace(row, basis=basis) for row in found[1].rows for basis in bases]
     own = replace(found[1], device=cpu_name(), rows=tuple(rows))
     assert prediction.machine(own, JOBS, num_ranks=4) == f"4 CPU ranks ({cpu_name()}; {note})"
+
+
+def test_shapes_of_other_pipelines_that_nobody_measured_are_named() -> None:
+    profile = prediction.choose_profile(None, JOBS, num_ranks=2)
+    seen = [
+        replace(job, has_nominal_flops=True) for job in JOBS if job.shape in {r.shape for r in profile.rows}
+    ]
+    assert prediction.unseen_shapes(profile, [replace(job, shape="64x64x9") for job in JOBS]) is None
+    assert prediction.unseen_shapes(profile, seen) is None
+    found = prediction.unseen_shapes(profile, [*seen, replace(seen[0], shape="64x64x9")])
+    assert found is not None
+    assert found.startswith("Not measured yet: 64x64x9. ")

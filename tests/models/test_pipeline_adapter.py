@@ -122,6 +122,7 @@ def test_unknown_sizes_take_addresses_but_count_no_memory(checkpoint: Path) -> N
     (job,), _ = admit([JOB], default_model="ltx", find_model=lambda name: model)
     assert SlabPlan.of(job.trajectory).size_bytes > 1 << 30
     assert job_bytes(job) < 2 << 20
+    assert job.has_nominal_flops
 
 
 @pytest.mark.parametrize(

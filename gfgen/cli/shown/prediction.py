@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from gfgen.graph import Stage
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import PACKAGED
 from gfgen.runtime.core.admission import AdmittedJob
@@ -17,7 +18,7 @@ from gfgen.runtime.predict.profile_file import Profile, check_profile
 from gfgen.runtime.predict.profile_store import find_profile, first_fitting, open_profile, shipped_profiles
 from gfgen.session.ranks import Ranks
 from gfgen.system.machine import cpu_name
-from gfgen.system.wording import counted
+from gfgen.system.wording import MAX_NAMED, counted
 
 DEFAULT_RANKS = 4
 
@@ -85,6 +86,18 @@ def closer_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, counts: Se
             ranks = f"up to {counted(count, 'rank')}" if count > 1 else "1 rank"
             return f"For {ranks}, {describe(closer)} is closer: --ranks {fewer} predicts with it."
     return None
+
+
+def unseen_shapes(profile: Profile, jobs: Sequence[AdmittedJob]) -> str | None:
+    """Say which shapes of other diffusers pipelines the profile lacks; None if it has all of them."""
+    seen = {(row.model, row.shape) for row in profile.rows if row.stage is Stage.DENOISE}
+    nominal = [job for job in jobs if job.has_nominal_flops]
+    unseen = {job.shape: None for job in nominal if (job.model_in(profile.models), job.shape) not in seen}
+    if not unseen:
+        return None
+    named = ", ".join(list(unseen)[:MAX_NAMED]) + (", ..." if len(unseen) > MAX_NAMED else "")
+    until = "The times of new shapes are guesses from their sizes until a run measures them."
+    return f"Not measured yet: {named}. {until}"
 
 
 def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> str:

@@ -17,6 +17,7 @@ from gfgen.graph import Stage, Trajectory
 from gfgen.job.spec import JobSpec, output_name, spec_hash, with_defaults
 from gfgen.layout import MAX_RANKS, Limits
 from gfgen.models.geometry.model import Geometry, twin_of
+from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.content import Content
 from gfgen.system.wording import MAX_NAMED, in_lines
@@ -41,6 +42,8 @@ class AdmittedJob:
     """The most of these ranks that can share the heads."""
     max_decode_degree: int = 1
     """The most ranks that can share the rows of a decode."""
+    has_nominal_flops: bool = False
+    """Its `flops` only compare sizes: the operations of its pipeline are unknown."""
     twin: str | None = None
     """The short name of an equal model, if the job names its model by a directory or a hub id."""
     replaces: Content | None = None
@@ -198,5 +201,6 @@ def _first_of_shape(info: JobInfo, model: ResolvedModel) -> AdmittedJob:
         max_sequence_degree=geometry.num_tokens(run),
         max_ulysses_degree=geometry.num_heads,
         max_decode_degree=geometry.num_latent_rows(run),
+        has_nominal_flops=isinstance(geometry, PipelineGeometry),
         twin=twin_of(geometry, run),
     )
