@@ -70,8 +70,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, output: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gfgen", "run", "jobs.jsonl", "--ranks", "2", "--policy", "hop.py:hop"]
+def start(folder: Path, output: str, *, policy: str = "hop.py:hop") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gfgen", "run", "jobs.jsonl", "--ranks", "2", "--policy", policy]
     options = ["--grace", "0", "-o", output]
     return subprocess.Popen(
         [*command, *options], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -135,3 +135,15 @@ def test_pictures_are_those_of_the_pipelines_own_call(folder: Path) -> None:
     for number, picture in enumerate(made.images, start=1):
         with Image.open(folder / "calm" / f"cats-{number}.png") as ours:
             assert np.array_equal(np.asarray(ours), np.asarray(picture))
+
+
+def test_two_ranks_share_the_steps_of_a_pipeline(folder: Path) -> None:
+    code, text = end(start(folder, "shared", policy="srtf,degree=2"))
+    assert code == 0, text
+    lines = read_manifest(folder / "shared" / MANIFEST_NAME)
+    for line in lines.values():
+        assert "[0,1] cfg2" in line["layouts"]
+    for number in (1, 2):
+        pictures = [Image.open(folder / output / f"cats-{number}.png") for output in ("shared", "calm")]
+        shared, alone = (np.asarray(picture, np.int16) for picture in pictures)
+        assert np.abs(shared - alone).max() <= 1

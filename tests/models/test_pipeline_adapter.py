@@ -9,17 +9,21 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from gfc_fake import FakeCluster
 from small_checkpoints import save_checkpoint
 
 from benchmarks.small_pipelines import small_pipeline
 from gfgen.errors import JobError, ModelError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
+from gfgen.layout import Layout
 from gfgen.models.families.adapter import SOUND, SOUND_RATE, UNCHECKED, Fields
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.call import signature_of
 from gfgen.models.geometry.model import load_geometry
-from gfgen.models.geometry.pipeline import PipelineGeometry
+from gfgen.models.geometry.pipeline import TOKEN_SIDES, PipelineGeometry
+from gfgen.models.parallel.parallel import Parallel, parallel_from
+from gfgen.models.parallel.plans import PLANS
 from gfgen.models.stepping import adapter as stepping_adapter
 from gfgen.models.stepping.program import NotSteppableError
 from gfgen.models.stepping.verify import moved
@@ -205,3 +209,82 @@ def test_sound_is_that_of_the_pipelines_own_call() -> None:
     )
     assert torch.equal(found.tensors[SOUND], made.audio[0].float().clamp(-1, 1))
     assert found.scalars[SOUND_RATE] == pipeline.vocoder.config.output_sampling_rate
+
+
+# --- several ranks
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout((0, 1), cfg=2),
+        Layout((0, 1), ulysses=2),
+        Layout((0, 1, 2), ring=3),
+        Layout((0, 1, 2, 3), cfg=2, ulysses=2),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_steps_give_the_result_of_one_rank(checkpoint: Path, layout: Layout) -> None:
+    adapters = [load_adapter(checkpoint) for _ in layout.ranks]
+    spec = adapters[0].geometry.resolve(JOB)
+    prompt = adapters[0].encode(spec)
+    condition, first = adapters[0].prepare(spec, prompt)
+
+    def denoise(rank: int, parallel: Parallel | None) -> Fields:
+        torch.set_num_threads(1)  # counts for the calling thread, and rounding depends on it
+        latents = first
+        for step in range(spec.steps or 0):
+            latents = adapters[rank].denoise(spec, prompt, condition, latents, step=step, parallel=parallel)
+        return latents
+
+    def shared(parallel: Parallel) -> Fields:
+        return denoise(parallel.cfg.slot * parallel.sequence.size + parallel.sequence.slot, parallel)
+
+    torch.manual_seed(spec.seed or 0)  # threads have PyTorch's generator in common, and each step seeds it
+    alone = denoise(0, None)
+    runs = [FakeCluster().run(layout, lambda group: shared(parallel_from(group))) for _ in range(2)]
+    for result in runs[0] + runs[1]:
+        assert result.scalars == alone.scalars
+        for name, wanted in alone.tensors.items():
+            assert torch.equal(result.tensors[name], runs[0][0].tensors[name])
+            if wanted.is_floating_point():
+                assert (result.tensors[name] - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_ranks_that_cannot_share_tokens_evaluate_the_whole_step(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(transformer: torch.nn.Module) -> None:
+        raise ModelError("no module 'rope'")
+
+    monkeypatch.setattr(stepping_adapter.hooks, "install", refuse)
+    test_ranks_that_share_steps_give_the_result_of_one_rank(checkpoint, Layout((0, 1), ulysses=2))
+
+
+def test_a_class_whose_tokens_are_shared_has_a_plan() -> None:
+    for name in TOKEN_SIDES:
+        assert name in PLANS or getattr(getattr(diffusers, name), "_cp_plan", None) is not None
+
+
+def test_geometry_says_how_ranks_can_share_a_step(checkpoint: Path, tmp_path: Path) -> None:
+    geometry = load_geometry(checkpoint)
+    job = geometry.resolve(JOB)
+    assert (geometry.num_heads, geometry.num_tokens(job)) == (2, 4)
+    assert geometry.num_tokens(dataclasses.replace(job, width=16)) == 1
+    guided = [geometry.uses_cfg(dataclasses.replace(job, guidance_scale=scale)) for scale in (None, 3.0, 1.0)]
+    assert guided == [True, True, False]
+    only_guidance = load_geometry(save_checkpoint("PixArtSigmaPipeline", tmp_path))
+    assert (only_guidance.num_heads, only_guidance.num_tokens(job), only_guidance.uses_cfg(job)) == (
+        1,
+        1,
+        True,
+    )
+
+
+def test_an_embedded_guidance_scale_is_one_branch() -> None:
+    geometry = PipelineGeometry(signature_of("FluxPipeline"), {}, None, shares_guidance=True)
+    job = JobSpec(id="a", prompt="a cat", seed=1, width=64, height=64, guidance_scale=3.5)
+    assert not geometry.uses_cfg(job)
+    true_cfg = dataclasses.replace(job, true_cfg_scale=4.0)
+    assert not geometry.uses_cfg(true_cfg)
+    assert geometry.uses_cfg(dataclasses.replace(true_cfg, negative_prompt="dark"))

@@ -28,6 +28,57 @@ _TYPICAL_PARAMETERS = 2e9
 """For the first estimate of a step; after a step of a shape, its measured time takes over."""
 _TOKEN_SIDE, _TOKEN_FRAMES = 16, 4
 """Pixels and frames of a token, in the same estimate."""
+TOKEN_SIDES: Mapping[str, int] = {
+    "ChronoEditTransformer3DModel": 16,
+    "CogVideoXTransformer3DModel": 16,
+    "Flux2Transformer2DModel": 16,
+    "FluxTransformer2DModel": 16,
+    "HeliosTransformer3DModel": 64,  # the first stage of a pyramid has a quarter of the rows
+    "HunyuanImageTransformer2DModel": 32,
+    "HunyuanVideoTransformer3DModel": 16,
+    "LTX2VideoTransformer3DModel": 32,
+    "LTXVideoTransformer3DModel": 32,
+    "OvisImageTransformer2DModel": 16,
+    "QwenImageTransformer2DModel": 16,
+    "SD3Transformer2DModel": 16,
+    "SkyReelsV2Transformer3DModel": 16,
+    "WanTransformer3DModel": 32,
+    "WanVACETransformer3DModel": 16,
+    "ZImageTransformer2DModel": 16,
+}
+"""Classes of transformers whose tokens ranks can share, and the most pixels along a token's side.
+
+Each has a plan (parallel/plans.py), and steps of its pipelines have been compared with those of one rank
+(benchmarks/results/2026-11-24-parallel.md).
+"""
+GUIDED = frozenset(
+    (
+        *TOKEN_SIDES,
+        "AllegroTransformer3DModel",
+        "AnyFlowTransformer3DModel",
+        "AuraFlowTransformer2DModel",
+        "BriaFiboTransformer2DModel",
+        "BriaTransformer2DModel",
+        "ChromaTransformer2DModel",
+        "CogView3PlusTransformer2DModel",
+        "CogView4Transformer2DModel",
+        "EasyAnimateTransformer3DModel",
+        "ErnieImageTransformer2DModel",
+        "HunyuanVideoFramepackTransformer3DModel",
+        "Kandinsky5Transformer3DModel",
+        "Krea2Transformer2DModel",
+        "LatteTransformer3DModel",
+        "Lumina2Transformer2DModel",
+        "LuminaNextDiT2DModel",
+        "MochiTransformer3DModel",
+        "PRXTransformer2DModel",
+        "PixArtTransformer2DModel",
+        "SanaTransformer2DModel",
+    )
+)
+"""Classes whose guidance two halves of a layout can share, from the same comparison."""
+_UNSHARED = re.compile("PAG|KleinKV|DiffusionForcing|InContext|HDR")
+"""Pipelines whose attention differs from their transformer's plan: perturbed, cached, or with a mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +88,11 @@ class PipelineGeometry:
     signature: CallSignature
     defaults: Mapping[str, Any]
     scheduler_class: str | None
+    num_heads: int = 1
+    token_side: int | None = None
+    """The most pixels along a token's side, if ranks can share the tokens."""
+    shares_guidance: bool = False
+    """Whether two halves of a layout can share the guidance of a step."""
 
     @property
     def family(self) -> str:
@@ -45,10 +101,6 @@ class PipelineGeometry:
     @property
     def kind(self) -> str:
         return "video" if self._makes_videos else "image"
-
-    @property
-    def num_heads(self) -> int:
-        return 1
 
     @property
     def _makes_videos(self) -> bool:
@@ -76,13 +128,18 @@ class PipelineGeometry:
         return Trajectory(spec.id, rules.known(spec.steps), artifacts)
 
     def num_tokens(self, spec: JobSpec) -> int:
-        return 1
+        """At least those of one frame, and 1 if they are unknown: as many ranks can share them."""
+        if self.token_side is None:
+            return 1
+        rows, columns = (rules.known(side) // self.token_side for side in (spec.height, spec.width))
+        return max(1, rows * columns)
 
     def num_latent_rows(self, spec: JobSpec) -> int:
         return 1
 
     def uses_cfg(self, spec: JobSpec) -> bool:
-        return False
+        has_branches = "negative_prompt" in self.signature.arguments
+        return self.shares_guidance and has_branches and self._is_guided(spec)
 
     def flops(self, spec: JobSpec, stage: Stage) -> float:
         if stage is not Stage.DENOISE:
@@ -93,14 +150,28 @@ class PipelineGeometry:
 
     def shape_key(self, spec: JobSpec) -> str:
         size = f"{spec.width}x{spec.height}" + (f"x{spec.frames}" if self._makes_videos else "")
-        scales = (spec.guidance_scale, spec.true_cfg_scale)
-        size += "+cfg" if any(scale is not None and scale > 1 for scale in scales) else ""
+        size += "+cfg" if self._is_guided(spec) else ""
         numbers = [
             f"+{name}={value:g}"
             for name, value in sorted((spec.args or {}).items())
             if isinstance(value, (int, float))
         ]
         return "".join((size, *numbers, *(f"+{name}" for name in sorted(spec.files or ()))))
+
+    def _is_guided(self, spec: JobSpec) -> bool:
+        """Whether the call evaluates more than one branch, as far as its arguments tell.
+
+        Calls with `true_cfg_scale` do so only if there is a negative prompt; their `guidance_scale` is an
+        input of the transformer.
+        """
+        taken = self.signature.arguments
+        if "true_cfg_scale" in taken and "negative_prompt" in taken and spec.negative_prompt is None:
+            return False
+        field = "true_cfg_scale" if "true_cfg_scale" in taken else "guidance_scale"
+        scale = getattr(spec, field)
+        if scale is None and "negative_prompt" in taken and (argument := self.signature.argument_of(field)):
+            scale = taken[argument].default
+        return isinstance(scale, (int, float)) and scale > 1
 
     def _number_problems(self, spec: JobSpec) -> Iterator[Problem]:
         yield from rules.whole_problems(spec, "steps", low=1, high=MAX_STEPS)
@@ -130,7 +201,29 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
             _defaults(signature), checkpoint.settings, where=str(checkpoint.path / SETTINGS_NAME)
         ),
         scheduler_class=checkpoint.class_of("scheduler"),
+        **_sharing(checkpoint),
     )
+
+
+def _sharing(checkpoint: Checkpoint) -> dict[str, Any]:
+    """How ranks can share steps: the fields of the geometry that follow from the transformers."""
+    names = [name for name in checkpoint.configs if "transformer" in name]
+    kinds = [checkpoint.class_of(name) or "" for name in names]
+    if not names or _UNSHARED.search(checkpoint.pipeline_class):
+        return {}
+    is_distilled = bool(checkpoint.index.get("is_distilled"))
+    found: dict[str, Any] = {"shares_guidance": not is_distilled and all(kind in GUIDED for kind in kinds)}
+    heads = [_num_heads(checkpoint.configs[name]) for name in names]
+    if all(kind in TOKEN_SIDES for kind in kinds) and all(heads):
+        found |= {"num_heads": min(heads), "token_side": max(TOKEN_SIDES[kind] for kind in kinds)}
+    return found
+
+
+def _num_heads(config: Mapping[str, Any]) -> int:
+    """0 if the config does not have them, or if keys have others than queries."""
+    heads = config.get("num_attention_heads", config.get("n_heads"))
+    is_shared = isinstance(heads, int) and config.get("n_kv_heads", heads) == heads
+    return heads if isinstance(heads, int) and is_shared else 0
 
 
 def _num_pictures(spec: JobSpec) -> int:

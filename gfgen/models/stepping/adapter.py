@@ -29,6 +29,8 @@ from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_pipeline
+from gfgen.models.parallel import hooks
+from gfgen.models.parallel.branches import shared_step, watch
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.stepping.program import NotSteppableError
 from gfgen.models.stepping.stepper import Stepper, is_finished, num_done, num_iterations
@@ -49,6 +51,7 @@ class PipelineAdapter:
         self._signature = geometry.signature
         self._pipeline = pipeline
         self._device = device
+        self._shares_tokens = _prepare_sharing(pipeline, geometry)
         self._calls = functools.lru_cache(NUM_SCHEDULERS)(self._new_call)
 
     def encode(self, spec: JobSpec) -> Fields:
@@ -72,12 +75,13 @@ class PipelineAdapter:
         parallel: Parallel | None = None,
     ) -> Fields:
         """Each step takes its share of the pipeline's iterations, which may be fewer or more than steps."""
-        assert parallel is None, "the geometry allows one rank"
+        if parallel is not None and parallel.sequence.size > 1 and not self._shares_tokens:
+            parallel = None  # each rank evaluates the whole step
         is_last = step == known(spec.steps) - 1
         until = math.ceil(num_iterations(latents) * (step + 1) / known(spec.steps))
         call = self._call(spec)
         while not is_finished(latents) and (is_last or num_done(latents) < until):
-            latents = call.step(prompt, condition, latents)
+            latents = shared_step(functools.partial(call.step, prompt, condition, latents), parallel)
         return latents
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
@@ -183,6 +187,26 @@ def load_any(
     pipeline = load(kind, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
     stop_checks.install(*(x for x in pipeline.components.values() if isinstance(x, torch.nn.Module)))
     return PipelineAdapter(geometry, pipeline, device=device)
+
+
+def _prepare_sharing(pipeline: Any, geometry: PipelineGeometry) -> bool:
+    """Let ranks share steps of a pipeline; whether they can share tokens, not only guidance."""
+    transformers = [
+        part
+        for name, part in pipeline.components.items()
+        if "transformer" in name and isinstance(part, torch.nn.Module)
+    ]
+    for transformer in transformers:
+        watch(transformer)
+    if geometry.token_side is None:
+        return False
+    try:
+        for transformer in transformers:
+            hooks.install(transformer)
+    except ModelError as error:
+        logger.warning("%s: ranks do not share tokens: %s", geometry.family, error)
+        return False
+    return True
 
 
 def _scheduler(own: Any, options: dict[str, Any]) -> Any:
