@@ -225,6 +225,11 @@ def test_sound_is_that_of_the_pipelines_own_call() -> None:
     ids=str,
 )
 def test_ranks_that_share_steps_give_the_result_of_one_rank(checkpoint: Path, layout: Layout) -> None:
+    check_ranks(checkpoint, layout, is_shared=True)
+
+
+def check_ranks(checkpoint: Path, layout: Layout, *, is_shared: bool) -> None:
+    """Steps on the ranks of a layout give one rank's result; with `is_shared` they do a part of its work."""
     adapters = [load_adapter(checkpoint) for _ in layout.ranks]
     spec = adapters[0].geometry.resolve(JOB)
     prompt = adapters[0].encode(spec)
@@ -240,9 +245,14 @@ def test_ranks_that_share_steps_give_the_result_of_one_rank(checkpoint: Path, la
     def shared(parallel: Parallel) -> Fields:
         return denoise(parallel.cfg.slot * parallel.sequence.size + parallel.sequence.slot, parallel)
 
+    sizes: list[int] = []
+    (block, *_) = adapters[0]._pipeline.transformer.transformer_blocks
+    block.register_forward_hook(lambda module, args, output: sizes.append(output.numel()))
     torch.manual_seed(spec.seed or 0)  # threads have PyTorch's generator in common, and each step seeds it
     alone = denoise(0, None)
+    whole = sizes[-1]
     runs = [FakeCluster().run(layout, lambda group: shared(parallel_from(group))) for _ in range(2)]
+    assert (sizes[-1] < whole) == is_shared
     for result in runs[0] + runs[1]:
         assert result.scalars == alone.scalars
         for name, wanted in alone.tensors.items():
@@ -258,7 +268,7 @@ def test_ranks_that_cannot_share_tokens_evaluate_the_whole_step(
         raise ModelError("no module 'rope'")
 
     monkeypatch.setattr(stepping_adapter.hooks, "install", refuse)
-    test_ranks_that_share_steps_give_the_result_of_one_rank(checkpoint, Layout((0, 1), ulysses=2))
+    check_ranks(checkpoint, Layout((0, 1), ulysses=2), is_shared=False)
 
 
 def test_a_class_whose_tokens_are_shared_has_a_plan() -> None:
