@@ -219,6 +219,7 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("report")) == ["--html", "--json", "--output", "-o"]
     assert options_of(subcommand("config")) == ["--json"]
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
+    assert options_of(subcommand("models")) == ["--pipelines"]
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "workload")) == [
         "--deadlines-from",

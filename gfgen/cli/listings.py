@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
+from importlib import resources
 from pathlib import Path
 
 import click
@@ -30,15 +32,35 @@ def policies() -> None:
 
 
 @click.group(invoke_without_command=True)
+@click.option(
+    "--pipelines", is_flag=True, help="List pipeline classes of diffusers with result and output kind."
+)
 @click.pass_context
-def models(ctx: click.Context) -> None:
+def models(ctx: click.Context, *, pipelines: bool) -> None:
     """List the models that you can name in jobs and with --model."""
     if ctx.invoked_subcommand is not None:
+        return
+    found = _pipelines()
+    if pipelines:
+        width = max(map(len, found))
+        for name, (result, kind) in found.items():
+            click.echo(f"{name:<{width}}  {result:<11}  {kind}")
         return
     width = max(len(model.name) for model in MODELS)
     for model in MODELS:
         click.echo(f"{model.name:<{width}}  {model.summary}")
-    click.echo("Or name a directory in diffusers' format, or the hub id of a Wan or Qwen-Image pipeline.")
+    click.echo("Or name a directory in diffusers' format, or the hub id of such a pipeline.")
+    verified = sum(result == "in steps" for result, _ in found.values())
+    click.echo(
+        f"{verified} pipeline classes of diffusers for pictures and videos are verified in steps: "
+        "--pipelines lists them, docs/models.md has details."
+    )
+
+
+def _pipelines() -> dict[str, tuple[str, str]]:
+    """Result and output kind of each pipeline class that was tried."""
+    text = resources.files("gfgen.models.families").joinpath("pipelines.json").read_text()
+    return {name: (result, kind) for name, (result, kind) in json.loads(text)["pipelines"].items()}
 
 
 @models.command("make-tiny")

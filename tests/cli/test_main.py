@@ -102,6 +102,23 @@ def test_models_lists_names_that_run_accepts(capsys):
     assert "wan2.2-ti2v-5b" in out
 
 
+def test_pipelines_are_those_of_the_documented_table(capsys):
+    code, out, _ = gfgen(capsys, "models", "--pipelines")
+    assert code == 0
+    rows = {name: (result, kind) for name, result, kind in (re.split("  +", x) for x in out.splitlines())}
+    assert rows["FluxPipeline"] == ("in steps", "image")
+    assert rows["CogVideoXPipeline"] == ("in steps", "video")
+    assert rows["StableAudioPipeline"] == ("refused", "sound")
+    table = (Path(__file__).parents[2] / "docs/models.md").read_text().partition("| pipeline | steps |")[2]
+    assert {f"{name}Pipeline" for name in re.findall(r"^\| (\w+) \| [0-9]+ \|", table, re.M)} == {
+        name
+        for name, (result, kind) in rows.items()
+        if result == "in steps" or (result, kind) == ("refused", "sound")
+    }
+    number = sum(result == "in steps" for result, _ in rows.values())
+    assert f"{number} pipeline classes" in gfgen(capsys, "models")[1]
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["policies"], ["models"], ["run", "--help"]])
 def test_light_commands_import_no_heavy_package(arguments):
     script = (
