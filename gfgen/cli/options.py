@@ -335,7 +335,7 @@ class JobOptions:
         """Raises UsageError without jobs, InputError for a value that its field does not accept."""
         if not (self.jobs or self.prompts):
             raise click.UsageError(
-                'name a job file, - for standard input, or give a prompt: -p "a red circle"'
+                'name a job file, - for standard input, or give a prompt: -p "a red circle falls"'
             )
         return JobSource(
             files=self.jobs,

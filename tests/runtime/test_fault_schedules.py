@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -130,7 +131,11 @@ def test_a_pause_of_the_control_plane_counts_for_nobody_who_is_waited_for(
 ) -> None:
     pool, clock = fleet.pool(1), Clock()
     backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=clock, patience=HASTY)
-    write = _Write(WriteRequest("a", (1, 1, 1, 3), "a.png", None, {}), frames=-1, writer=pool.writers[0])
+    write = _Write(
+        WriteRequest("a", (1, 1, 1, 3), "a.png", None, {}),
+        frames=os.memfd_create("frames"),
+        writer=pool.writers[0],
+    )
     write.begun_s = started_s = time.monotonic() - 60.0
     pool.workers[0].phase, pool.workers[0].since_s = Phase.STARTING, started_s
     backend._writes._writes["a"] = write
@@ -138,7 +143,7 @@ def test_a_pause_of_the_control_plane_counts_for_nobody_who_is_waited_for(
     backend._watchdog.looked_s = clock.now_s - 60.0
     backend._look_for_hung_processes()
     pool.workers[0].phase, verdicts = Phase.SERVING, {child.verdict for child in pool.children}
-    del backend._writes._writes["a"]
+    backend._writes.ended("a")
     backend.close()
     assert verdicts == {None}
 
