@@ -233,3 +233,11 @@ def test_a_selection_of_nothing_names_what_there_is(tmp_path):
 def test_an_empty_name_is_refused():
     with pytest.raises(InputError, match="JOBS is empty"):
         JobSource(files=("",))
+
+
+@pytest.mark.parametrize("text", [b"a fox\ran owl", b"x" * 200_000, b"\x00\r\xff,;\r"])
+def test_a_first_line_that_is_not_csv_is_no_crash(tmp_path, text):
+    for name in ("a.txt", "a.jsonl", "a"):
+        read(tmp_path, name, text)
+    (problem,) = read(tmp_path, "a.csv", text.replace(b"\xff", b"y")).problems
+    assert problem.accepted.startswith("line 1: the header")

@@ -115,7 +115,13 @@ def _delimiter(header: str) -> str | None:
 
 
 def _names(header: str, delimiter: str) -> list[str]:
-    return [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
+    """The names on the first line of a table; none if the line is not CSV."""
+    try:
+        return [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
+    except (
+        csv.Error
+    ):  # such as a carriage return inside of the line, or a cell of more than 131,072 characters
+        return []
 
 
 class _Rewound:
@@ -313,6 +319,10 @@ def _table(text: str, first: int) -> Iterator[Entry]:
     header = text.partition("\n")[0].strip()
     delimiter = _delimiter(header) or max(DELIMITERS, key=header.count)
     names = _names(header, delimiter)
+    if not names:
+        raise ReadingEnded(
+            first, "the header is not CSV; write names of fields, with line ends as on Linux or Windows"
+        )
     _check_header(names, first)
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     begins = first

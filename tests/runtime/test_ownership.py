@@ -330,3 +330,37 @@ def test_a_job_with_several_pictures_replaces_its_own_alone(folder: Path) -> Non
     found = claim(folder, job, job_file=DAY)
     assert isinstance(found, AdmittedJob)
     assert found.replaces_numbered == {}
+
+
+def named(job_id: str, file: str) -> AdmittedJob:
+    job = make_job(job_id, line=3)
+    return replace(job, info=replace(job.info, file=file))
+
+
+def test_two_jobs_never_write_one_file_and_a_finished_one_keeps_it(folder: Path) -> None:
+    jobs = [named("a", "2026-11-24.mp4"), named("b", "2026-11-24.MP4")]
+    for done, kept in (((), "a"), (("b",), "b")):
+        claimed, (problem,) = claim_files(jobs, output_dir=folder, job_file=NIGHT, done=done)
+        assert [job.job_id for job in claimed] == [kept]
+        assert "already writes this file" in problem.accepted
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("x.mp4/y.mp4", "x.mp4 is the file of job x"),
+        ("manifest.jsonl/y.mp4", "manifest.jsonl is a file"),
+        ("note/below/y.mp4", "note is a file"),
+        ("away/y.mp4", "away is a link out of the output folder"),
+    ],
+)
+def test_a_folder_in_a_name_is_a_folder_inside_the_output_folder(
+    folder: Path, tmp_path: Path, file: str, expected: str
+) -> None:
+    (folder / "note").write_text("mine")
+    (folder / "inside").mkdir()
+    (folder / "away").symlink_to(tmp_path)
+    jobs = [named("x", "x.mp4"), named("y", file), named("z", "inside/z.mp4")]
+    claimed, (problem,) = claim_files(jobs, output_dir=folder, job_file=NIGHT, overwrite=True)
+    assert [job.job_id for job in claimed] == ["x", "z"]
+    assert expected in problem.accepted

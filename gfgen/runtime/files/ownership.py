@@ -96,11 +96,17 @@ def claim_files(
     """
     read = {path: f"the {name} of job {job.job_id}" for job in jobs for name, path in input_files(job.spec)}
     in_use = _inodes({**read, **(inputs or {})})
+    owners: dict[str, str] = {}
+    for job in sorted(jobs, key=lambda job: job.job_id not in done):
+        owners.setdefault(name_key(job.info.file), job.job_id)
     files: dict[str, ManifestLine] | None = None
     claimed, problems = [], []
     for job in jobs:
         job = replace(job, info=replace(job.info, job_file=job_file))
         path = output_dir / job.info.file
+        if job.job_id not in done and (clash := _clash(job, owners, output_dir)) is not None:
+            problems.append(Problem(job.spec.line, None, str(path), clash))
+            continue
         if job.job_id not in done and os.path.lexists(path):
             files = read_files(output_dir / MANIFEST_NAME) if files is None else files
             found = _use_of(path, in_use) or _replaceable(
@@ -117,6 +123,24 @@ def claim_files(
             )
         claimed.append(job)
     return claimed, problems
+
+
+def _clash(job: AdmittedJob, owners: Mapping[str, str], output_dir: Path) -> str | None:
+    """Why the job cannot have its name, because of another job's or of a folder in it; None if it can.
+
+    `owners` has the id of the job that writes a file, by `name_key`.
+    """
+    if (owner := owners[name_key(job.info.file)]) != job.job_id:
+        return f"job {owner} already writes this file; rename one of them"
+    for folder in Path(job.info.file).parents[:-1]:
+        key, path = name_key(str(folder)), output_dir / folder
+        if key in owners:
+            return f"{folder} is the file of job {owners[key]}, not a folder; rename one of them"
+        if key in (MANIFEST_NAME, JOURNAL_NAME) or (os.path.lexists(path) and not path.is_dir()):
+            return f"{folder} is a file, not a folder; name another output"
+        if not path.resolve().is_relative_to(output_dir.resolve()):
+            return f"{folder} is a link out of the output folder; name another output"
+    return None
 
 
 def _numbered(
