@@ -188,6 +188,14 @@ def output_name(spec: JobSpec, kind: str) -> str:
     return name
 
 
+def num_pictures(args: Mapping[str, Any] | None) -> int:
+    """Pictures that a job with these `args` asks for; a pipeline may make more or fewer."""
+    number = (args or {}).get("num_images_per_prompt")
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    return max(1, number) if isinstance(number, int) else 1
+
+
 def numbered_name(name: str, number: int) -> str:
     """The file name of one of several pictures of a job, from 1."""
     stem, dot, suffix = name.rpartition(".")
@@ -213,8 +221,8 @@ def file_names(spec_id: str, output: str | None, format_: str | None = None) -> 
 
 def numbered_names(names: Iterable[str], args: Mapping[str, Any] | None) -> Iterator[str]:
     """The names of the files of a job with these `args`: pictures have numbers if there are several."""
-    number = (args or {}).get("num_images_per_prompt")
-    number = number if isinstance(number, int) and number <= MAX_NUMBERED else 1
+    number = num_pictures(args)
+    number = number if number <= MAX_NUMBERED else 1
     for name in names:
         if number > 1 and not name.lower().endswith(SUFFIXES["video"]):
             yield from (numbered_name(name, each) for each in range(1, number + 1))

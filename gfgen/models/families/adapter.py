@@ -39,6 +39,12 @@ class Fields:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Scalar] = field(default_factory=dict)
 
+    def number(self, name: str) -> int:
+        """A scalar that is a whole number."""
+        value = self.scalars[name]
+        assert isinstance(value, int)
+        return value
+
 
 class Adapter(Protocol):
     """Executors of one model family. All run under `torch.no_grad()`.

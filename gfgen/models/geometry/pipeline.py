@@ -14,7 +14,7 @@ from typing import Any
 from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.fields import MAX_STEPS
-from gfgen.job.spec import JobSpec
+from gfgen.job.spec import JobSpec, num_pictures
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, is_folder_of_pipelines, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
@@ -119,7 +119,7 @@ class PipelineGeometry:
         return self.kind
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
-        pictures = rules.known(spec.frames) * _num_pictures(spec)
+        pictures = rules.known(spec.frames) * num_pictures(spec.args)
         frames_bytes = pictures * rules.known(spec.height) * rules.known(spec.width) * 3
         artifacts = (
             *(Artifact(name, (), room_bytes=ROOM_BYTES) for name in ("prompt", "condition", "latents")),
@@ -224,11 +224,6 @@ def _num_heads(config: Mapping[str, Any]) -> int:
     heads = config.get("num_attention_heads", config.get("n_heads"))
     is_shared = isinstance(heads, int) and config.get("n_kv_heads", heads) == heads
     return heads if isinstance(heads, int) and is_shared else 0
-
-
-def _num_pictures(spec: JobSpec) -> int:
-    """Pictures that a job asks for; a class may make more or fewer."""
-    return int((spec.args or {}).get("num_images_per_prompt") or 1)
 
 
 def _refuse_remote_code(checkpoint: Checkpoint) -> None:

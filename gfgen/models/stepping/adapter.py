@@ -33,7 +33,7 @@ from gfgen.models.parallel import hooks
 from gfgen.models.parallel.branches import shared_step, watch
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.stepping.program import NotSteppableError
-from gfgen.models.stepping.stepper import Stepper, is_finished, num_done, num_iterations
+from gfgen.models.stepping.stepper import IS_FINISHED, NUM_DONE, NUM_ITERATIONS, SEED, Stepper, is_finished
 from gfgen.models.stepping.values import pack, parts_of, unpack
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,9 @@ class PipelineAdapter:
         if parallel is not None and parallel.sequence.size > 1 and not self._shares_tokens:
             parallel = None  # each rank evaluates the whole step
         is_last = step == known(spec.steps) - 1
-        until = math.ceil(num_iterations(latents) * (step + 1) / known(spec.steps))
+        until = math.ceil(latents.number(NUM_ITERATIONS) * (step + 1) / known(spec.steps))
         call = self._call(spec)
-        while not is_finished(latents) and (is_last or num_done(latents) < until):
+        while not is_finished(latents) and (is_last or latents.number(NUM_DONE) < until):
             latents = shared_step(functools.partial(call.step, prompt, condition, latents), parallel)
         return latents
 
@@ -147,11 +147,11 @@ class WholeCall:
 
     def encode(self, args: Mapping[str, Any], *, seed: int) -> Fields:
         prompt = pack(args, self._parts)
-        prompt.scalars["seed"] = seed
+        prompt.scalars[SEED] = seed
         return prompt
 
     def prepare(self, prompt: Fields) -> tuple[Fields, Fields]:
-        done = {"is_finished": True, "num_iterations": 0, "num_done": 0}
+        done = {IS_FINISHED: True, NUM_ITERATIONS: 0, NUM_DONE: 0}
         scalars = {name: value for name, value in prompt.scalars.items() if name != UNCHECKED}
         return Fields(), Fields(prompt.tensors, {**scalars, **done})
 
@@ -161,8 +161,7 @@ class WholeCall:
     @torch.no_grad()
     def decode(self, state: Fields) -> Any:
         args = unpack(state, self._parts, device=self._device, is_copied=True)
-        seed = state.scalars["seed"]
-        assert isinstance(seed, int)
+        seed = state.number(SEED)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return self._pipeline(**args, generator=torch.Generator("cpu").manual_seed(seed))
@@ -255,6 +254,7 @@ def _flat(value: Any) -> list[Any]:
     if isinstance(value, list):
         return [item for each in value for item in _flat(each)]
     if isinstance(value, torch.Tensor):
-        return list(value.movedim(-3, -1).float().cpu().reshape(-1, *value.movedim(-3, -1).shape[-3:]))
+        pictures = value.movedim(-3, -1).float().cpu()
+        return list(pictures.reshape(-1, *pictures.shape[-3:]))
     array = np.asarray(value)
     return list(array.reshape(-1, *array.shape[-3:]))

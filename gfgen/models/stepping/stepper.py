@@ -33,8 +33,10 @@ from gfgen.models.stepping.program import (
 from gfgen.models.stepping.values import changes_by_use, pack, parts_of, unpack
 
 PLACE, IS_FINISHED, NUM_ITERATIONS, NUM_DONE = "place", "is_finished", "num_iterations", "num_done"
-"""Scalars of a state: where the call continues, whether all iterations are done, and their numbers."""
-_SEED = "seed"
+"""Scalars of a state: where the call continues, whether all iterations are done, how many the denoising loop
+has over the whole call, and how many led to this state."""
+SEED = "seed"
+"""A scalar of prompts and states."""
 _RANDOM = "random"
 """Key of the state of PyTorch's own generators, from which some pipelines draw."""
 _ABSENT = object()
@@ -44,20 +46,6 @@ _SETTINGS = (bool, int, float, str)
 def is_finished(state: Fields) -> bool:
     """Whether a state is ready for `decode`."""
     return bool(state.scalars[IS_FINISHED])
-
-
-def num_iterations(state: Fields) -> int:
-    """Of the denoising loop, over the whole call."""
-    count = state.scalars[NUM_ITERATIONS]
-    assert isinstance(count, int)
-    return count
-
-
-def num_done(state: Fields) -> int:
-    """Iterations that led to a state."""
-    count = state.scalars[NUM_DONE]
-    assert isinstance(count, int)
-    return count
 
 
 class Stepper:
@@ -105,7 +93,7 @@ class Stepper:
         Raises: NotSteppableError where these arguments lead past the denoising loop.
         """
         given = self._unpacked(prompt)
-        with self._running(given, seed=_seed_of(prompt)):
+        with self._running(given, seed=prompt.number(SEED)):
             names = self.program.namespace({"self": self._pipeline, **_locals(given)})
             try:
                 checkpoint = next(self.program.run(names))
@@ -117,7 +105,9 @@ class Stepper:
                 for name, value in constants.items()
                 if not _is_same(given.get(name, _ABSENT), value)
             }
-            return pack(constants, self._parts), self._state(state, checkpoint, seed=_seed_of(prompt), done=0)
+            return pack(constants, self._parts), self._state(
+                state, checkpoint, seed=prompt.number(SEED), done=0
+            )
 
     def step(self, prompt: Fields, condition: Fields, state: Fields) -> Fields:
         """The artifact `latents` after the next iteration of the denoising loop."""
@@ -127,7 +117,7 @@ class Stepper:
             for name, value in _locals(self._unpacked(fields, is_copied=False)).items()
         }
         moved = self._unpacked(state)
-        seed = _seed_of(state)
+        seed = state.number(SEED)
         with self._running(moved, seed=seed):
             names = self.program.namespace({"self": self._pipeline, **constants, **_locals(moved)})
             run = self.program.run(names, place=_place_of(state))
@@ -135,12 +125,14 @@ class Stepper:
             if checkpoint.is_end:  # of one section; the next one begins behind it
                 checkpoint = next(run)
             checkpoint = next(run)
-            return self._state(self._divided(names)[0], checkpoint, seed=seed, done=num_done(state) + 1)
+            return self._state(
+                self._divided(names)[0], checkpoint, seed=seed, done=state.number(NUM_DONE) + 1
+            )
 
     def decode(self, state: Fields) -> Any:
         """What the pipeline's call returns."""
         given = self._unpacked(state)
-        with self._running(given, seed=_seed_of(state)):
+        with self._running(given, seed=state.number(SEED)):
             names = self.program.namespace({"self": self._pipeline, **_locals(given)})
             try:
                 for _ in self.program.run(names, place=_place_of(state)):
@@ -191,7 +183,7 @@ class Stepper:
             ):
                 found[f"{_RANDOM}:{name}"] = generator.clone_state()
         fields = pack(values | found, self._parts)
-        fields.scalars[_SEED] = seed
+        fields.scalars[SEED] = seed
         return fields
 
     def _unpacked(self, fields: Fields, *, is_copied: bool = True) -> dict[str, Any]:
@@ -314,12 +306,6 @@ def _own_generators(device: torch.device) -> dict[str, torch.Generator]:
     if device.type == "cuda":
         own["device"] = torch.cuda.default_generators[device.index or 0]
     return own
-
-
-def _seed_of(fields: Fields) -> int:
-    seed = fields.scalars[_SEED]
-    assert isinstance(seed, int)
-    return seed
 
 
 def _place_of(state: Fields) -> Place:

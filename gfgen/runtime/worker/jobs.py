@@ -222,9 +222,8 @@ def _await_word(is_there: Callable[[], bool], is_void: Callable[[], bool]) -> No
 
 def place_of(frames: Fields, memory: mmap.mmap, shape: Sequence[int]) -> torch.Tensor:
     """The place of a rank's rows of all frames in memory of this shape, uint8 [F, H, W, 3]."""
-    rows, first_row = frames.tensors["frames"], frames.scalars["first_row"]
+    rows, first_row = frames.tensors["frames"], frames.number("first_row")
     assert rows.dtype == torch.uint8
-    assert isinstance(first_row, int)
     whole = torch.frombuffer(memory, dtype=torch.uint8, count=math.prod(shape)).view(*shape)
     return whole[:, first_row : first_row + rows.shape[1]]
 
@@ -236,9 +235,8 @@ def map_output(frames: Fields, fd: int) -> dict[str, torch.Tensor]:
     num_frames, height, width, channels = pictures.shape
     shape = OutputShape((num_frames, height, width, channels))
     if sound is not None:
-        rate = frames.scalars[SOUND_RATE]
-        assert isinstance(rate, int)
-        shape = replace(shape, sound=(sound.shape[0], sound.shape[1]), sound_rate=rate)
+        sound_shape = (sound.shape[0], sound.shape[1])
+        shape = replace(shape, sound=sound_shape, sound_rate=frames.number(SOUND_RATE))
     memory = map_for(fd, shape)
     at = torch.frombuffer(
         memory, dtype=torch.uint8, count=pictures.numel(), offset=shape.pictures_offset

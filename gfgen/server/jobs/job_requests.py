@@ -23,7 +23,7 @@ from gfgen.errors import JobFileError, Problem
 from gfgen.job.fields import NAME, parse_fields
 from gfgen.job.images import ImageError, NoImages, check_content, is_video
 from gfgen.job.reader import read_job_stream
-from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed
+from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, num_pictures
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.jobs.store import JobFacts, NewJob
 from gfgen.server.protocol import schemas
@@ -176,7 +176,7 @@ def plain_job(
     model = chosen_model(request.model, models, kind=None)
     values = _job_words(request, {}, leave_out=("model",))
     kind = "image" if model.kind == "image" or request.frames == 1 else "video"
-    if ((request.args or {}).get("num_images_per_prompt") or 1) != 1:
+    if num_pictures(request.args) != 1:
         accepted = "a job over HTTP makes one file; send one request for each picture"
         raise ApiError(400, f"args.num_images_per_prompt: {accepted}", param="args")
     spec = _spec(values | {"model": model.root or model.id}, kind, {})
