@@ -56,7 +56,7 @@ PASSES = 3
 
 
 def recording_always() -> Any:
-    """Inside, forwards are recorded whatever was measured: ranks that share a GPU measure each other's time."""
+    """Inside, each forward is recorded: ranks that share a GPU measure each other's times."""
     return patch.object(graphs_module, "WORTH_RECORDING", 0.0)
 
 
