@@ -267,7 +267,7 @@ class FakeWorker:
             self._run(message, fds)
             for fd in fds:
                 os.close(fd)
-            self._faults.visit(FaultPoint.BETWEEN, job_id=message.job_id, index=message.index)
+            self._faults.visit(FaultPoint.BETWEEN, job_id=message.job_id, index=message.task_index)
 
     def _run(self, message: RunTask, fds: Sequence[int]) -> None:
         if message.number <= self._last_number:
@@ -292,7 +292,7 @@ class FakeWorker:
 
     def _perform(self, job: _HeldJob, message: RunTask, fds: Sequence[int]) -> TaskReport | None:
         began_s = time.monotonic()
-        task = job.start.trajectory.task(message.index)
+        task = job.start.trajectory.task(message.task_index)
         self._visit(FaultPoint.BEFORE, message)
         self._bring_input(job, task, message)
         peers = message.layout.ranks
@@ -391,7 +391,7 @@ class FakeWorker:
         return lambda: message.number in self._abandoned
 
     def _visit(self, point: FaultPoint, message: RunTask) -> FaultKind | None:
-        return self._faults.visit(point, job_id=message.job_id, index=message.index)
+        return self._faults.visit(point, job_id=message.job_id, index=message.task_index)
 
 
 def _hash(*parts: bytes) -> bytes:

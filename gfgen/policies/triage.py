@@ -6,9 +6,10 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
+from gfgen.graph import Stage
 from gfgen.policies.allotment import allot, shared_out
 from gfgen.policies.groups import GroupSize
 from gfgen.policies.speed import is_past_rescue, rest_s, widest
@@ -51,47 +52,56 @@ def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
     hopeful = list(itertools.islice(_hopeful(snapshot, snapshot.in_order(_due)), NUM_CONSIDERED))
     for job in _hopeful(snapshot, sorted(snapshot.busy.values(), key=_due)):
         insort(hopeful, job, key=_due)
-    known = {job.job_id for job in hopeful}
     others: list[JobView] = []
-    if len(known) < len(snapshot.open) + len(snapshot.busy):
+    if len(hopeful) < len(snapshot.open) + len(snapshot.busy):
+        known = {job.job_id for job in hopeful}
         waiting = (job for job in snapshot.in_order(_short) if job.job_id not in known)
         others += itertools.islice(waiting, NUM_FIRST)
         for job in snapshot.busy.values():
             if job.job_id not in known:
                 insort(others, job, key=_short)
-    rests = _rests(snapshot, hopeful, base)
-    saved, given_up = _most_in_time(snapshot.now_s, hopeful, rests)
-    saved_ids = {job.job_id for job in saved}
-    rests += _rests(snapshot, others, base)
-    work_s = {job.job_id: rest[0] for job, rest in zip((*hopeful, *others), rests, strict=True)}
+    saved, rest = _most_in_time(snapshot.now_s, _with_rests(snapshot, hopeful, base))
+    rest += _with_rests(snapshot, others, base)
+    rest.sort(key=_precedence_of)
+    not_saved = {job.job_id for job, _, _ in rest}
 
     def wanted(job: JobView) -> int:
-        return _degree_in_time(snapshot, job, base) if job.job_id in saved_ids else base
+        return base if job.job_id in not_saved else _degree_in_time(snapshot, job, base)
 
-    return allot(snapshot, _queue(snapshot.now_s, saved, [*given_up, *others], work_s), wanted=wanted)
-
-
-_Rest = tuple[float, float]
-"""The rest of a job: rank time at the given degree divided by the number of ranks, and the duration on as
-many ranks as the job can use."""
+    return allot(snapshot, _queue(snapshot.now_s, saved, rest), wanted=wanted)
 
 
-def _rests(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> list[_Rest]:
-    """By job; equal jobs are looked up once."""
-    alike: dict[tuple[str, str, int, float], _Rest] = {}
+_Case = tuple[JobView, float, float]
+"""A job; the rank time of its rest at the given degree, divided by the number of ranks; and the duration of
+its rest on as many ranks as it can use."""
+
+
+def _precedence_of(case: _Case) -> int:
+    return case[0].precedence
+
+
+def _with_rests(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> list[_Case]:
+    """The jobs with their rests; equal jobs are looked up once."""
+    widths: dict[tuple[str, str, bool], int] = {}
+    alike: dict[tuple[str, str, int, float], tuple[float, float]] = {}
     found = []
-    num_ranks = len(snapshot.ranks)
+    num_ranks, decode = len(snapshot.ranks), Stage.DECODE
     for job in jobs:
-        key = (job.shape, job.model, job.next_task.index, job.remaining_s)
+        task, remaining_s = job.next_task, job.remaining_s
+        kind = (job.shape, job.model, task.stage is decode)
+        most = widths.get(kind)
+        if most is None:
+            most = widths[kind] = widest(snapshot, job)
+        if most == 1:
+            found.append((job, remaining_s / num_ranks, remaining_s))
+            continue
+        key = (job.shape, job.model, task.index, remaining_s)
         rest = alike.get(key)
         if rest is None:
-            if (most := widest(snapshot, job)) == 1:
-                rest = (job.remaining_s / num_ranks, job.remaining_s)
-            else:
-                used = min(degree, most)
-                rest = (rest_s(snapshot, job, used) * used / num_ranks, rest_s(snapshot, job, most))
-            alike[key] = rest
-        found.append(rest)
+            used = min(degree, most)
+            work_s = rest_s(snapshot, job, used) * used / num_ranks
+            rest = alike[key] = (work_s, rest_s(snapshot, job, most))
+        found.append((job, *rest))
     return found
 
 
@@ -113,9 +123,7 @@ def _hopeful(snapshot: Snapshot, by_deadline: Sequence[JobView]) -> Iterator[Job
         start = bisect_right(by_deadline, precedence, end, key=_precedence)
 
 
-def _most_in_time(
-    now_s: float, by_deadline: Sequence[JobView], rests: Sequence[_Rest]
-) -> tuple[Sequence[JobView], list[JobView]]:
+def _most_in_time(now_s: float, by_deadline: list[_Case]) -> tuple[list[_Case], list[_Case]]:
     """The largest set of jobs that meet their deadlines one after another, and the jobs given up for them.
 
     All ranks count as one fast machine. Whenever a job would be late, the job with the most work so
@@ -124,20 +132,20 @@ def _most_in_time(
     Source: Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs".
     """
     in_time, end_s = 0, now_s
-    for job, (work_s, least_s) in zip(by_deadline, rests, strict=True):
+    for job, work_s, least_s in by_deadline:
         if now_s + least_s > job.deadline_s or end_s + work_s > job.deadline_s:
             break
         in_time, end_s = in_time + 1, end_s + work_s
     else:
         return by_deadline, []
-    first = zip(by_deadline[:in_time], rests, strict=False)
-    taken = [(-job.precedence, -work_s, job.job_id) for job, (work_s, _) in first]
+    taken = [(-job.precedence, -work_s, job.job_id) for job, work_s, _ in by_deadline[:in_time]]
     heapq.heapify(taken)
     given_up = []
-    by_id = {job.job_id: job for job in by_deadline}
-    for job, (work_s, least_s) in zip(by_deadline[in_time:], rests[in_time:], strict=True):
+    by_id = {case[0].job_id: case for case in by_deadline}
+    for case in by_deadline[in_time:]:
+        job, work_s, least_s = case
         if now_s + least_s > job.deadline_s:
-            given_up.append(job)
+            given_up.append(case)
             continue
         heapq.heappush(taken, (-job.precedence, -work_s, job.job_id))
         end_s += work_s
@@ -146,7 +154,7 @@ def _most_in_time(
             end_s += minus_work_s
             given_up.append(by_id[job_id])
     kept = {job_id for _, _, job_id in taken}
-    return [job for job in by_deadline if job.job_id in kept], given_up
+    return [case for case in by_deadline if case[0].job_id in kept], given_up
 
 
 def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int) -> int:
@@ -160,57 +168,94 @@ def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int) -> int:
 # Order of the jobs ------------------------------------------------------------------------------
 
 
-def _queue(
-    now_s: float, saved: Sequence[JobView], others: Sequence[JobView], work_s: Mapping[str, float]
-) -> Iterator[JobView]:
-    """All jobs, higher priorities first, computed lazily."""
+def _queue(now_s: float, saved: list[_Case], rest: list[_Case]) -> Iterator[JobView]:
+    """All jobs, higher priorities first, computed lazily; both lists are in the order of priorities."""
     before_s = 0.0
-    for precedence in sorted({job.precedence for job in (*saved, *others)}):
-        due = [job for job in saved if job.precedence == precedence]
-        rest = [job for job in others if job.precedence == precedence]
-        yield from _shortest_first(now_s, due, rest, work_s, before_s=before_s)
-        before_s += math.fsum([work_s[job.job_id] for job in (*due, *rest)])
+    while saved or rest:
+        precedence = min(_precedence_of(cases[0]) for cases in (saved, rest) if cases)
+        num_saved = bisect_right(saved, precedence, key=_precedence_of)
+        num_rest = bisect_right(rest, precedence, key=_precedence_of)
+        due, others = saved[:num_saved], rest[:num_rest]
+        yield from _shortest_first(now_s, due, others, before_s=before_s)
+        before_s += math.fsum([work_s for _, work_s, _ in (*due, *others)])
+        saved, rest = saved[num_saved:], rest[num_rest:]
 
 
 def _shortest_first(
-    now_s: float,
-    saved: Sequence[JobView],
-    others: Sequence[JobView],
-    work_s: Mapping[str, float],
-    *,
-    before_s: float,
+    now_s: float, saved: list[_Case], others: list[_Case], *, before_s: float
 ) -> Iterator[JobView]:
     """The shortest first, as long as the saved jobs, given by deadline, keep enough room.
 
     All have the same priority. before_s: the work that goes before all of them.
 
-    A saved job has room for as much other work before it as would leave it in time even if everything took
-    ROOM times as long as predicted. A job may overtake the saved jobs that are due earlier, or all of them
-    if it is not saved itself. No job is due before the first one, so the first one always fits.
+    A job may overtake the saved jobs that are due earlier, or all of them if it is not saved itself. No job
+    is due before the first one, so the first one always fits.
     """
-    waiting = sorted([*saved, *others], key=_arrival)
+    work_s = {job.job_id: work_s for job, work_s, _ in (*saved, *others)}
+    waiting = sorted([case[0] for case in (*saved, *others)], key=_arrival)
     waiting.sort(key=_remaining)  # two sorts by floats take a third of the time of one by pairs
-    due = [job.job_id for job in saved]
-    left = set(due)
-    ends_s = itertools.accumulate([work_s[job_id] for job_id in due], initial=before_s)
-    next(ends_s)
-    room_s = [(job.deadline_s - now_s) / ROOM - end_s for job, end_s in zip(saved, ends_s, strict=True)]
+    room = _Room(now_s, saved, before_s=before_s)
     for _ in range(NUM_FIRST):
-        if not due:
+        if not room.left:
             break
-        place, least_s = 0, min(room_s)
-        if work_s[waiting[0].job_id] > least_s:
-            room_of = dict(zip(due, itertools.accumulate(room_s, min, initial=math.inf), strict=False))
-            fits = (work_s[job.job_id] <= room_of.get(job.job_id, least_s) for job in waiting)
+        place = 0
+        if not room.is_enough_for(work_s[waiting[0].job_id]):
+            room_s = room.by_job()
+            fits = (work_s[job.job_id] <= room_s.get(job.job_id, room.least_s) for job in waiting)
             place = next(place for place, does_fit in enumerate(fits) if does_fit)
         job = waiting.pop(place)
         yield job
-        num_delayed = len(due)
-        if job.job_id in left:
-            left.remove(job.job_id)
-            num_delayed = due.index(job.job_id)
-            del due[num_delayed], room_s[num_delayed]
-        gone_s = work_s[job.job_id]
-        room_s[:num_delayed] = [each_s - gone_s for each_s in room_s[:num_delayed]]
-    yield from (job for job in saved if job.job_id in left)
-    yield from (job for job in waiting if job.job_id not in left)
+        room.take(job.job_id, work_s[job.job_id])
+    yield from (job for job, _, _ in saved if job.job_id in room.left)
+    yield from (job for job in waiting if job.job_id not in room.left)
+
+
+class _Room:
+    """How much other work may go before each of the saved jobs of one priority.
+
+    As much as would leave it in time even if everything took ROOM times as long as predicted.
+    """
+
+    def __init__(self, now_s: float, saved: list[_Case], *, before_s: float) -> None:
+        self.left = {job.job_id for job, _, _ in saved}
+        """Saved jobs that have not been taken."""
+        self._due = [job.job_id for job, _, _ in saved]
+        self._room_s = []
+        end_s = before_s
+        for job, work_s, _ in saved:
+            end_s += work_s
+            self._room_s.append((job.deadline_s - now_s) / ROOM - end_s)
+        self.least_s = min(self._room_s, default=math.inf)
+        """Room before all of them; a lower bound while jobs are `_taken`."""
+        self._taken: list[tuple[str, float]] = []
+        """Jobs whose work is not yet subtracted from the room of each saved job. While the next jobs fit into
+        `least_s`, which is the usual case, nothing needs that."""
+
+    def is_enough_for(self, work_s: float) -> bool:
+        """Whether this work may go before all saved jobs."""
+        if work_s > self.least_s and self._taken:
+            self._subtract()
+        return work_s <= self.least_s
+
+    def by_job(self) -> dict[str, float]:
+        """By saved job: the room for it before the saved jobs that are due earlier."""
+        least_s = itertools.accumulate(self._room_s, min, initial=math.inf)
+        return dict(zip(self._due, least_s, strict=False))
+
+    def take(self, job_id: str, work_s: float) -> None:
+        """A job goes next."""
+        self.left.discard(job_id)
+        self._taken.append((job_id, work_s))
+        self.least_s -= work_s
+
+    def _subtract(self) -> None:
+        """Subtract each taken job's work from the room of the saved jobs that it overtook."""
+        due, room_s = self._due, self._room_s
+        for job_id, work_s in self._taken:
+            num_delayed = len(due)
+            if job_id in due:
+                num_delayed = due.index(job_id)
+                del due[num_delayed], room_s[num_delayed]
+            room_s[:num_delayed] = [each_s - work_s for each_s in room_s[:num_delayed]]
+        self._taken.clear()
+        self.least_s = min(room_s, default=math.inf)

@@ -1,10 +1,14 @@
-"""Messages between the control plane and its processes: frozen values, no tensors."""
+"""Messages between the control plane and its processes: frozen values, no tensors.
+
+The two messages of every step are named tuples, which are made and pickled in a third of the time of a frozen
+dataclass.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gfgen.graph import Trajectory
 from gfgen.job.spec import JobSpec
@@ -24,8 +28,7 @@ class StartJob:
     checkpoint: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunTask:
+class RunTask(NamedTuple):
     """Run a task as dispatch `number`; sent with a memfd for the frames of a decode.
 
     The task's input is on this rank already, arrives by `transfers`, or is in the slab.
@@ -33,7 +36,7 @@ class RunTask:
 
     number: int
     job_id: str
-    index: int
+    task_index: int
     producer: int | None
     layout: Layout
     incarnations: tuple[int, ...]
@@ -224,8 +227,7 @@ class ModelsSet:
     load_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TaskReport:
+class TaskReport(NamedTuple):
     """A task has run and its output is published."""
 
     number: int

@@ -161,7 +161,7 @@ class ProcessBackend:
             message = RunTask(
                 number=dispatch.number,
                 job_id=task.job_id,
-                index=task.index,
+                task_index=task.index,
                 producer=dispatch.producer,
                 layout=dispatch.layout,
                 incarnations=incarnations,
