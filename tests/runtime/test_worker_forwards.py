@@ -70,7 +70,12 @@ def rank_job(adapters: dict[str, Any], model: str, **changes: Any) -> Any:
     spec = adapter.geometry.resolve(JobSpec(id="job", **{**JOB, **changes}))
     prompt = adapter.encode(spec)
     condition, latents = adapter.prepare(spec, prompt)
-    start = SimpleNamespace(spec=spec, checkpoint=model, trajectory=adapter.geometry.trajectory(spec))
+    start = SimpleNamespace(
+        spec=spec,
+        checkpoint=model,
+        shape=adapter.geometry.shape_key(spec),
+        trajectory=adapter.geometry.trajectory(spec),
+    )
     artifacts = {"prompt": prompt, "condition": condition, "latents": latents}
     return SimpleNamespace(start=start, artifacts=artifacts)
 

@@ -27,6 +27,10 @@ UNCHECKED = "unchecked"
 PIXEL_SUM = "pixel_sum"
 """Name of the sum of all pixels as floats among the tensors of the artifact `frames`."""
 
+HOST = "host:"
+"""Beginning of the names of tensors that stay in host memory, on every device: a state of a generator, or
+numbers that a scheduler has on the CPU."""
+
 SOUND, SOUND_RATE = "sound", "sound_rate"
 """Names of a tensor and a scalar of `frames` where a pipeline makes sound: float32 [C, S] in [-1, 1], and its
 samples per second."""

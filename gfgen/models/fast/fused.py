@@ -382,8 +382,13 @@ class LinearGelu(nn.Module):
         self.proj = proj
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.proj.weight, self.proj.bias
-        if not x.is_cuda or not x.numel():  # on a CPU the epilogue is the exact GELU
-            return nn.functional.gelu(nn.functional.linear(x, weight, bias), approximate="tanh")
-        flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
-        return flat.view(*x.shape[:-1], weight.shape[0])
+        return linear_gelu(x, self.proj)
+
+
+def linear_gelu(x: Tensor, proj: nn.Linear) -> Tensor:
+    """As `LinearGelu`."""
+    weight, bias = proj.weight, proj.bias
+    if not x.is_cuda or not x.numel():  # on a CPU the epilogue is the exact GELU
+        return nn.functional.gelu(nn.functional.linear(x, weight, bias), approximate="tanh")
+    flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+    return flat.view(*x.shape[:-1], weight.shape[0])

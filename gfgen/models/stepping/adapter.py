@@ -93,7 +93,7 @@ class PipelineAdapter:
         return made
 
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
-        return ()
+        return tuple(tensor.shape for tensor in prompt.tensors.values())
 
     def evaluate_by(self, forward: Evaluator) -> None:
         """Pipelines call their transformers themselves."""

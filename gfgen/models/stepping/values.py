@@ -21,7 +21,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from gfgen.models.families.adapter import SAMPLE, Fields
+from gfgen.models.families.adapter import HOST, SAMPLE, Fields
 from gfgen.models.stepping.program import NotSteppableError
 
 TREE = "tree"
@@ -163,7 +163,8 @@ class _Packer:
     def _tensor(self, value: torch.Tensor) -> list[Node]:
         """Name, order of the dimensions in memory (null for the usual one), and "cpu" if it stays there."""
         value = value.detach()
-        name = self._name or f"t{len(self.tensors)}"
+        place = HOST if value.device.type == "cpu" else ""
+        name = self._name or f"{place}t{len(self.tensors)}"
         self._name = ""
         order = None
         if not value.is_contiguous():

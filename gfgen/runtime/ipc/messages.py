@@ -26,6 +26,8 @@ class StartJob:
     spec: JobSpec
     trajectory: Trajectory
     checkpoint: str
+    shape: str = ""
+    """As `AdmittedJob.shape`."""
 
 
 class RunTask(NamedTuple):

@@ -49,7 +49,7 @@ class JobMemory:
         """Make a job known to a worker, before its first task there."""
         if job_id not in worker.jobs:
             job = self.jobs[job_id]
-            message = StartJob(job.spec, job.trajectory, str(job.checkpoint))
+            message = StartJob(job.spec, job.trajectory, str(job.checkpoint), job.shape)
             worker.tell(message, (self.slab(job_id),))
             worker.jobs.add(job_id)
 

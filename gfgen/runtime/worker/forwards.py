@@ -34,7 +34,8 @@ class Kind(NamedTuple):
     """Steps that launch the same forwards: jobs of equal shapes, at the same place in a layout."""
 
     checkpoint: str
-    artifacts: object
+    shapes: object
+    """Of the job and its artifacts."""
     degrees: tuple[int, int, int]
     texts: tuple[object, ...]
     """By the lengths of the prompts."""
@@ -64,8 +65,8 @@ class Forwards:
         """The kind of a job's next step on this layout."""
         start, prompt = job.start, job.artifacts["prompt"]
         texts = self._adapters[start.checkpoint].text_shape(start.spec, prompt, layout)
-        artifacts = start.trajectory.artifacts
-        return Kind(start.checkpoint, artifacts, layout.degrees, texts, layout.slot_of(self._rank))
+        shapes = (start.shape, start.trajectory.artifacts)
+        return Kind(start.checkpoint, shapes, layout.degrees, texts, layout.slot_of(self._rank))
 
     def attach(self, checkpoint: str) -> None:
         """Let the forwards of this model go through records, before a step of it."""
@@ -113,7 +114,8 @@ class Forwards:
         self.attach(message.checkpoint)
         prompt = adapter.encode(spec)
         condition, latents = adapter.prepare(spec, prompt)
-        artifacts = adapter.geometry.trajectory(spec).artifacts
+        geometry = adapter.geometry
+        shapes = (geometry.shape_key(spec), geometry.trajectory(spec).artifacts)
         for layout in (each for degrees in message.degrees for each in self._layouts(degrees)):
             unentered = self._unentered(layout)
             alone = None if unentered is None else rehearsal(unentered)
@@ -121,7 +123,7 @@ class Forwards:
                 with self._graphs.rehearsing(unentered):
                     adapter.denoise(spec, prompt, condition, latents, step=step, parallel=alone)
             texts = adapter.text_shape(spec, prompt, layout)
-            kind = Kind(message.checkpoint, artifacts, layout.degrees, texts, layout.slot_of(self._rank))
+            kind = Kind(message.checkpoint, shapes, layout.degrees, texts, layout.slot_of(self._rank))
             self._ready[kind] = self._graphs.num_gone
 
     def clear(self) -> None:

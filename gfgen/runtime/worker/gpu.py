@@ -37,7 +37,7 @@ from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.graph import Stage
 from gfgen.layout import Layout
-from gfgen.models.families.adapter import Adapter, Fields
+from gfgen.models.families.adapter import HOST, Adapter, Fields
 from gfgen.models.fast import stop_checks
 from gfgen.models.fast.recording import Graphs, LaunchRecorder
 from gfgen.models.fast.rows import try_kernels
@@ -283,14 +283,18 @@ class GpuDevice:
         """Copy on the arrivals stream, which does not wait for the previous task."""
         with torch.cuda.stream(self._streams.arrivals):
             brought = self._streams.incoming.brought
-            found = {name: brought(tensor) for name, tensor in fields.tensors.items()}
+            found = {
+                name: tensor.clone() if name.startswith(HOST) else brought(tensor)
+                for name, tensor in fields.tensors.items()
+            }
         return self._arrived(Fields(found, fields.scalars))
 
     def _arrived(self, fields: Fields) -> Fields:
         """Let tasks use fields of the arrivals stream."""
         self._streams.main.wait_stream(self._streams.arrivals)
-        for tensor in fields.tensors.values():
-            tensor.record_stream(self._streams.main)
+        for name, tensor in fields.tensors.items():
+            if not name.startswith(HOST):
+                tensor.record_stream(self._streams.main)
         return fields
 
     # Tasks ------------------------------------------------------------------------------------
@@ -453,7 +457,7 @@ def task_kinds(work: RankTask, rank: int, forward: Kind | None) -> frozenset[obj
     They consist of shapes, the solver's order, the place in the layout, and the lengths of prompts.
     """
     start, layout, task = work.job.start, work.message.layout, work.task
-    what = (start.checkpoint, task.stage, start.trajectory.artifacts)
+    what = (start.checkpoint, task.stage, start.shape, start.trajectory.artifacts)
     place = (layout.degrees, layout.slot_of(rank))
     own = (*what, place, min(task.step or 0, _FIRST_STEPS))
     return frozenset({own} if forward is None else {own, forward})
@@ -462,7 +466,8 @@ def task_kinds(work: RankTask, rank: int, forward: Kind | None) -> frozenset[obj
 def arrival_kind(work: RankTask) -> object:
     """The kind that determines how much memory a task's input takes when it arrives."""
     parts = tuple([(part.field, part.axis, part.start, part.stop) for part in work.message.transfers])
-    return ("arrival", work.job.start.trajectory.artifacts, work.task.stage, parts)
+    start = work.job.start
+    return ("arrival", start.shape, start.trajectory.artifacts, work.task.stage, parts)
 
 
 class _TimedArrivals:
