@@ -124,7 +124,8 @@ def _double_block(
         _, _, gate, shift, scale, ff_gate = modulation
         second = RowNorm(scale, shift, eps=block.norm2.eps, plus_one=True)
         x, inner = add_norm(x, update, gate, second, kinds_N=kinds_N)
-        change = feed_forward.net[2](linear_gelu(inner, feed_forward.net[0].proj))
+        first = feed_forward.net[0].proj
+        change = feed_forward.net[2](linear_gelu(inner, first.weight, first.bias))
         results.append(add_gated(x, change, ff_gate, kinds_N=kinds_N))
     return results[0], results[1]
 
@@ -153,7 +154,7 @@ def _single_block(
     attended = _attended(attention, parts, image_rotary_emb)
     weight, channels = block.proj_out.weight, attended.shape[-1]
     change = linear(attended, weight[:, :channels], block.proj_out.bias)
-    wide = linear_gelu(inner, block.proj_mlp)
+    wide = linear_gelu(inner, block.proj_mlp.weight, block.proj_mlp.bias)
     change.view(-1, channels).addmm_(wide.view(-1, wide.shape[-1]), weight[:, channels:].t())
     x = add_gated(x, change, gate, kinds_N=kinds_N)
     return x[:, :num_text], x[:, num_text:]

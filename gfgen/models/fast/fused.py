@@ -382,12 +382,11 @@ class LinearGelu(nn.Module):
         self.proj = proj
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear_gelu(x, self.proj)
+        return linear_gelu(x, self.proj.weight, self.proj.bias)
 
 
-def linear_gelu(x: Tensor, proj: nn.Linear) -> Tensor:
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """As `LinearGelu`."""
-    weight, bias = proj.weight, proj.bias
     if not x.is_cuda or not x.numel():  # on a CPU the epilogue is the exact GELU
         return nn.functional.gelu(nn.functional.linear(x, weight, bias), approximate="tanh")
     flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)

@@ -105,6 +105,8 @@ def install(*models: torch.nn.Module | None) -> None:
 
 
 def _check(module: torch.nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return  # a compiled block is one part
     watch = _WATCH.get()
     if watch is not None:
         watch.check()

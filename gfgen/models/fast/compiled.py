@@ -1,0 +1,134 @@
+"""The repeated blocks of any transformer, compiled.
+
+`prepare` lets the blocks of a transformer choose with each call between their own forward and the compiled
+one (kernels.py). All blocks of a class share what the compiler makes for a shape. A GELU behind a linear
+layer is computed in the epilogue of the layer's product, which the compiler does not do.
+
+Hooks stay outside of what is compiled, so what ranks share and when a task stops is decided in each call.
+If the compiler fails, the blocks run their own forward from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.models.activations import GELU
+from torch import Tensor, nn
+
+from gfgen.errors import in_one_line
+from gfgen.models.fast.fused import linear_gelu
+from gfgen.models.fast.kernels import present_choice
+from gfgen.models.parallel.plans import TEXT
+
+logger = logging.getLogger(__name__)
+
+RECOMPILE_LIMIT = 64
+"""Shapes of a block: several sizes of pictures at several degrees. Behind torch's own limit of 8, blocks run
+their own forward without a word."""
+
+Forward = Callable[..., Any]
+
+
+def prepare(transformer: nn.Module, *, has_any_texts: bool = False, backend: Any = "inductor") -> None:
+    """Let the blocks of a transformer run compiled, permanently; once for each instance.
+
+    has_any_texts: texts have many lengths, so what is compiled is for all of them.
+    """
+    compiler = _Compiler(type(transformer).__name__, has_any_texts=has_any_texts, backend=backend)
+    for block in repeated_blocks(transformer):
+        block.forward = functools.partial(_forward, compiler, _Block(block.forward))
+        for module in block.modules():
+            if type(module) is GELU and module.approximate == "tanh" and module.proj.bias is not None:
+                module.__class__ = EpilogueGelu
+
+
+def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
+    """The blocks that diffusers names, or else those of the classes in the list with most parameters.
+
+    Parts outside of lists, such as the embedding of patches, run once, so compiling them gains nothing.
+    """
+    lists = [module for module in transformer.modules() if isinstance(module, nn.ModuleList)]
+    named = set(getattr(transformer, "_repeated_blocks", None) or ())
+    found = [block for each in lists for block in each if type(block).__name__ in named]
+    if not found and lists:
+        largest = max(lists, key=lambda each: sum(x.numel() for x in each.parameters()))
+        kinds = {type(block) for block in largest}
+        found = [block for each in lists for block in each if type(block) in kinds]
+    inner = {module for block in found for module in block.modules() if module is not block}
+    return [block for block in found if block not in inner]
+
+
+class EpilogueGelu(GELU):
+    """The same module; where it is compiled, the GELU is part of the product."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            projected: Tensor = _linear_gelu(hidden_states, self.proj.weight, self.proj.bias)
+            return projected
+        own: Tensor = super().forward(hidden_states)
+        return own
+
+
+@torch.library.custom_op("gfgen::linear_gelu", mutates_args=())
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """One operator, because the compiler would take the activation apart from the product."""
+    return linear_gelu(x, weight, bias)
+
+
+@_linear_gelu.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+class _Block:
+    """One block's own forward, and the compiled one from its first use on."""
+
+    def __init__(self, own: Forward) -> None:
+        self.own = own
+        self.compiled: Forward | None = None
+
+
+class _Compiler:
+    """Compiles the blocks of one transformer."""
+
+    def __init__(self, name: str, *, has_any_texts: bool, backend: Any) -> None:
+        self._name = name
+        self._has_any_texts = has_any_texts
+        self._backend = backend
+        self.has_failed = False
+
+    def run(self, block: _Block, args: Any, kwargs: Any) -> Any:
+        """The result of the compiled block.
+
+        Raises: what the block raises; what the compiler raises becomes a line in the log.
+        """
+        from torch._dynamo import exc
+
+        try:
+            if block.compiled is None:
+                block.compiled = self._made(block.own)
+            if self._has_any_texts:
+                torch._dynamo.maybe_mark_dynamic(kwargs[TEXT] if TEXT in kwargs else args[1], 1)
+            return block.compiled(*args, **kwargs)
+        except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
+            self.has_failed = True
+            logger.warning("%s: its blocks run without the compiler: %s", self._name, in_one_line(error))
+            return block.own(*args, **kwargs)
+
+    def _made(self, forward: Forward) -> Forward:
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+        config.fail_on_recompile_limit_hit = True
+        made: Forward = torch.compile(forward, dynamic=False, backend=self._backend)
+        return made
+
+
+def _forward(compiler: _Compiler, block: _Block, *args: Any, **kwargs: Any) -> Any:
+    """In place of a block's forward."""
+    if present_choice() != "compiled" or compiler.has_failed:
+        return block.own(*args, **kwargs)
+    return compiler.run(block, args, kwargs)

@@ -1,0 +1,84 @@
+"""HunyuanVideo without the padding of its texts.
+
+Its pipeline pads each text to 256 tokens and hides the padding from attention by a mask, with which attention
+takes a slower kernel. The padding changes nothing else, so here each text is cut to its length, and attention
+has no mask: equal up to rounding.
+
+Source: diffusers 0.42 transformer_hunyuan_video.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+from diffusers import HunyuanVideoTransformer3DModel
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gfgen.models.fast.kernels import present_choice
+from gfgen.models.parallel.plans import TEXT
+from gfgen.models.parallel.sequence_parallel import sharing_ranks
+
+TEXT_MASK, MASK = "encoder_attention_mask", "attention_mask"
+_MASK_POSITION = 3
+"""Of a block's parameters."""
+MIN_TOKENS = 2
+"""A length of 1 would be a kind of its own for the compiler."""
+
+
+class _Current(threading.local):
+    """One thread's present forward."""
+
+    has_cut = False
+
+
+def cut_texts(transformer: nn.Module) -> bool:
+    """Let a transformer cut its texts, permanently, for other than `own` kernels (kernels.py); whether its
+    class is one that can."""
+    if not isinstance(transformer, HunyuanVideoTransformer3DModel):
+        return False
+    current = _Current()
+    lengths: Any = WeakTensorKeyDictionary()
+    hook = functools.partial(_cut, current=current, lengths=lengths)
+    transformer.register_forward_pre_hook(hook, with_kwargs=True)
+    for block in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]:
+        hook = functools.partial(_without_mask, current=current)
+        block.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    return True
+
+
+def _cut(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, current: _Current, lengths: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A pre-forward hook of the transformer."""
+    current.has_cut = False
+    mask, text = kwargs.get(TEXT_MASK), kwargs.get(TEXT)
+    if present_choice() == "own" or mask is None or text is None:
+        return None
+    if mask not in lengths:
+        lengths[mask] = _common_length(mask)  # waits for the device, once for each prompt
+    length, ranks = lengths[mask], sharing_ranks()
+    if length is None or length < (MIN_TOKENS if ranks is None else max(MIN_TOKENS, ranks.size)):
+        return None
+    current.has_cut = True
+    return args, {**kwargs, TEXT: text[:, :length], TEXT_MASK: mask[:, :length]}
+
+
+def _common_length(mask: Tensor) -> int | None:
+    """The length of all texts of a batch; None if lengths differ, or padding is elsewhere than at the end."""
+    rows = mask.bool().tolist()
+    length = sum(rows[0])
+    return length if all(row == [True] * length + [False] * (len(row) - length) for row in rows) else None
+
+
+def _without_mask(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, current: _Current
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A pre-forward hook of a block."""
+    if not current.has_cut:
+        return None
+    if MASK in kwargs:
+        return args, {**kwargs, MASK: None}
+    return (*args[:_MASK_POSITION], None, *args[_MASK_POSITION + 1 :]), kwargs
