@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.shared_transformers import Ranks, difference, layout_of, make, shared_forward, text_mask
+from benchmarks.shared_transformers import Ranks, difference, layout_of, make, text_mask
 from gfgen.models.fast import compiled
 from gfgen.models.fast.cut_texts import cut_texts
 from gfgen.models.fast.kernels import using
@@ -68,7 +68,8 @@ def test_compiled_blocks_give_what_they_gave_and_are_compiled_once(name: str) ->
 def test_ranks_share_compiled_blocks(name: str) -> None:
     model, inputs = make(name)
     wanted = forward(model, inputs)
-    compiled.prepare(model, backend=StubCompiler())
+    stub = StubCompiler()
+    compiled.prepare(model, backend=stub)
 
     def program(parallel: Any) -> list[torch.Tensor]:
         with active(parallel), using("compiled"):
@@ -76,3 +77,74 @@ def test_ranks_share_compiled_blocks(name: str) -> None:
 
     for found in Ranks().run(layout_of("2"), program):
         assert difference(found, wanted) < ROUNDING
+    assert stub.num_compiled > 0
+
+
+def test_a_compiler_that_fails_costs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = make("ltx")
+    wanted = forward(model, inputs)
+    compiled.prepare(model, backend=StubCompiler(fails=True))
+    with caplog.at_level(logging.WARNING, logger="gfgen"), using("compiled"):
+        for _ in range(2):
+            assert difference(forward(model, inputs), wanted) == 0
+    (line,) = (each.message for each in caplog.records if each.name.startswith("gfgen"))
+    assert line.startswith("LTXVideoTransformer3DModel: its blocks run without the compiler: ")
+    assert "no C compiler" in line
+
+
+def test_blocks_without_names_are_those_of_the_largest_list() -> None:
+    model, _ = make("sd3")
+    assert not getattr(model, "_repeated_blocks", None)
+    assert compiled.repeated_blocks(model) == list(model.transformer_blocks)
+
+
+def with_text(inputs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """Inputs of HunyuanVideo whose text has this many tokens that are no padding."""
+    return inputs | {"encoder_attention_mask": text_mask(11, num_tokens)}
+
+
+@pytest.mark.parametrize("num_tokens", [2, 6, 11])
+@pytest.mark.parametrize("degree", ["1", "3"])
+def test_a_text_without_its_padding_gives_the_same(num_tokens: int, degree: str) -> None:
+    """With fewer tokens than ranks, the padding stays."""
+    model, inputs = make("hunyuan")
+    inputs = with_text(inputs, num_tokens)
+    wanted = forward(model, inputs)
+    assert cut_texts(model)
+    assert difference(forward(model, inputs), wanted) == 0
+    lengths = []
+    model.transformer_blocks[0].register_forward_pre_hook(
+        lambda module, args: lengths.append(args[1].shape[1])
+    )
+
+    def program(parallel: Any) -> list[torch.Tensor]:
+        with active(parallel), using("fused"):
+            return forward(model, inputs)
+
+    for found in Ranks().run(layout_of(degree), program):
+        assert difference(found, wanted) < ROUNDING
+    num_ranks = int(degree)
+    assert sum(lengths) == (num_tokens if num_tokens >= num_ranks else 11)
+
+
+def test_padding_in_the_middle_of_a_text_stays() -> None:
+    model, inputs = make("hunyuan")
+    inputs["encoder_attention_mask"] = torch.tensor([[True] * 3 + [False] * 4 + [True] * 4])
+    wanted = forward(model, inputs)
+    cut_texts(model)
+    with using("fused"):
+        assert difference(forward(model, inputs), wanted) == 0
+
+
+def test_texts_of_many_lengths_are_compiled_once() -> None:
+    model, inputs = make("hunyuan")
+    stub = StubCompiler()
+    wanted = {length: forward(model, with_text(inputs, length)) for length in (3, 5, 8)}
+    compiled.prepare(model, has_any_texts=cut_texts(model), backend=stub)
+    for length, each in wanted.items():
+        with using("compiled"):
+            found = forward(model, with_text(inputs, length))
+        assert difference(found, each) < ROUNDING
+        if length == 3:
+            num_compiled = stub.num_compiled
+    assert stub.num_compiled == num_compiled

@@ -119,7 +119,7 @@ def test_ranks_that_share_fused_blocks_give_the_same(transformers: Any, degree: 
 
 
 def test_in_bf16_fused_blocks_are_as_near_to_fp32_as_diffusers_own(transformers: Any) -> None:
-    plain, fused = transformers
+    plain, _ = transformers
     given = inputs()
     exact = forward(plain, given)
     half = {name: x.bfloat16() if "ids" not in name else x for name, x in given.items()}

@@ -349,7 +349,9 @@ def test_kinds_of_tasks_differ_where_their_kernels_may():
     def kinds(layout: Layout, step: int, text_tokens: int = 7) -> frozenset[object]:
         prompt = Fields({"prompt_embeds": torch.empty(1, text_tokens, 4)})
         job: Any = SimpleNamespace(
-            start=SimpleNamespace(checkpoint="c", spec=None, shape="", trajectory=SimpleNamespace(artifacts=())),
+            start=SimpleNamespace(
+                checkpoint="c", spec=None, shape="", trajectory=SimpleNamespace(artifacts=())
+            ),
             artifacts={"prompt": prompt},
         )
         work = RankTask(message(layout), job, Task("a", 2 + step, Stage.DENOISE, step))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from gfgen.errors import in_one_line
 from gfgen.models.fast.fused import linear_gelu
 from gfgen.models.fast.kernels import present_choice
-from gfgen.models.parallel.plans import TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ class _Compiler:
             if block.compiled is None:
                 block.compiled = self._made(block.own)
             if self._has_any_texts:
-                torch._dynamo.maybe_mark_dynamic(kwargs[TEXT] if TEXT in kwargs else args[1], 1)
+                args = _of_any_text(args)
             return block.compiled(*args, **kwargs)
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             self.has_failed = True
@@ -125,6 +124,18 @@ class _Compiler:
         config.fail_on_recompile_limit_hit = True
         made: Forward = torch.compile(forward, dynamic=False, backend=self._backend)
         return made
+
+
+def _of_any_text(args: Sequence[Any]) -> Sequence[Any]:
+    """A block's arguments, picture and text first, so that what is compiled serves texts of any length.
+
+    Strides of a single sample may depend on the length although they mean nothing.
+    """
+    picture, text = (
+        x.contiguous().as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1)) for x in args[:2]
+    )
+    torch._dynamo.maybe_mark_dynamic(text, 1)
+    return picture, text, *args[2:]
 
 
 def _forward(compiler: _Compiler, block: _Block, *args: Any, **kwargs: Any) -> Any:

@@ -188,9 +188,7 @@ def _attended(
             )
         start = stop
     processor = attention.processor
-    result = attend(
-        *joint, backend=processor._attention_backend, parallel_config=processor._parallel_config
-    )
+    result = attend(*joint, backend=processor._attention_backend, parallel_config=processor._parallel_config)
     return result.flatten(2, 3)
 
 
