@@ -40,7 +40,8 @@ def prepare(transformer: nn.Module, *, has_any_texts: bool = False, backend: Any
     compiler = _Compiler(type(transformer).__name__, has_any_texts=has_any_texts, backend=backend)
     for block in repeated_blocks(transformer):
         block.forward = functools.partial(_forward, compiler, _Block(block.forward))
-        for module in block.modules():
+        modules: list[Any] = list(block.modules())
+        for module in modules:
             if type(module) is GELU and module.approximate == "tanh" and module.proj.bias is not None:
                 module.__class__ = EpilogueGelu
 
@@ -61,7 +62,7 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
     return [block for block in found if block not in inner]
 
 
-class EpilogueGelu(GELU):
+class EpilogueGelu(GELU):  # type: ignore[misc]
     """The same module; where it is compiled, the GELU is part of the product."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def _join(attention: Any, name: str, parts: Sequence[str]) -> None:
     whole = {key: torch.cat([getattr(each, key).data for each in layers]) for key in ("weight", "bias")}
     joined.load_state_dict(whole, assign=True)
     for key, values in whole.items():
-        for layer, own in zip(layers, values.split(sizes), strict=True):
+        for layer, own in zip(layers, torch.split(values, sizes), strict=True):
             getattr(layer, key).data = own
     # Not a submodule: state dicts and sums of weights have the parts.
     object.__setattr__(attention, name, joined.requires_grad_(False))
