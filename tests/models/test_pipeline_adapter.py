@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from gfc_fake import FakeCluster
-from small_checkpoints import save_checkpoint
 
+from benchmarks.small_checkpoints import save_checkpoint
 from benchmarks.small_pipelines import small_pipeline
 from gfgen.errors import JobError, ModelError
 from gfgen.graph import Stage
@@ -246,7 +246,7 @@ def check_ranks(checkpoint: Path, layout: Layout, *, is_shared: bool) -> None:
         return denoise(parallel.cfg.slot * parallel.sequence.size + parallel.sequence.slot, parallel)
 
     sizes: list[int] = []
-    (block, *_) = adapters[0]._pipeline.transformer.transformer_blocks
+    (block, *_) = adapters[0].pipeline.transformer.transformer_blocks
     block.register_forward_hook(lambda module, args, output: sizes.append(output.numel()))
     torch.manual_seed(spec.seed or 0)  # threads have PyTorch's generator in common, and each step seeds it
     alone = denoise(0, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,7 @@ import pytest
 from PIL import Image
 from serving import Server, free_port
 
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-from small_checkpoints import save_checkpoint
+from benchmarks.small_checkpoints import save_checkpoint
 
 BOUND_S = 120.0
 JOB = {"prompt": "a red cat", "size": "64x64", "frames": 9, "steps": 3}
