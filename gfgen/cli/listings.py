@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import json
 import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from gfgen.errors import ModelError
-from gfgen.models.families.registry import MODELS, TINY_NAMES, make_tiny_models
+from gfgen.errors import InputError, JobFileError, ModelError
+from gfgen.job.reader import read_job_stream
+from gfgen.job.spec import JobSpec
+from gfgen.layout import MAX_RANKS
+from gfgen.models.families.registry import MODELS, TINY_NAMES, make_tiny_models, resolve_checkpoint
+from gfgen.models.geometry.model import Geometry, load_geometry
+from gfgen.models.geometry.pipeline import PipelineGeometry
+from gfgen.models.geometry.weights import device_bytes, footprint
 from gfgen.policies.catalog import BUILT_IN, describe
+from gfgen.runtime.core.devices import CPU, DEVICES, choose_devices
+from gfgen.runtime.core.memory_check import available_bytes, check_models
+from gfgen.session.packages import COMPUTING, check_packages
+from gfgen.system.wording import counted
+
+if TYPE_CHECKING:
+    from gfgen.models.stepping.check import Trial
 
 
 @click.command()
@@ -77,3 +94,110 @@ def make_tiny(directory: Path, names: tuple[str, ...]) -> None:
     make_tiny_models(directory, names or TINY_NAMES)
     for name in names or TINY_NAMES:
         click.echo(str(directory / name))
+
+
+@models.command("check")
+@click.argument("model")
+@click.option(
+    "--job", default="{}", metavar="JSON", help="Fields of the job to try, such as '{\"frames\": 5}'."
+)
+@click.option(
+    "--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Where to try the model."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def check(model: str, *, job: str, device: str, as_json: bool) -> int:
+    """Load MODEL, run a small job in steps, and compare it with the pipeline's own call bit by bit.
+
+    MODEL is a directory, a hub id or a name. The exit code is 1 if the results differ.
+    """
+    checkpoint = resolve_checkpoint(model)
+    geometry = load_geometry(checkpoint)
+    given = _given_job(job, geometry)
+    devices = choose_devices(device, 1)
+    if devices.kind == CPU:
+        check_models([checkpoint], num_ranks=1, available=available_bytes())
+    check_packages(COMPUTING)
+    from gfgen.models.stepping.check import try_checkpoint
+
+    trial = try_checkpoint(checkpoint, given, device=devices.kind)
+    facts = _facts(model, geometry, trial) | {"device": devices.kind, "memory_bytes": _weights(checkpoint)}
+    click.echo(json.dumps(facts) if as_json else _told(facts))
+    return 1 if facts["differs"] else 0
+
+
+def _given_job(text: str, geometry: Geometry) -> JobSpec:
+    """A small job of one line, with guidance where the call takes a negative prompt."""
+    try:
+        said = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"--job {text}: is not JSON ({error})") from None
+    if not isinstance(said, dict):
+        raise InputError(f"--job {text}: a JSON object is accepted")
+    small: dict[str, Any] = {"prompt": "a red cat", "steps": 4}
+    if geometry.kind == "video":
+        small["frames"] = 9
+    if not isinstance(geometry, PipelineGeometry) or "negative_prompt" in geometry.signature.arguments:
+        small["negative_prompt"] = "blurry"
+    line = json.dumps({"id": "check", **small, **said}).encode()
+    parsed = read_job_stream(io.BytesIO(line), source="--job", folder=Path())
+    if parsed.problems:
+        raise JobFileError("--job", parsed.problems)
+    return parsed.specs[0]
+
+
+def _facts(model: str, geometry: Geometry, trial: Trial) -> dict[str, Any]:
+    """What --json prints, except for device and memory."""
+    job = trial.job
+    is_general = isinstance(geometry, PipelineGeometry)
+    found: dict[str, Any] = {
+        "model": model,
+        "family": geometry.family,
+        "adapter": "general" if is_general else "own",
+        "output": geometry.output_kind(job),
+        "in_steps": trial.is_stepped and trial.problem is None,
+        "differs": trial.is_stepped and trial.problem is not None,
+        "problem": trial.problem,
+        "tried": {name: getattr(job, name) for name in ("width", "height", "frames", "steps")},
+        "num_iterations": trial.num_iterations,
+        "ranks_per_step": {
+            "guidance": 2 if geometry.uses_cfg(job) else 1,
+            "tokens": min(MAX_RANKS, geometry.num_tokens(replace(job, width=1024, height=1024))),
+        },
+    }
+    if isinstance(geometry, PipelineGeometry):
+        found |= {"args": dict(geometry.signature.args), "files": geometry.signature.files}
+    return found
+
+
+def _weights(checkpoint: Path) -> dict[str, int]:
+    """Bytes of weights on a CPU rank and on a GPU."""
+    return {"cpu": footprint(checkpoint).on(1), "cuda": device_bytes(checkpoint)}
+
+
+def _told(facts: Mapping[str, Any]) -> str:
+    """A line for each fact."""
+    tried, degrees = facts["tried"], facts["ranks_per_step"]
+    size = f"{tried['width']}x{tried['height']}" + (
+        f"x{tried['frames']}" if facts["output"] == "video" else ""
+    )
+    steps = f"{counted(tried['steps'], 'step')} at {size} on {facts['device']}"
+    if facts["in_steps"]:
+        result = f"yes; {steps} give the bits of the pipeline's own call"
+    elif facts["differs"]:
+        result = f"no; {steps}: {facts['problem']}"
+    else:
+        result = f"no, each job runs as one task: {facts['problem']}"
+    shared = [f"{degrees[name]} for {name}" for name in ("guidance", "tokens") if degrees[name] > 1]
+    kind = "a general adapter" if facts["adapter"] == "general" else "an adapter of its own"
+    cpu, gpu = (f"{facts['memory_bytes'][name] / 1e9:.2f} GB" for name in ("cpu", "cuda"))
+    lines = {
+        "family": f"{facts['family']} ({kind})",
+        "output": facts["output"],
+        "in steps": result,
+        "ranks a step": f"up to {' x '.join(shared)}" if shared else "1",
+        "weights": f"{cpu} on a CPU, {gpu} on a GPU",
+    }
+    if "files" in facts:
+        lines["files"] = ", ".join(facts["files"]) or "none"
+        lines["args"] = ", ".join(f"{name} ({kind})" for name, kind in facts["args"].items()) or "none"
+    return "\n".join(f"{name:<14}{text}" for name, text in lines.items())

@@ -11,7 +11,7 @@ import ast
 import difflib
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -135,6 +135,21 @@ class CallSignature:
     pipeline_class: str
     arguments: Mapping[str, Argument]
 
+    @property
+    def args(self) -> Mapping[str, str]:
+        """The arguments that a job's `args` may have, and their accepted values in words."""
+        return {
+            name: argument.accepted
+            for name, argument in self.arguments.items()
+            if not argument.takes_files and argument.accepted
+            if not _HIDDEN.search(name) and _field_for(name) is None
+        }
+
+    @property
+    def files(self) -> list[str]:
+        """The arguments that take pictures or videos."""
+        return [name for name, argument in self.arguments.items() if argument.takes_files]
+
     def argument_of(self, field: str) -> str | None:
         """The argument that a field of the job sets; None if the call has none."""
         return next((name for name in _BY_FIELD[field] if name in self.arguments), None)
@@ -188,7 +203,7 @@ class CallSignature:
             return f"is set by gfgen; {field}"
         argument = self.arguments.get(name)
         if argument is None:
-            return self._unknown(name, lambda known: not known.takes_files and bool(known.accepted))
+            return self._unknown(name, list(self.args))
         if argument.takes_files:
             return f'is a picture or video; give its path in files: {{"{name}": "..."}}'
         if _HIDDEN.search(name) or not argument.accepted:
@@ -198,22 +213,16 @@ class CallSignature:
     def _why_no_file(self, name: str) -> str | None:
         argument = self.arguments.get(name)
         if argument is None:
-            return self._unknown(name, lambda known: known.takes_files)
+            return self._unknown(name, self.files)
         return None if argument.takes_files else f"takes no pictures; {self._its_files()}"
 
-    def _unknown(self, name: str, is_wanted: Callable[[Argument], bool]) -> str:
-        known = [
-            other
-            for other, argument in self.arguments.items()
-            if is_wanted(argument) and not _field_for(other)
-        ]
+    def _unknown(self, name: str, known: list[str]) -> str:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}"
         return f"is no such argument of {self.pipeline_class}; {hint}"
 
     def _its_files(self) -> str:
-        names = [name for name, argument in self.arguments.items() if argument.takes_files]
-        return f"its files are {', '.join(names)}" if names else "it takes no files"
+        return f"its files are {', '.join(self.files)}" if self.files else "it takes no files"
 
     def _missing(self, spec: JobSpec) -> Iterator[Problem]:
         given = {*(spec.args or {}), *(spec.files or {}), *(["image"] if spec.image else [])}

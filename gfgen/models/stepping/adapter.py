@@ -49,13 +49,13 @@ class PipelineAdapter:
     def __init__(self, geometry: PipelineGeometry, pipeline: Any, *, device: str) -> None:
         self.geometry: Geometry = geometry
         self._signature = geometry.signature
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._device = device
         self._shares_tokens = _prepare_sharing(pipeline, geometry)
         self._calls = functools.lru_cache(NUM_SCHEDULERS)(self._new_call)
 
     def encode(self, spec: JobSpec) -> Fields:
-        prompt = self._call(spec).encode(self._arguments(spec), seed=known(spec.seed))
+        prompt = self._call(spec).encode(self.arguments(spec), seed=known(spec.seed))
         prompt.scalars[UNCHECKED] = True
         return prompt
 
@@ -86,7 +86,7 @@ class PipelineAdapter:
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
         output = self._call(spec).decode(latents)
-        frames = _as_frames(output)
+        frames = as_frames(output)
         made = Fields({"frames": frames, PIXEL_SUM: frames.sum(dtype=torch.float32)}, {"first_row": 0})
         if (sound_CS := _sound(output)) is not None:
             made.tensors[SOUND], made.scalars[SOUND_RATE] = sound_CS, self._sound_rate()
@@ -100,7 +100,7 @@ class PipelineAdapter:
 
     def _sound_rate(self) -> int:
         """Samples per second, which the component that makes sound has in its config."""
-        for part in self._pipeline.components.values():
+        for part in self.pipeline.components.values():
             config = getattr(part, "config", {})
             for name in ("output_sampling_rate", "sampling_rate"):
                 if isinstance(rate := getattr(config, name, None), int):
@@ -111,7 +111,7 @@ class PipelineAdapter:
         return self._calls(None if spec.scheduler is None else json.dumps(spec.scheduler, sort_keys=True))
 
     def _new_call(self, scheduler: str | None) -> Stepper | WholeCall:
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         if scheduler is not None:
             made = _scheduler(pipeline.scheduler, json.loads(scheduler))
             settings = {
@@ -124,7 +124,8 @@ class PipelineAdapter:
             logger.warning("%s: runs each job as one task: %s", self.geometry.family, error)
             return WholeCall(pipeline, device=self._device)
 
-    def _arguments(self, spec: JobSpec) -> dict[str, Any]:
+    def arguments(self, spec: JobSpec) -> dict[str, Any]:
+        """The arguments of the pipeline's call for a job, with its files loaded."""
         arguments = self._signature.arguments_for(spec)
         if spec.image is not None:
             arguments["image"] = load_image(spec.image, sha256=spec.image_sha256)
@@ -227,7 +228,7 @@ def _load(path: str | list[str], sha256: str | list[str] | None) -> Any:
     return load_video(path, sha256=sha256) if is_video(path) else load_image(path, sha256=sha256)
 
 
-def _as_frames(output: Any) -> torch.Tensor:
+def as_frames(output: Any) -> torch.Tensor:
     """What a pipeline returned as uint8 [F, H, W, 3]; several pictures of one call are frames."""
     values = [getattr(output, name, None) for name in ("images", "frames", "video", "videos")]
     found = next((value for value in values if value is not None), None)

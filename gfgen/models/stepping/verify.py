@@ -21,9 +21,11 @@ def whole_call(pipeline: Any, args: Mapping[str, Any], *, seed: int) -> Any:
     return pipeline(**args, generator=generator)
 
 
-def stepped_call(pipelines: list[Any], args: Mapping[str, Any], *, seed: int) -> tuple[Any, int]:
+def stepped_call(
+    pipelines: list[Any], args: Mapping[str, Any], *, seed: int, device: str = "cpu"
+) -> tuple[Any, int]:
     """The output of a call whose tasks alternate between pipeline objects, and the number of its steps."""
-    steppers = [Stepper(pipeline) for pipeline in pipelines]
+    steppers = [Stepper(pipeline, device=device) for pipeline in pipelines]
     prompt = moved(steppers[0].encode(args, seed=seed))
     condition, state = map(moved, steppers[-1].prepare(prompt))
     num_steps = 0

@@ -1,0 +1,170 @@
+"""Whether a checkpoint runs in steps with the bits of its pipeline's own call, tried with a small job."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from PIL import Image
+
+from gfgen.errors import JobError, ModelError, in_one_line
+from gfgen.job.spec import JobSpec
+from gfgen.models.families.adapter import Adapter, Fields
+from gfgen.models.families.pictures import load_image
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.geometry.call import signature_of
+from gfgen.models.geometry.checkpoint import read_checkpoint
+from gfgen.models.geometry.rules import known
+from gfgen.models.geometry.weights import component_dtypes
+from gfgen.models.loading.components import load_pipeline
+from gfgen.models.stepping.adapter import PipelineAdapter, as_frames
+from gfgen.models.stepping.program import NotSteppableError
+from gfgen.models.stepping.verify import difference, moved, stepped_call, whole_call
+
+SIDES = (128, 256, 512, 1024)
+"""Sizes to try: the smallest one that the pipeline's own call accepts counts."""
+FRAMES = 9
+SEED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of one small job."""
+
+    job: JobSpec
+    num_iterations: int
+    problem: str | None
+    """Where the results differ, or why the call cannot run in steps; None if all bits are equal."""
+    is_stepped: bool
+
+
+def try_checkpoint(checkpoint: Path, given: JobSpec, *, device: str) -> Trial:
+    """Run a small job in steps and by the pipeline's own call; what `given` says is kept.
+
+    Raises: ModelError if the checkpoint cannot be loaded, or if its own call fails at all sizes; JobError
+            for a job that the model does not take.
+    """
+    adapter = load_adapter(checkpoint, device=device)
+    failure: BaseException | None = None
+    with _pictures() as folder:
+        for job in _small_jobs(given):
+            spec = resolved(adapter.geometry, job, folder)
+            try:
+                return _try(adapter, spec, checkpoint, device=device)
+            except _OwnCallError as error:
+                failure = failure or error.__cause__
+            if given.width is not None:
+                break
+    assert failure is not None
+    raise ModelError(f"model {checkpoint}: its own call fails: {_where(failure)}")
+
+
+def resolved(geometry: Any, job: JobSpec, folder: Path) -> JobSpec:
+    """The job as run, with pictures of `folder` for the files that the call needs.
+
+    Raises: JobError.
+    """
+    try:
+        return geometry.resolve(job)  # type: ignore[no-any-return]
+    except JobError as error:
+        missing = [problem.field or "" for problem in error.problems if problem.value is None]
+        files = {name.removeprefix("files."): _file(name, folder) for name in missing if "files." in name}
+        picture = str(folder / "0.png") if "image" in missing else job.image
+        if not files and picture == job.image:
+            raise
+        filled = dataclasses.replace(job, image=picture, files={**(job.files or {}), **files} or None)
+        return geometry.resolve(filled)  # type: ignore[no-any-return]
+
+
+class _OwnCallError(Exception):
+    pass
+
+
+def _try(adapter: Adapter, spec: JobSpec, checkpoint: Path, *, device: str) -> Trial:
+    if not isinstance(adapter, PipelineAdapter):
+        return _try_own_adapter(adapter, spec, checkpoint, device=device)
+    arguments = adapter.arguments(spec)
+    adapter.pipeline.set_progress_bar_config(disable=True)
+    own = _own_call(adapter.pipeline, arguments)
+    try:
+        stepped, num_iterations = stepped_call([adapter.pipeline], arguments, seed=SEED, device=device)
+    except NotSteppableError as error:
+        return Trial(spec, 0, str(error), is_stepped=False)
+    except Exception as error:
+        return Trial(spec, 0, f"the call fails in steps: {_where(error)}", is_stepped=True)
+    return Trial(spec, num_iterations, difference(stepped, own), is_stepped=True)
+
+
+def _try_own_adapter(adapter: Adapter, spec: JobSpec, checkpoint: Path, *, device: str) -> Trial:
+    """The frames of gfgen's own adapter of a class, against those of diffusers' pipeline."""
+    frames = _frames(adapter, spec)
+    name = read_checkpoint(checkpoint, with_weights=False).pipeline_class
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    pipeline = load_pipeline(
+        getattr(diffusers, name),
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        dtypes=component_dtypes(name, "auto"),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    arguments: dict[str, Any] = {**signature_of(name).arguments_for(spec), "output_type": "np"}
+    if spec.image is not None:
+        arguments["image"] = load_image(spec.image, sha256=None)
+    own = as_frames(_own_call(pipeline, arguments))
+    return Trial(spec, known(spec.steps), difference(frames.cpu(), own.cpu(), "frames"), is_stepped=True)
+
+
+def _frames(adapter: Adapter, spec: JobSpec) -> torch.Tensor:
+    prompt = moved(adapter.encode(spec))
+    condition, latents = map(moved, adapter.prepare(spec, prompt))
+    for step in range(known(spec.steps)):
+        latents = moved(adapter.denoise(spec, prompt, condition, latents, step=step))
+    made: Fields = adapter.decode(spec, latents)
+    return made.tensors["frames"]
+
+
+def _own_call(pipeline: Any, arguments: Mapping[str, Any]) -> Any:
+    try:
+        return whole_call(pipeline, arguments, seed=SEED)
+    except Exception as error:  # a pipeline may raise anything for a size that it does not take
+        raise _OwnCallError from error
+
+
+def _small_jobs(given: JobSpec) -> Iterator[JobSpec]:
+    for side in SIDES:
+        yield dataclasses.replace(given, seed=SEED, width=given.width or side, height=given.height or side)
+
+
+@contextmanager
+def _pictures() -> Iterator[Path]:
+    """A folder with pictures 0.png to 8.png, and a mask."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        gradient = Image.linear_gradient("L").resize((256, 256))
+        for number in range(FRAMES):
+            gradient.rotate(10 * number).convert("RGB").save(folder / f"{number}.png")
+        gradient.point(lambda value: 255 * (value > 127)).save(folder / "mask.png")
+        yield folder
+
+
+def _file(name: str, folder: Path) -> str | list[str]:
+    if "mask" in name:
+        return str(folder / "mask.png")
+    if "video" in name:
+        return [str(folder / f"{number}.png") for number in range(FRAMES)]
+    return str(folder / "0.png")
+
+
+def _where(error: BaseException) -> str:
+    """The error and the line that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{in_one_line(error)[:300]} ({Path(frame.filename).name}:{frame.lineno})"
