@@ -9,6 +9,7 @@ dimension fastest, so the ranks of one CFG half are neighbours:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from gfgen.errors import LayoutError
@@ -124,15 +125,21 @@ class Limits:
         Guidance branches on two halves come first: halves exchange once in a step, ranks that share a
         sequence twice in every attention.
         """
-        num_ranks = min(num_ranks, self.step_degree)
-        branches = (2, 1) if self.uses_cfg and num_ranks % 2 == 0 else (1,)
-        shared = [(cfg, min(num_ranks // cfg, self.max_sequence_degree)) for cfg in branches]
-        most = max(cfg * sequence for cfg, sequence in shared)
-        return tuple(
-            Layout.sharing(tuple(range(most)), cfg=cfg, most_ulysses=self.max_ulysses_degree).degrees
-            for cfg, sequence in shared
-            if cfg * sequence == most
-        )
+        return _ways(self, num_ranks)
+
+
+@functools.lru_cache(maxsize=1024)
+def _ways(limits: Limits, num_ranks: int) -> tuple[Degrees, ...]:
+    """`Limits.ways`; kept, since predictions ask again whenever they change."""
+    num_ranks = min(num_ranks, limits.step_degree)
+    branches = (2, 1) if limits.uses_cfg and num_ranks % 2 == 0 else (1,)
+    shared = [(cfg, min(num_ranks // cfg, limits.max_sequence_degree)) for cfg in branches]
+    most = max(cfg * sequence for cfg, sequence in shared)
+    return tuple(
+        Layout.sharing(tuple(range(most)), cfg=cfg, most_ulysses=limits.max_ulysses_degree).degrees
+        for cfg, sequence in shared
+        if cfg * sequence == most
+    )
 
 
 def shard_bounds(length: int, num_shards: int, shard_idx: int) -> tuple[int, int]:

@@ -72,10 +72,11 @@ class _RankClaims:
         """
         wanted = self._claim(job, wanted)
         island = self._island_for(job, wanted)
-        if (ready_s := self._better_later(job, wanted, island)) is not None:
+        unheld = self._unheld_of(island)
+        if (ready_s := self._better_later(job, wanted, island, num_unheld=len(unheld))) is not None:
             self._hold(wanted, ready_s, island)
             return []
-        ranks = self._choose(job, power_of_two(min(wanted, job.max_degree)), island)
+        ranks = self._choose(job, power_of_two(min(wanted, job.max_degree)), unheld)
         layout = job.layout(ranks)
         self.free = [rank for rank in self.free if rank not in layout.ranks]
         if wanted > layout.degree and job.next_task.stage is not Stage.DECODE:
@@ -103,9 +104,10 @@ class _RankClaims:
                 return Decision(job.next_task, layout)
         return None
 
-    def _better_later(self, job: JobView, wanted: int, island: Collection[int]) -> float | None:
+    def _better_later(
+        self, job: JobView, wanted: int, island: Collection[int], *, num_unheld: int
+    ) -> float | None:
         """When the island has all ranks for a step; None if the step should not wait for them."""
-        num_unheld = len(self._unheld_of(island))
         num_missing = wanted - num_unheld
         if num_missing <= 0 or job.next_task.stage is not Stage.DENOISE:
             return None
@@ -143,6 +145,8 @@ class _RankClaims:
 
     def _island_for(self, job: JobView, wanted: int) -> Collection[int]:
         """The island with the most free ranks, up to `wanted`; among equals, the one with the job's state."""
+        if len(self._snapshot.islands) == 1:
+            return self._snapshot.islands[0]
         own = set(job.last_layout.ranks if job.last_layout else ())
 
         def worth(island: Collection[int]) -> tuple[int, int]:
@@ -151,13 +155,13 @@ class _RankClaims:
 
         return max(self._snapshot.islands, key=worth)
 
-    def _choose(self, job: JobView, number: int, island: Collection[int]) -> tuple[int, ...]:
-        """Up to `number` free ranks of an island, a power of two.
+    def _choose(self, job: JobView, number: int, unheld: list[int]) -> tuple[int, ...]:
+        """Up to `number` of these free ranks, a power of two.
 
         Ranks with the job's state come first. A new group begins at a multiple of its size if possible, so
         that two groups make a larger one later.
         """
-        own, unheld = job.last_layout.ranks if job.last_layout else (), self._unheld_of(island)
+        own = job.last_layout.ranks if job.last_layout else ()
         number = power_of_two(min(number, len(unheld)))
         if len(own) == number and set(own) <= set(unheld):
             return own

@@ -191,8 +191,9 @@ def _shortest_first(
     A job may overtake the saved jobs that are due earlier, or all of them if it is not saved itself. No job
     is due before the first one, so the first one always fits.
     """
-    work_s = {job.job_id: work_s for job, work_s, _ in (*saved, *others)}
-    waiting = sorted([case[0] for case in (*saved, *others)], key=_arrival)
+    cases = [*saved, *others]
+    work_s = {job.job_id: work_s for job, work_s, _ in cases}
+    waiting = sorted([job for job, _, _ in cases], key=_arrival)
     waiting.sort(key=_remaining)  # two sorts by floats take a third of the time of one by pairs
     room = _Room(now_s, saved, before_s=before_s)
     for _ in range(NUM_FIRST):
@@ -217,14 +218,14 @@ class _Room:
     """
 
     def __init__(self, now_s: float, saved: list[_Case], *, before_s: float) -> None:
-        self.left = {job.job_id for job, _, _ in saved}
-        """Saved jobs that have not been taken."""
         self._due = [job.job_id for job, _, _ in saved]
-        self._room_s = []
-        end_s = before_s
-        for job, work_s, _ in saved:
-            end_s += work_s
-            self._room_s.append((job.deadline_s - now_s) / ROOM - end_s)
+        self.left = set(self._due)
+        """Saved jobs that have not been taken."""
+        ends_s = itertools.accumulate([work_s for _, work_s, _ in saved], initial=before_s)
+        next(ends_s)
+        self._room_s = [
+            (job.deadline_s - now_s) / ROOM - end_s for (job, _, _), end_s in zip(saved, ends_s, strict=True)
+        ]
         self.least_s = min(self._room_s, default=math.inf)
         """Room before all of them; a lower bound while jobs are `_taken`."""
         self._taken: list[tuple[str, float]] = []

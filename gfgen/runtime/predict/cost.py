@@ -235,6 +235,8 @@ class CostModel:
     def _best_way(self, cost_class: CostClass, num_ranks: int) -> Degrees:
         """The usual degrees of a step on this many ranks, or clearly faster ones."""
         usual, *others = cost_class.limits.ways(num_ranks)
+        if not others:
+            return usual
         best, best_s = usual, _CLEAR_GAIN * self._known_s(cost_class, Stage.DENOISE, usual)
         for degrees in others:
             seconds = self._known_s(cost_class, Stage.DENOISE, degrees)
