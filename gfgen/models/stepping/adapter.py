@@ -22,8 +22,10 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Fields
 from gfgen.models.families.pictures import load_image, load_video
-from gfgen.models.fast import stop_checks
+from gfgen.models.fast import compiled, stop_checks
+from gfgen.models.fast.cut_texts import cut_texts
 from gfgen.models.fast.evaluation import Evaluator
+from gfgen.models.fast.flux import fuse_flux, has_fused_blocks
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
@@ -52,6 +54,8 @@ class PipelineAdapter:
         self.pipeline = pipeline
         self._device = device
         self._shares_tokens = _prepare_sharing(pipeline, geometry)
+        for transformer in _transformers(pipeline):
+            prepare_kernels(transformer, may_copy=device != "cpu")
         self._calls = functools.lru_cache(NUM_SCHEDULERS)(self._new_call)
 
     def encode(self, spec: JobSpec) -> Fields:
@@ -189,13 +193,28 @@ def load_any(
     return PipelineAdapter(geometry, pipeline, device=device)
 
 
-def _prepare_sharing(pipeline: Any, geometry: PipelineGeometry) -> bool:
-    """Let ranks share steps of a pipeline; whether they can share tokens, not only guidance."""
-    transformers = [
+def prepare_kernels(transformer: torch.nn.Module, *, may_copy: bool) -> None:
+    """Let steps choose the kernels of a transformer (fast/kernels.py).
+
+    may_copy: weights may be copied, which on CPUs are mappings that ranks share.
+    """
+    if may_copy and has_fused_blocks(transformer):
+        fuse_flux(transformer)
+        return
+    compiled.prepare(transformer, has_any_texts=cut_texts(transformer))
+
+
+def _transformers(pipeline: Any) -> list[torch.nn.Module]:
+    return [
         part
         for name, part in pipeline.components.items()
         if "transformer" in name and isinstance(part, torch.nn.Module)
     ]
+
+
+def _prepare_sharing(pipeline: Any, geometry: PipelineGeometry) -> bool:
+    """Let ranks share steps of a pipeline; whether they can share tokens, not only guidance."""
+    transformers = _transformers(pipeline)
     for transformer in transformers:
         watch(transformer)
     if geometry.token_side is None:
