@@ -125,8 +125,11 @@ def _wait(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None
         time.sleep(0.01)
 
 
-def own_frames(folder: Path, name: str) -> Any:
-    """What the pipeline's own call makes of its job, as uint8 [F, H, W, 3]."""
+def own_frames(folder: Path, name: str, *, load: Callable[[Any, Path], Any] | None = None) -> Any:
+    """What the pipeline's own call makes of its job, as uint8 [F, H, W, 3].
+
+    load: makes a pipeline of a class from its folder; without it, diffusers does so.
+    """
     import diffusers
     import numpy as np
     import torch
@@ -136,7 +139,8 @@ def own_frames(folder: Path, name: str) -> Any:
     torch.set_num_threads(1)  # as ranks compute
     job = job_of(name)
     with without_progress_bars():
-        pipeline = getattr(diffusers, name).from_pretrained(folder / name)
+        kind = getattr(diffusers, name)
+        pipeline = load(kind, folder / name) if load else kind.from_pretrained(folder / name)
     pipeline.set_progress_bar_config(disable=True)
     if (options := job.pop("scheduler", None)) is not None:
         pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, **options)
