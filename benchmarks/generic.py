@@ -6,7 +6,8 @@
 `stepping`  Flux.1: the pipeline's own loop against the same iterations one task at a time
 `run`       `gfgen run` with five small families that take turns on the GPU: bytes against own calls
 
-Each row is printed as soon as it is measured. `--tiny` replaces all sizes by small ones, to rehearse on a CPU.
+Each row is printed as soon as it is measured. `--tiny` replaces all sizes by small ones, to rehearse on a
+CPU.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
+import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +35,18 @@ import torch
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
+from benchmarks import families
 from gfgen.errors import in_one_line
 from gfgen.models.fast import compiled
 from gfgen.models.fast.kernels import KernelChoice, using
+from gfgen.models.geometry.weights import component_dtypes
+from gfgen.models.loading.components import load_pipeline
 from gfgen.models.loading.random_weights import draw_weights
 from gfgen.models.parallel.hooks import install
 from gfgen.models.stepping.adapter import prepare_kernels
 from gfgen.models.stepping.stepper import Stepper, is_finished
+from gfgen.runtime.files.journal import JOURNAL_NAME
+from gfgen.runtime.files.manifest import MANIFEST_NAME, read_manifest
 
 WARM_UPS, REPEATS = 2, 5
 POISON_BYTES = 4 << 30
@@ -251,8 +261,6 @@ def forward_row(case: Case, shapes: Shapes) -> str:
 
 
 def _smaller(case: Case, changes: Mapping[str, Any]) -> Case:
-    from dataclasses import replace
-
     return replace(case, config={**case.config, **changes})
 
 
@@ -490,8 +498,6 @@ def turns(snapshot):
 
 def run_rows(device: torch.device) -> Iterator[str]:
     """Whether the files of a run have the bytes of own calls on the same device."""
-    from benchmarks import families
-
     kind = device.type
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -512,7 +518,7 @@ def run_rows(device: torch.device) -> Iterator[str]:
         )
         yield f"`gfgen run`: exit status {ended.returncode}, {time.perf_counter() - began_s:.1f} s"
         print(ended.stdout[-3000:], flush=True)
-        lines = families.read_manifest(folder / "out" / families.MANIFEST_NAME)
+        lines = read_manifest(folder / "out" / MANIFEST_NAME)
         yield f"turns: {_num_turns(folder / 'out')} changes of job between two tasks"
         yield "| pipeline | status | bytes of its own call | two own calls |\n|---|---|---|---|"
         for each, frames, other in zip(RUN_NAMES, own, again, strict=True):
@@ -529,26 +535,17 @@ _OWN_KERNELS: tuple[str, ...] = ()
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 def _num_turns(output: Path) -> int:
-    import json
-
-    from gfgen.runtime.files.journal import JOURNAL_NAME
-
     entries = [json.loads(line) for line in (output / JOURNAL_NAME).read_text().splitlines()]
     jobs = [job for entry in entries for _, job, *_ in entry.get("dispatches") or ()]
-    return sum(one != other for one, other in zip(jobs, jobs[1:], strict=False))
+    return sum(one != other for one, other in itertools.pairwise(jobs))
 
 
 def _own_frames(folder: Path, name: str, device: torch.device) -> Any:
     """What the pipeline's own call makes of its job, in the precision in which gfgen loads it."""
-    from benchmarks import families
-    from gfgen.models.geometry.weights import component_dtypes
-    from gfgen.models.loading.components import load_pipeline
 
     def load(kind: Any, path: Path) -> Any:
         return load_pipeline(
@@ -572,8 +569,6 @@ def _told(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        import traceback
-
         traceback.print_exc()
         print(f"{name}: FAILED: {type(error).__name__}: {in_one_line(error)}", flush=True)
     print(f"<!-- {name}: {time.perf_counter() - began_s:.0f} s -->", flush=True)
