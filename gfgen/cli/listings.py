@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gfgen.cli.options import trust_code_option
 from gfgen.errors import InputError, JobFileError, ModelError
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import JobSpec
@@ -104,14 +105,15 @@ def make_tiny(directory: Path, names: tuple[str, ...]) -> None:
 @click.option(
     "--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Where to try the model."
 )
+@trust_code_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def check(model: str, *, job: str, device: str, as_json: bool) -> int:
+def check(model: str, *, job: str, device: str, trust_remote_code: bool, as_json: bool) -> int:
     """Load MODEL, run a small job in steps, and compare it with the pipeline's own call bit by bit.
 
     MODEL is a directory, a hub id or a name. The exit code is 1 if the results differ.
     """
     checkpoint = resolve_checkpoint(model)
-    geometry = load_geometry(checkpoint)
+    geometry = load_geometry(checkpoint, trusts_code=trust_remote_code)
     given = _given_job(job, geometry)
     devices = choose_devices(device, 1)
     if devices.kind == CPU:
@@ -119,7 +121,7 @@ def check(model: str, *, job: str, device: str, as_json: bool) -> int:
     check_packages(COMPUTING)
     from gfgen.models.stepping.check import try_checkpoint
 
-    trial = try_checkpoint(checkpoint, given, device=devices.kind)
+    trial = try_checkpoint(checkpoint, given, device=devices.kind, trusts_code=trust_remote_code)
     facts = _facts(model, geometry, trial) | {"device": devices.kind, "memory_bytes": _weights(checkpoint)}
     click.echo(json.dumps(facts) if as_json else _told(facts))
     return 1 if facts["differs"] else 0

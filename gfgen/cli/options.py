@@ -161,6 +161,7 @@ class RankOptions:
     random_weights: bool = False
     vae_dtype: str = "auto"
     graphs: bool = True
+    trust_remote_code: bool = False
 
     def found(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
         """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them.
@@ -176,7 +177,7 @@ class RankOptions:
         if devices.kind == CPU:
             devices = replace(devices, num_ranks=self.ranks or cpu_ranks)
             _tell_of_graphs()
-        return Ranks(devices, self.random_weights, self.vae_dtype, self.graphs)
+        return Ranks(devices, self.random_weights, self.vae_dtype, self.graphs, self.trust_remote_code)
 
 
 def _show_only(gpus: str) -> None:
@@ -210,6 +211,11 @@ ranks_per_gpu_option = click.option(
     show_default=True,
     metavar="N",
     help="Let N ranks share each GPU, to try layouts of several ranks on one GPU. This is slower.",
+)
+trust_code_option = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that comes with a checkpoint. Without it, such a checkpoint is refused.",
 )
 RANKS_HELP = f"Number of workers, one process each. [all GPUs, or {DEFAULT_CPU_RANKS} on a CPU]"
 

@@ -31,6 +31,7 @@ from gfgen.cli.options import (
     policy_option,
     rank_options,
     ranks_per_gpu_option,
+    trust_code_option,
 )
 from gfgen.cli.run_files import RunOptions, admit_jobs, check_records, check_watched, check_written, resolved
 from gfgen.cli.shown.progress import make_file_progress, make_progress
@@ -79,7 +80,7 @@ logger = logging.getLogger(__name__)
     is_flag=True,
     help="Replace files that are already in the folder under the names of outputs, whoever made them.",
 )
-@rank_options(ranks_per_gpu_option, memory_option)
+@rank_options(ranks_per_gpu_option, memory_option, trust_code_option)
 @policy_option
 @model_option
 @click.option(

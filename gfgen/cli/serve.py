@@ -29,6 +29,7 @@ from gfgen.cli.options import (
     rank_options,
     ranks_per_gpu_option,
     taken_as,
+    trust_code_option,
 )
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.errors import InputError, InterruptedRunError
@@ -180,7 +181,7 @@ _api_options = taken_as(
     f"[{DEFAULT_MODEL}]",
 )
 @_api_options
-@rank_options(ranks_per_gpu_option, memory_option)
+@rank_options(ranks_per_gpu_option, memory_option, trust_code_option)
 @policy_option
 @lookahead_option
 @grace_option

@@ -214,6 +214,7 @@ class Admission:
     devices: Devices
     has_random_weights: bool = False
     vae_dtype: str = "auto"
+    trusts_code: bool = False
     known: dict[str, ResolvedModel] = field(default_factory=dict)
     unusable: dict[str, str] = field(default_factory=dict)
     """By name, what was wrong with a model that was looked up before any was loaded."""
@@ -387,7 +388,7 @@ class Admission:
             checkpoint = resolve_configs(name)
             return ResolvedModel(name, checkpoint, weightless_geometry(checkpoint), has_random_weights=True)
         checkpoint = resolve_checkpoint(name)
-        return ResolvedModel(name, checkpoint, load_geometry(checkpoint))
+        return ResolvedModel(name, checkpoint, load_geometry(checkpoint, trusts_code=self.trusts_code))
 
 
 def find_weightless(name: str) -> ResolvedModel:

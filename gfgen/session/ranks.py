@@ -38,6 +38,8 @@ class Ranks:
     vae_dtype: str = "auto"
     has_graphs: bool = True
     """CUDA graphs, on GPUs."""
+    trusts_code: bool = False
+    """Whether code that comes with a checkpoint may run."""
 
     @property
     def num_ranks(self) -> int:
@@ -71,6 +73,7 @@ class Ranks:
         shared = self.devices.ranks_per_gpu
         words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
+        words += ["--trust-remote-code"] if self.trusts_code else []
         return (*words, *([] if self.has_graphs else ["--no-graphs"]))
 
     def step_times(self) -> StepTimes:
@@ -86,6 +89,7 @@ class Ranks:
             devices=self.devices,
             has_random_weights=self.has_random_weights,
             vae_dtype=self.vae_dtype,
+            trusts_code=self.trusts_code,
             bounds=bounds,
             step_times=self.step_times() if has_bounded_steps else None,
         )
@@ -145,6 +149,7 @@ def ready_pool(
         has_random_weights=ranks.has_random_weights,
         vae_dtype=ranks.vae_dtype,
         has_graphs=ranks.has_graphs,
+        trusts_code=ranks.trusts_code,
         are_all_needed=are_all_needed,
     )
     began_s = time.monotonic()

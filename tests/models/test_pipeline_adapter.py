@@ -133,8 +133,12 @@ def test_unknown_sizes_take_addresses_but_count_no_memory(checkpoint: Path) -> N
     ("change", "message"),
     [
         ({"_class_name": "FluxNinePipeline"}, r"'FluxNinePipeline' is not in diffusers 0\.42"),
-        ({"transformer": ["my_code", "MyTransformer"]}, "belongs to 'my_code'"),
-        ({"scheduler": ["my_code", "MyScheduler"]}, r"'scheduler' brings code of its own \(my_code\)"),
+        (
+            {"transformer": ["my_code", "MyTransformer"]},
+            r"brings code of its own: transformer \(transformer/my_code\.py\); .*--trust-remote-code",
+        ),
+        ({"scheduler": ["my_code", "MyScheduler"]}, r"own: scheduler \(scheduler/my_code\.py\)"),
+        ({"_class_name": ["my_code", "MyPipeline"]}, r"own: pipeline \(my_code\.py\)"),
         ({"_class_name": "StableAudioPipeline"}, "makes neither pictures nor videos"),
     ],
 )

@@ -308,9 +308,9 @@ def test_what_the_pipeline_does_not_take_is_not_loaded(
     loaded = []
     load = components._load_model
 
-    def note(files: ComponentFiles, **options: object) -> object:
+    def note(files: ComponentFiles, kind: object, **options: object) -> object:
         loaded.append(files.folder.name)
-        return load(files, **options)
+        return load(files, kind, **options)
 
     monkeypatch.setattr(components, "_load_model", note)
     load_adapter(broken_copy)

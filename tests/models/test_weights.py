@@ -152,9 +152,12 @@ def test_a_link_to_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
         weight_files(tmp_path, "transformers")
 
 
-def test_components_of_other_libraries_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="belongs to 'os'; only components of diffusers and transformers"):
-        weight_files(tmp_path, "os")
+@pytest.mark.parametrize("name", ["model.safetensors", "diffusion_pytorch_model.safetensors"])
+def test_components_with_code_of_their_own_have_the_files_of_either_library(
+    tmp_path: Path, name: str
+) -> None:
+    write(tmp_path / name, W)
+    assert weight_files(tmp_path, "my_code") == (tmp_path / name,)
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4967368\n"

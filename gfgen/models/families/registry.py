@@ -47,7 +47,7 @@ TINY_TIMEOUT_S = 300.0
 
 HUB_TIMEOUT_S = 10.0
 """For the first answer of the hub: a firewall that drops packets is no reason to wait for minutes."""
-HUB_PATTERNS = ("model_index.json", "gfgen.json", "*/*")
+HUB_PATTERNS = ("model_index.json", "gfgen.json", "*.py", "*/*")
 """Of a repository: not what lies beside the components, as weights in their original format."""
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -145,15 +145,20 @@ def load_adapter(
     dtype: str | None = None,
     vae_dtype: str = "auto",
     has_random_weights: bool = False,
+    trusts_code: bool = False,
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
 
     dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
-    VAE_DTYPES. With random weights the directory need hold config files only.
+    VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
+    checkpoint's own code may run.
 
     Raises: ModelError for a broken directory, an unknown family, or an unknown dtype.
     """
-    geometry = weightless_geometry(checkpoint) if has_random_weights else load_geometry(checkpoint)
+    if has_random_weights:
+        geometry = weightless_geometry(checkpoint)
+    else:
+        geometry = load_geometry(checkpoint, trusts_code=trusts_code)
     name = dtype or ("float32" if device == "cpu" else "bfloat16")
     if name not in DTYPES:
         raise ModelError(f"dtype {name!r} is not supported; {', '.join(DTYPES)} are")

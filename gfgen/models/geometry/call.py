@@ -238,12 +238,24 @@ class CallSignature:
                     yield Problem.of(f"args.{name}", None, f"missing; {self.pipeline_class} needs it")
 
 
-def signature_of(pipeline_class: str) -> CallSignature:
-    """Raises: ModelError for a class that the installed diffusers lacks."""
-    found = _method("pipelines", pipeline_class, "__call__")
+def signature_of(pipeline_class: str, *, source: Path | None = None) -> CallSignature:
+    """The arguments of a class of diffusers, or of one that is defined in `source`.
+
+    Raises: ModelError for a class that the installed diffusers, or the file, lacks.
+    """
+    if source is None:
+        found = _method("pipelines", pipeline_class, "__call__")
+    else:
+        found = _method_in(source, "pipelines", pipeline_class, "__call__")
     if found is None:
-        raise ModelError(f"pipeline class {pipeline_class!r} is not in diffusers {_version()}")
+        where = f"diffusers {_version()}" if source is None else source
+        raise ModelError(f"pipeline class {pipeline_class!r} is not in {where}")
     return CallSignature(pipeline_class, found)
+
+
+def is_pipeline(name: str) -> bool:
+    """Whether the installed diffusers has a pipeline class of this name."""
+    return name in _files_by_class("pipelines")
 
 
 def is_folder_of_pipelines(library: str) -> bool:
@@ -374,9 +386,17 @@ def _items(inner: ast.expr) -> list[ast.expr]:
 def _method(package: str, class_name: str, method: str) -> Mapping[str, Argument] | None:
     """The arguments of a method by name; None if there is no such class, or if it lacks the method."""
     path = _files_by_class(package).get(class_name)
-    if path is None:
+    return None if path is None else _method_in(path, package, class_name, method)
+
+
+def _method_in(path: Path, package: str, class_name: str, method: str) -> Mapping[str, Argument] | None:
+    """The same for a class in a file, whose bases may be in the package."""
+    try:
+        classes = {node.name: node for node in _parsed(path).body if isinstance(node, ast.ClassDef)}
+    except (OSError, SyntaxError) as error:
+        raise ModelError(f"{path}: cannot be read as Python ({error})") from None
+    if class_name not in classes:
         return None
-    classes = {node.name: node for node in _parsed(path).body if isinstance(node, ast.ClassDef)}
     for node in classes[class_name].body:
         if isinstance(node, ast.FunctionDef) and node.name == method:
             return _arguments(node.args)

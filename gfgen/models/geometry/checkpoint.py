@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import ModelError
+from gfgen.models.geometry.call import is_folder_of_pipelines, is_pipeline
 from gfgen.models.geometry.weight_files import check_weights, refuse_pointer, weight_files
-from gfgen.models.geometry.weights import has_weights, is_component
+from gfgen.models.geometry.weights import components_of, has_weights
 
 CONFIG_NAMES = {
     "scheduler": "scheduler_config.json",
@@ -25,8 +26,19 @@ CONFIG_NAMES = {
 VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
 """Files that can hold a tokenizer's vocabulary."""
 
+PIPELINE_CODE = "pipeline.py"
+"""The file for a pipeline class that diffusers does not have."""
+
 SETTINGS_NAME = "gfgen.json"
 """Optional gfgen file in a checkpoint: {"defaults": {...}, "num_parameters": {...}}."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnClass:
+    """A class that a checkpoint brings."""
+
+    source: Path
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +52,26 @@ class Checkpoint:
 
     @property
     def pipeline_class(self) -> str:
-        return str(self.index["_class_name"])
+        return class_name_of(self.index)
+
+    @property
+    def own_code(self) -> Mapping[str, OwnClass]:
+        """The classes in the checkpoint's own Python files, by component; "pipeline" is its pipeline's."""
+        found = {}
+        if isinstance(name := self.index["_class_name"], list):
+            found["pipeline"] = OwnClass(self.path / f"{name[0]}.py", name[1])
+        elif (self.path / PIPELINE_CODE).is_file() and not is_pipeline(name):
+            found["pipeline"] = OwnClass(self.path / PIPELINE_CODE, name)
+        for component, config in self.configs.items():
+            library, kind = self.index[component]
+            if library in ("diffusers", "transformers"):
+                mapped = (config.get("auto_map") or {}).get(kind) if kind.startswith("Auto") else None
+                library, _, kind = str(mapped or "").rpartition(".")
+            elif is_folder_of_pipelines(library):
+                library = ""
+            if library:
+                found[component] = OwnClass(self.path / component / f"{library}.py", kind)
+        return found
 
     def class_of(self, component: str) -> str | None:
         """Class name of a component; None if the pipeline does not have it."""
@@ -76,9 +107,9 @@ def read_checkpoint(path: Path, *, with_weights: bool) -> Checkpoint:
         newest = max(snapshots, key=lambda snapshot: snapshot.stat().st_mtime_ns)
         raise ModelError(f"model {path}: is a folder of the hub's cache; give its hub id, or {newest}")
     index = _read_object(path / "model_index.json", purpose="a diffusers-format model directory has one")
-    if not isinstance(index.get("_class_name"), str):
+    if not class_name_of(index):
         raise ModelError(f"{path / 'model_index.json'}: no '_class_name' of a diffusers pipeline in it")
-    components = [name for name, entry in index.items() if is_component(entry)]
+    components = components_of(index)
     configs = {name: _read_config(path, name) for name in components}
     settings = _read_settings(path / SETTINGS_NAME)
     for name in components if with_weights else ():
@@ -87,6 +118,14 @@ def read_checkpoint(path: Path, *, with_weights: bool) -> Checkpoint:
         elif has_weights(name):
             check_weights(weight_files(path / name, index[name][0]))
     return Checkpoint(path, index, configs, settings)
+
+
+def class_name_of(index: Mapping[str, Any]) -> str:
+    """The pipeline class in a model_index.json: a name, or [module, name]; empty if there is none."""
+    name = index.get("_class_name")
+    if isinstance(name, list) and len(name) == 2 and all(isinstance(part, str) for part in name):
+        return str(name[1])
+    return name if isinstance(name, str) else ""
 
 
 def model_name(path: Path) -> str:

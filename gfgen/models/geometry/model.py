@@ -89,12 +89,13 @@ BUILDERS: dict[str, Callable[..., Geometry]] = {
 """Families with an adapter of their own; all other classes run by `pipeline_geometry`."""
 
 
-def load_geometry(checkpoint: Path) -> Geometry:
+def load_geometry(checkpoint: Path, *, trusts_code: bool = False) -> Geometry:
     """The geometry of a diffusers-format directory.
 
-    Raises: ModelError if it is missing, incomplete or broken, or its pipeline class is unknown.
+    Raises: ModelError if it is missing, incomplete or broken, if its pipeline class is unknown, or if it
+            brings code of its own without `trusts_code`.
     """
-    return _build(read_checkpoint(checkpoint, with_weights=True))
+    return _build(read_checkpoint(checkpoint, with_weights=True), trusts_code=trusts_code)
 
 
 @cache
@@ -125,8 +126,17 @@ def weightless_geometry(checkpoint: Path) -> Geometry:
 
     Raises: ModelError like `load_geometry`.
     """
-    return _build(read_checkpoint(checkpoint, with_weights=False))
+    return _build(read_checkpoint(checkpoint, with_weights=False), trusts_code=False)
 
 
-def _build(files: Checkpoint) -> Geometry:
-    return BUILDERS.get(files.pipeline_class, pipeline_geometry)(files)
+def _build(files: Checkpoint, *, trusts_code: bool) -> Geometry:
+    code = files.own_code
+    if not code:
+        return BUILDERS.get(files.pipeline_class, pipeline_geometry)(files)
+    if not trusts_code:
+        shown = ", ".join(f"{name} ({own.source.relative_to(files.path)})" for name, own in code.items())
+        raise ModelError(
+            f"model {files.path}: brings code of its own: {shown}; if you trust it, run, serve and "
+            "models check run it with --trust-remote-code"
+        )
+    return pipeline_geometry(files)

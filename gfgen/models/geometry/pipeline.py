@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gfgen.errors import JobError, ModelError, Problem
@@ -16,8 +16,8 @@ from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.fields import MAX_STEPS
 from gfgen.job.spec import JobSpec, num_pictures
 from gfgen.models.geometry import rules
-from gfgen.models.geometry.call import CallSignature, is_folder_of_pipelines, signature_of
-from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
+from gfgen.models.geometry.call import CallSignature, signature_of
+from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
 
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
 """Where neither the call nor the checkpoint's gfgen.json has a number."""
@@ -91,6 +91,8 @@ class PipelineGeometry:
     num_heads: int = 1
     token_side: int | None = None
     """The most pixels along a token's side, if ranks can share the tokens."""
+    own_code: Mapping[str, OwnClass] = field(default_factory=dict)
+    """See `Checkpoint.own_code`; loading runs it."""
     shares_guidance: bool = False
     """Whether two halves of a layout can share the guidance of a step."""
 
@@ -186,11 +188,15 @@ class PipelineGeometry:
 
 
 def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
-    """Raises: ModelError for a class that diffusers lacks, for code of its own, and for sound."""
+    """Raises: ModelError for a class that diffusers lacks, for code that is missing, and for sound."""
     where = checkpoint.path / "model_index.json"
-    _refuse_remote_code(checkpoint)
+    code = checkpoint.own_code
+    for own in code.values():
+        if not own.source.is_file():
+            raise ModelError(f"{where}: its code is missing: there is no {own.source}")
+    source = code["pipeline"].source if "pipeline" in code else None
     try:
-        signature = signature_of(checkpoint.pipeline_class)
+        signature = signature_of(checkpoint.pipeline_class, source=source)
     except ModelError as error:
         raise ModelError(f"{where}: {error}; install a diffusers that has it, or use another model") from None
     if re.search("Audio|AceStep|Proteina", checkpoint.pipeline_class):
@@ -201,6 +207,7 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
             _defaults(signature), checkpoint.settings, where=str(checkpoint.path / SETTINGS_NAME)
         ),
         scheduler_class=checkpoint.class_of("scheduler"),
+        own_code=code,
         **_sharing(checkpoint),
     )
 
@@ -209,7 +216,7 @@ def _sharing(checkpoint: Checkpoint) -> dict[str, Any]:
     """How ranks can share steps: the fields of the geometry that follow from the transformers."""
     names = [name for name in checkpoint.configs if "transformer" in name]
     kinds = [checkpoint.class_of(name) or "" for name in names]
-    if not names or _UNSHARED.search(checkpoint.pipeline_class):
+    if not names or checkpoint.own_code or _UNSHARED.search(checkpoint.pipeline_class):
         return {}
     is_distilled = bool(checkpoint.index.get("is_distilled"))
     found: dict[str, Any] = {"shares_guidance": not is_distilled and all(kind in GUIDED for kind in kinds)}
@@ -226,23 +233,12 @@ def _num_heads(config: Mapping[str, Any]) -> int:
     return heads if isinstance(heads, int) and is_shared else 0
 
 
-def _refuse_remote_code(checkpoint: Checkpoint) -> None:
-    for name in checkpoint.configs:
-        library = checkpoint.index[name][0]
-        if library not in ("diffusers", "transformers") and not is_folder_of_pipelines(library):
-            where = checkpoint.path / "model_index.json"
-            raise ModelError(
-                f"{where}: component {name!r} brings code of its own ({library}), which gfgen does not run; "
-                "use a model in diffusers' format without it"
-            )
-
-
 def _defaults(signature: CallSignature) -> dict[str, Any]:
     """The call's own numbers, and common ones where it has none."""
     found = dict(DEFAULTS)
-    for field in ("width", "height", "frames", "steps", "fps"):
-        argument = signature.argument_of(field)
+    for name in ("width", "height", "frames", "steps", "fps"):
+        argument = signature.argument_of(name)
         value = signature.arguments[argument].default if argument else None
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[field] = int(value)
+            found[name] = int(value)
     return {"frames": 1, "fps": DEFAULT_FPS, **found}

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry.call import is_folder_of_pipelines
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
@@ -47,11 +46,9 @@ def weight_files(folder: Path, library: str) -> tuple[Path, ...]:
             the files that are there.
     Source: diffusers 0.42 ModelMixin.from_pretrained, transformers 5 _get_resolved_checkpoint_files.
     """
-    if library not in _STEMS and not is_folder_of_pipelines(library):
-        raise ModelError(
-            f"{folder}: belongs to {library!r}; only components of {' and '.join(_STEMS)} are supported"
-        )
     safe, pickled = _STEMS.get(library, _STEMS["diffusers"])
+    if library not in _STEMS and not list(folder.glob(f"{safe}*")):  # code of its own, for transformers
+        safe, pickled = _STEMS["transformers"]
     single, index = folder / f"{safe}.safetensors", folder / f"{safe}.safetensors.index.json"
     candidates = (index, single) if library != "transformers" else (single, index)
     for path in (*candidates, folder / f"{pickled}.bin", folder / f"{pickled}.bin.index.json"):

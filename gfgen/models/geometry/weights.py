@@ -85,7 +85,8 @@ def device_bytes(
     """
     if num_parameters is None:
         num_parameters = count_parameters(checkpoint)
-    dtypes = component_dtypes(str(_model_index(checkpoint)["_class_name"]), vae_dtype)
+    name = _model_index(checkpoint)["_class_name"]
+    dtypes = component_dtypes(name if isinstance(name, str) else "", vae_dtype)
     wide = {name for name, dtype in dtypes.items() if dtype == "float32"}
     return sum(
         count * (_FP32_BYTES if name in wide else _BF16_BYTES) for name, count in num_parameters.items()
@@ -107,8 +108,8 @@ def component_files(checkpoint: Path) -> Mapping[str, ComponentFiles]:
     """
     return {
         name: ComponentFiles(folder := checkpoint / name, entry[0], entry[1], weight_files(folder, entry[0]))
-        for name, entry in _model_index(checkpoint).items()
-        if is_component(entry) and has_weights(name)
+        for name, entry in components_of(_model_index(checkpoint)).items()
+        if has_weights(name)
     }
 
 
@@ -118,9 +119,14 @@ def has_weights(component: str) -> bool:
     return is_network or _WEIGHTLESS.search(component) is None
 
 
-def is_component(entry: object) -> bool:
-    """Whether an entry of model_index.json is a component, [library, class]; [null, null] is one left out."""
-    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
+def components_of(index: Mapping[str, Any]) -> Mapping[str, list[str]]:
+    """The components in a model_index.json: [library, class] by name; [null, null] is one left out."""
+    return {
+        name: entry
+        for name, entry in index.items()
+        if isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
+        if not name.startswith("_")
+    }
 
 
 def _count(path: Path) -> int:

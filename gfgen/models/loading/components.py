@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import logging
+import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +17,15 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
-from gfgen.errors import ModelError
-from gfgen.models.geometry.weights import ComponentFiles, component_files
+from gfgen.errors import ModelError, in_one_line
+from gfgen.models.geometry.checkpoint import OwnClass, read_checkpoint
+from gfgen.models.geometry.weights import ComponentFiles, component_files, components_of
 
 logger = logging.getLogger(__name__)
 
 
+OWN_CODE = "gfgen_own_code"
+"""The package of classes that come with checkpoints; a module's name depends on its folder alone."""
 _UNUSED = ("lm_head.weight",)
 """Only hidden states of a text encoder are used, so it may lack its head."""
 
@@ -35,8 +41,11 @@ def load_pipeline(
     device: str,
     dtype: torch.dtype,
     dtypes: Mapping[str, str] | None = None,
+    own_code: Mapping[str, OwnClass] | None = None,
 ) -> Any:
     """A pipeline of this class with its weights on the device, ready for inference.
+
+    Components in `own_code` are of classes in the checkpoint's own files, which are run.
 
     Components named in `dtypes` have a dtype of their own; modules that diffusers keeps in fp32 stay so.
     On a CPU, weights stored in the wanted dtype are mapped, not copied. To another device weights are copied
@@ -48,14 +57,22 @@ def load_pipeline(
     try:
         with without_progress_bars():
             taken = inspect.signature(pipeline_class).parameters
-            models = {
-                name: _load_model(files, device=device, dtype=wanted.get(name, dtype))
-                for name, files in component_files(checkpoint).items()
-                if name in taken
-            }
-            pipeline = pipeline_class.from_pretrained(
-                str(checkpoint), dtype=wanted, local_files_only=True, **models
-            )
+
+            def load(files: ComponentFiles, kind: Any) -> Any:
+                name = files.folder.name
+                return _load_model(files, kind, device=device, dtype=wanted.get(name, dtype))
+
+            if own_code:
+                pipeline = _with_own_code(pipeline_class, checkpoint, own_code, load)
+            else:
+                models = {
+                    name: load(files, _class_of(files.library, files.class_name))
+                    for name, files in component_files(checkpoint).items()
+                    if name in taken
+                }
+                pipeline = pipeline_class.from_pretrained(
+                    str(checkpoint), dtype=wanted, local_files_only=True, **models
+                )
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, ImportError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         reason = reason.partition(". If you want to instead")[0]  # advice for programmers
@@ -66,14 +83,56 @@ def load_pipeline(
     return pipeline
 
 
-def _load_model(component: ComponentFiles, *, device: str, dtype: torch.dtype) -> Any:
+def load_class(own: OwnClass) -> Any:
+    """A class from a checkpoint's own file, which is run.
+
+    Each folder is a package of its own, so that files of two checkpoints may have one name.
+
+    Raises: ModelError if that fails.
+    """
+    folder = own.source.parent
+    package = f"{OWN_CODE}.of_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+    for name, path in ((OWN_CODE, []), (package, [str(folder)])):
+        parent: Any = sys.modules.setdefault(name, types.ModuleType(name))
+        parent.__path__ = path
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        return getattr(importlib.import_module(f"{package}.{own.source.stem}"), own.name)
+    except Exception as error:  # of code that is not ours
+        raise ModelError(f"{own.source}: {own.name} cannot be loaded: {in_one_line(error)}") from error
+    finally:
+        sys.dont_write_bytecode = writes
+
+
+def _with_own_code(
+    pipeline_class: Any,
+    checkpoint: Path,
+    own_code: Mapping[str, OwnClass],
+    load: Callable[[ComponentFiles, Any], Any],
+) -> Any:
+    """A pipeline with components of its own classes, which diffusers would not accept."""
+    index, files = read_checkpoint(checkpoint, with_weights=False).index, component_files(checkpoint)
+    taken = inspect.signature(pipeline_class).parameters
+    parts: dict[str, Any] = {name: None if value == [None, None] else value for name, value in index.items()}
+    for name, (library, class_name) in components_of(index).items():
+        kind = load_class(own_code[name]) if name in own_code else _class_of(library, class_name)
+        if name in files:
+            parts[name] = load(files[name], kind)
+        else:
+            parts[name] = kind.from_pretrained(str(checkpoint / name), local_files_only=True)
+    return pipeline_class(**{name: part for name, part in parts.items() if name in taken})
+
+
+def _class_of(library: str, class_name: str) -> Any:
+    module = library if library in ("diffusers", "transformers") else f"diffusers.pipelines.{library}"
+    return getattr(importlib.import_module(module), class_name)
+
+
+def _load_model(component: ComponentFiles, kind: Any, *, device: str, dtype: torch.dtype) -> Any:
     """One component, with every weight from its files.
 
     Raises: ModelError for missing weights, which libraries would leave out or draw at random.
     """
-    is_library = component.library in ("diffusers", "transformers")
-    module = component.library if is_library else f"diffusers.pipelines.{component.library}"
-    kind = getattr(importlib.import_module(module), component.class_name)
     place = {} if device == "cpu" else {"device_map": {"": torch.device(device)}}
     model, report = kind.from_pretrained(
         str(component.folder),

@@ -30,7 +30,7 @@ from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
 from gfgen.models.geometry.weights import component_dtypes
-from gfgen.models.loading.components import LoadPipeline, load_pipeline
+from gfgen.models.loading.components import LoadPipeline, load_class, load_pipeline
 from gfgen.models.parallel import hooks
 from gfgen.models.parallel.branches import shared_step, watch
 from gfgen.models.parallel.parallel import Parallel
@@ -182,13 +182,15 @@ def load_any(
     load: LoadPipeline = load_pipeline,
 ) -> PipelineAdapter:
     """The adapter of a checkpoint of any pipeline class, its components on the device."""
-    kind = getattr(diffusers, geometry.family, None)
-    if kind is None:
+    if (own_class := geometry.own_code.get("pipeline")) is not None:
+        kind = load_class(own_class)
+    elif (kind := getattr(diffusers, geometry.family, None)) is None:
         raise ModelError(f"model {checkpoint}: diffusers {diffusers.__version__} lacks {geometry.family}")
     # tqdm's own lock is a semaphore of the system, which outlives a killed process.
     tqdm.set_lock(threading.RLock())
     dtypes = component_dtypes(geometry.family, vae_dtype)
-    pipeline = load(kind, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
+    own = {"own_code": geometry.own_code} if geometry.own_code else {}
+    pipeline = load(kind, checkpoint, device=device, dtype=dtype, dtypes=dtypes, **own)
     stop_checks.install(*(x for x in pipeline.components.values() if isinstance(x, torch.nn.Module)))
     return PipelineAdapter(geometry, pipeline, device=device)
 

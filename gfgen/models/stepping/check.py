@@ -46,13 +46,13 @@ class Trial:
     is_stepped: bool
 
 
-def try_checkpoint(checkpoint: Path, given: JobSpec, *, device: str) -> Trial:
+def try_checkpoint(checkpoint: Path, given: JobSpec, *, device: str, trusts_code: bool = False) -> Trial:
     """Run a small job in steps and by the pipeline's own call; what `given` says is kept.
 
     Raises: ModelError if the checkpoint cannot be loaded, or if its own call fails at all sizes; JobError
             for a job that the model does not take.
     """
-    adapter = load_adapter(checkpoint, device=device)
+    adapter = load_adapter(checkpoint, device=device, trusts_code=trusts_code)
     failure: BaseException | None = None
     with _pictures() as folder:
         for job in _small_jobs(given):

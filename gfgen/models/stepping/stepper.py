@@ -22,6 +22,7 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 
 from gfgen.models.families.adapter import Fields
+from gfgen.models.loading.components import OWN_CODE
 from gfgen.models.stepping.program import (
     Checkpoint,
     Namespace,
@@ -292,7 +293,7 @@ def _is_same(before: Any, value: Any) -> bool:
 
 def _changes_in_calls(part: Any) -> bool:
     """Whether calls set attributes of a part: the pipeline, a scheduler, a guider; not a network."""
-    is_ours = type(part).__module__.partition(".")[0] == "diffusers"
+    is_ours = type(part).__module__.partition(".")[0] in ("diffusers", OWN_CODE)
     return is_ours and not isinstance(part, torch.nn.Module) and not isinstance(part, FrozenDict)
 
 

@@ -22,11 +22,12 @@ import PIL.Image
 import torch
 
 from gfgen.models.families.adapter import HOST, SAMPLE, Fields
+from gfgen.models.loading.components import OWN_CODE
 from gfgen.models.stepping.program import NotSteppableError
 
 TREE = "tree"
 """Name of the JSON text among an artifact's scalars."""
-PACKAGES = ("diffusers", "transformers")
+PACKAGES = ("diffusers", "transformers", OWN_CODE)
 """Objects of other packages' classes are not stored."""
 
 _PLAIN = (bool, int, float, str, list, tuple, torch.Tensor)

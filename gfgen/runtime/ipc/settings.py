@@ -28,6 +28,8 @@ class RankSettings:
     vae_dtype: str = "auto"
     has_graphs: bool = False
     """On a GPU: whether forwards may be recorded, to be launched at once."""
+    trusts_code: bool = False
+    """Whether code that comes with a checkpoint may run."""
     are_all_needed: bool = False
     """If a rank cannot start, the start ends, as for measurements; otherwise the others go on without it."""
 

@@ -71,6 +71,7 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
         device=device,
         vae_dtype=settings.ranks.vae_dtype,
         has_random_weights=settings.ranks.has_random_weights,
+        trusts_code=settings.ranks.trusts_code,
     )
     give_back_freed_memory()
     return adapter
