@@ -49,6 +49,8 @@ from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.manifest import MANIFEST_NAME, read_manifest
 
 WARM_UPS, REPEATS = 2, 5
+LOOPS = 3
+"""Of each kind, of which the median counts; one more warms up."""
 POISON_BYTES = 4 << 30
 TEXT_TOKENS = 60
 """Of HunyuanVideo's 256, without padding."""
@@ -457,11 +459,11 @@ def _loop_times(pipeline: Any, stepper: Stepper, args: Mapping[str, Any]) -> tup
     if not torch.equal(own(STEPS[0]), stepped(STEPS[0])):
         raise RuntimeError("steps one at a time differ from the pipeline's own call")
     times: dict[str, list[float]] = {"own": [], "stepped": []}
-    for _ in range(WARM_UPS + REPEATS):
+    for _ in range(1 + LOOPS):
         for name, function in (("own", own), ("stepped", stepped)):
             seconds = [_seconds(lambda: function(count)) for count in STEPS]  # noqa: B023
             times[name].append(1e3 * (seconds[1] - seconds[0]) / (STEPS[1] - STEPS[0]))
-    return statistics.median(times["own"][WARM_UPS:]), statistics.median(times["stepped"][WARM_UPS:])
+    return statistics.median(times["own"][1:]), statistics.median(times["stepped"][1:])
 
 
 def _seconds(function: Callable[[], object]) -> float:
@@ -535,7 +537,9 @@ _OWN_KERNELS: tuple[str, ...] = ()
 
 
 def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    """This one, with the project's own packages first."""
+    path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def _num_turns(output: Path) -> int:

@@ -21,6 +21,7 @@ ORDER = [
     "gfgen.models.parallel",
     "gfgen.models.fast",
     "gfgen.models.loading",
+    "gfgen.models.lora",
     "gfgen.models.families",
     "gfgen.models.stepping",
     "gfgen.policies",

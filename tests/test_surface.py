@@ -290,6 +290,7 @@ def test_fields_of_a_job():
         "args",
         "files",
         "scheduler",
+        "lora",
         "sigmas",
         "deadline",
         "arrival",

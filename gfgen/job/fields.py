@@ -22,6 +22,7 @@ from typing import Any
 from gfgen.errors import Problem
 from gfgen.job.formats import NAMES, PLACEHOLDER, SUFFIXES
 from gfgen.job.images import IMAGE_FORMATS, VIDEO_FORMATS, ImageError, ImageReader
+from gfgen.job.loras import LoraError
 
 MIN_SIDE, MAX_SIDE = 16, 8192
 """Pixels of a side; the largest is six times what the models were trained on."""
@@ -57,6 +58,9 @@ MAX_UNKNOWN_REPORTED = 10
 MAX_SHOWN_CHARS = 80
 
 NUMBER = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)"
+MAX_LORAS = 16
+MAX_LORA_SCALE = 100
+LORA_NAMES = ("path", "file", "scale", "target")
 NUMBER_ALONE = re.compile(rf" *-?{NUMBER} *")
 DURATION = re.compile(rf"(?:{NUMBER}d)? *(?:{NUMBER}h)? *(?:{NUMBER}m)? *(?:{NUMBER}s)?")
 UNITS_S = (86_400, 3_600, 60, 1)
@@ -293,6 +297,28 @@ def _parse_sigmas(value: object) -> list[float]:
     return numbers
 
 
+def _parse_lora(value: object) -> list[dict[str, Any]]:
+    """Entries with path, file, scale and target; a path alone is an entry, and an entry alone a list."""
+    entries = value if isinstance(value, list) else [value]
+    if not 1 <= len(entries) <= MAX_LORAS:
+        raise Refused(f"this list has {len(entries):,}")
+    return [_parse_one_lora(each if isinstance(each, Mapping) else {"path": each}) for each in entries]
+
+
+def _parse_one_lora(entry: Mapping[str, Any]) -> dict[str, Any]:
+    if unknown := [name for name in entry if name not in LORA_NAMES]:
+        raise Refused(f"{plain_name(unknown[0])} is not one of {', '.join(LORA_NAMES)}")
+    parsed: dict[str, Any] = {"path": _parse_path("path", entry.get("path")), "scale": 1.0}
+    if (scale := entry.get("scale")) is not None:
+        if not -MAX_LORA_SCALE <= _number(scale) <= MAX_LORA_SCALE:
+            raise Refused(f"scale is {shown(scale)}; from {-MAX_LORA_SCALE} to {MAX_LORA_SCALE} is accepted")
+        parsed["scale"] = float(scale)
+    for name in ("file", "target"):
+        if (text := entry.get(name)) is not None:
+            parsed[name] = _parse_path(name, text)
+    return parsed
+
+
 DEADLINE_ACCEPTED = (
     'seconds after the arrival (more than 0, at most 365 days), a text like "90s", "1h30m" or "2d", '
     'or a time like "2026-11-20T18:00" or "2026-11-20T18:00+01:00"'
@@ -312,6 +338,10 @@ FILES_ACCEPTED = (
 )
 SCHEDULER_ACCEPTED = (
     'an object of options of the scheduler, such as {"class": "UniPCMultistepScheduler", "flow_shift": 3}'
+)
+LORA_ACCEPTED = (
+    f'a list of 1 to {MAX_LORAS} objects such as {{"path": "style.safetensors", "scale": 0.8}}; the path is '
+    'a file, a folder or a hub id, and "file" and "target" are optional'
 )
 SIGMAS_ACCEPTED = f"a list of 1 to {MAX_STEPS:,} falling numbers from 0 to {MAX_SIGMA:,}"
 
@@ -338,6 +368,7 @@ FIELDS: dict[str, Field] = {
         _object("args", ARGS_ACCEPTED, _parse_plain),
         _object("files", FILES_ACCEPTED, _parse_paths),
         _object("scheduler", SCHEDULER_ACCEPTED, _parse_plain),
+        Field("lora", LORA_ACCEPTED, _parse_lora, {"anyOf": [STRING, {"type": "object"}, {"type": "array"}]}),
         Field("sigmas", SIGMAS_ACCEPTED, _parse_sigmas, {"type": "array", "items": {"type": "number"}}),
         Field("deadline", DEADLINE_ACCEPTED, _parse_deadline, TIME),
         _duration("arrival", may_be_zero=True),
@@ -383,6 +414,7 @@ def parse_fields(mapping: Mapping[str, Any], *, images: ImageReader) -> tuple[di
     problems += _join_shape(values, mapping)
     problems += _join_image(values, images)
     problems += _join_files(values, images)
+    problems += _join_lora(values, images)
     problems += _join_sigmas(values)
     _rename_times(values)
     return values, problems
@@ -500,6 +532,23 @@ def _join_files(values: dict[str, Any], images: ImageReader) -> Iterator[Problem
         accepted = f"at most {2 * MAX_OBJECT_CHARS:,} characters of absolute paths; these have {num_chars:,}"
         yield Problem(None, "files", None, accepted)
     values |= {"files": paths, "files_sha256": hashes}
+
+
+def _join_lora(values: dict[str, Any], images: ImageReader) -> Iterator[Problem]:
+    """`lora` becomes absolute paths, and what counts of each: the hash of its file, scale and target."""
+    entries = values.pop("lora", None)
+    if entries is None:
+        return
+    paths, used = [], []
+    for entry in entries:
+        try:
+            path, sha256 = images.loras.check(entry.pop("path"), entry.pop("file", None))
+        except LoraError as error:
+            yield Problem(None, "lora", None, str(error))
+        else:
+            paths.append(str(path))
+            used.append({"sha256": sha256, **entry})
+    values |= {"lora_files": paths, "lora": used}
 
 
 def _join_sigmas(values: dict[str, Any]) -> Iterator[Problem]:

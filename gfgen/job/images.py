@@ -8,6 +8,8 @@ import subprocess
 import warnings
 from pathlib import Path
 
+from gfgen.job.loras import LoraFiles, NoLoras
+
 MAX_IMAGE_BYTES = 64 * 2**20
 MAX_IMAGE_PIXELS = 50_000_000
 """150 MB decoded; no model here takes more than a few megapixels."""
@@ -24,10 +26,11 @@ class ImageError(Exception):
 
 
 class ImageReader:
-    """Checks and hashes images; each path once, even if many jobs name it."""
+    """Checks and hashes the files that jobs name; each path once, even if many jobs name it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
+        self.loras = LoraFiles(self._folder)
         self._checked: dict[tuple[Path, bool], str | ImageError] = {}
 
     def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:
@@ -56,6 +59,7 @@ class NoImages(ImageReader):
     def __init__(self, advice: str) -> None:
         super().__init__(Path())
         self._advice = advice
+        self.loras = NoLoras(advice)
 
     def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:
         raise ImageError(self._advice)

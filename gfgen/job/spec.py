@@ -31,7 +31,7 @@ MAX_NUMBERED = 1_000
 HASHED_FIELDS = (
     *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
     *("seed", "output", "format", "quality"),
-    *("image_sha256", "args", "files_sha256", "scheduler", "sigmas"),
+    *("image_sha256", "args", "files_sha256", "scheduler", "sigmas", "lora"),
 )
 """What decides the file's content and name: the canonical spec."""
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
@@ -79,6 +79,10 @@ class JobSpec:
     """Options of the scheduler, and its `class` if it is another one than the model's."""
     sigmas: list[float] | None = field(default=None, hash=False)
     """Noise levels of the steps, falling; as many as `steps`."""
+    lora: list[Mapping[str, Any]] | None = field(default=None, hash=False)
+    """In the order in which they are merged: `sha256` of the file, `scale`, and `target` for one model."""
+    lora_files: list[str] | None = field(default=None, hash=False)
+    """Their absolute paths."""
     deadline_s: float | None = None
     """Seconds after the arrival."""
     deadline_at: float | None = None
@@ -144,9 +148,10 @@ def with_defaults(spec: JobSpec, *, model: str) -> JobSpec:
 
 def input_files(spec: JobSpec) -> tuple[tuple[str, Path], ...]:
     """Every file that a job reads, with the name of its field or argument."""
-    if spec.image is None and spec.files is None:
+    if spec.image is None and spec.files is None and spec.lora_files is None:
         return ()
     given = [*(spec.files or {}).items(), *([("image", spec.image)] if spec.image else ())]
+    given += [("lora", spec.lora_files)] if spec.lora_files else []
     return tuple(
         (name, Path(path)) for name, paths in given for path in ([paths] if isinstance(paths, str) else paths)
     )

@@ -36,6 +36,7 @@ from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry.rules import known
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_pipeline
+from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel import shared_decode
 from gfgen.models.parallel.counted_attention import is_fast
 from gfgen.models.parallel.hooks import install
@@ -54,6 +55,7 @@ class QwenImageAdapter:
         self._pipeline = pipeline
         self._vae = pipeline.vae
         self._forward: Evaluator = evaluate
+        self._loras = MergedLoras(pipeline)
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
     @torch.no_grad()
@@ -89,6 +91,7 @@ class QwenImageAdapter:
         step: int,
         parallel: Parallel | None = None,
     ) -> Fields:
+        self._loras.merge(spec)
         scheduler = self._scheduler(spec)
         sample_BSC = solver.restore_state(scheduler, latents)
         timestep = scheduler.timesteps[step]

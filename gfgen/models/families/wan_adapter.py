@@ -27,13 +27,14 @@ from gfgen.models.families.pictures import denormalize_latents, load_image, to_u
 from gfgen.models.fast import stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
-from gfgen.models.fast.prompt_memory import NUM_TEXTS, remember_prompts
+from gfgen.models.fast.prompt_memory import NUM_TEXTS, forget_prompts, remember_prompts
 from gfgen.models.fast.texts import with_texts
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.rules import known
 from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_pipeline
+from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel import shared_decode
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
@@ -58,6 +59,7 @@ class WanAdapter:
         self._experts = (text_pipeline.transformer, text_pipeline.transformer_2)
         self._dtype: torch.dtype = text_pipeline.transformer.dtype
         self._forward: Evaluator = evaluate
+        self._loras = MergedLoras(text_pipeline, changed=forget_prompts)
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
     @torch.no_grad()
@@ -107,6 +109,7 @@ class WanAdapter:
         step: int,
         parallel: Parallel | None = None,
     ) -> Fields:
+        self._loras.merge(spec)
         scheduler = self._scheduler(spec)
         sample_BCTHW = solver.restore_state(scheduler, latents)
         timestep = scheduler.timesteps[step]

@@ -55,6 +55,28 @@ def fuse(transformer: nn.Module) -> None:
         _fuse_modulation(transformer)
 
 
+_PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "to_kv": ("to_k", "to_v")}
+_PARTS |= {"to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
+"""Layers of an attention and of diffusers' model, whose outputs are concatenated, all of one width."""
+
+
+def original_weights(model: nn.Module) -> dict[str, Tensor]:
+    """All weights under the names of diffusers' model: those of merged layers as rows of the fused ones."""
+    found: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        layer = name.split(".")[-2:][0]
+        parts = _PARTS.get(layer, (layer,))
+        for part, rows in zip(parts, weight.data.chunk(len(parts)), strict=True):
+            found[name.replace(f".{layer}.", f".{part}.")] = rows
+    modulation = getattr(model, "modulation", None)
+    for idx in range(len(modulation.layers) // 2 if isinstance(modulation, Modulation) else 0):
+        for offset, part in enumerate(("img_mod", "txt_mod")):
+            for kind in ("weight", "bias"):
+                fused = f"modulation.layers.{2 * idx + offset}.{kind}"
+                found[f"transformer_blocks.{idx}.{part}.1.{kind}"] = found.pop(fused)
+    return found
+
+
 def _concatenated(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One layer with the outputs of several, concatenated."""
     first = linears[0]

@@ -45,6 +45,13 @@ def remember_prompts(transformer: Any) -> None:
         layer.forward = Remembering(layer.forward, num_inputs=num_prompts)
 
 
+def forget_prompts(transformer: Any) -> None:
+    """Drop all cached results, when weights have changed."""
+    for module in transformer.modules():
+        if isinstance(module.forward, Remembering):
+            module.forward.clear()
+
+
 def prompt_bytes(transformer: Any) -> int:
     """Bytes cached for one prompt: its projection, and per block keys (before and after norms) and values."""
     config = transformer.config
@@ -88,6 +95,10 @@ class Remembering:
             while len(self._memories) > self._num_inputs:
                 self._memories.popitem(last=False)
         return result
+
+    def clear(self) -> None:
+        with self._lock:
+            self._memories.clear()
 
     def _forget(self, key: int) -> None:
         with self._lock:

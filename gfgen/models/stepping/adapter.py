@@ -31,6 +31,7 @@ from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_class, load_pipeline
+from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel import hooks
 from gfgen.models.parallel.branches import shared_step, watch
 from gfgen.models.parallel.parallel import Parallel
@@ -56,9 +57,11 @@ class PipelineAdapter:
         self._shares_tokens = _prepare_sharing(pipeline, geometry)
         for transformer in _transformers(pipeline):
             prepare_kernels(transformer, may_copy=device != "cpu")
+        self._loras = MergedLoras(pipeline)
         self._calls = functools.lru_cache(NUM_SCHEDULERS)(self._new_call)
 
     def encode(self, spec: JobSpec) -> Fields:
+        self._loras.merge(spec)
         prompt = self._call(spec).encode(self.arguments(spec), seed=known(spec.seed))
         prompt.scalars[UNCHECKED] = True
         return prompt
@@ -81,6 +84,7 @@ class PipelineAdapter:
         """Each step takes its share of the pipeline's iterations, which may be fewer or more than steps."""
         if parallel is not None and parallel.sequence.size > 1 and not self._shares_tokens:
             parallel = None  # each rank evaluates the whole step
+        self._loras.merge(spec)
         is_last = step == known(spec.steps) - 1
         until = math.ceil(latents.number(NUM_ITERATIONS) * (step + 1) / known(spec.steps))
         call = self._call(spec)
@@ -89,6 +93,7 @@ class PipelineAdapter:
         return latents
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
+        self._loras.merge(spec)
         output = self._call(spec).decode(latents)
         frames = as_frames(output)
         made = Fields({"frames": frames, PIXEL_SUM: frames.sum(dtype=torch.float32)}, {"first_row": 0})

@@ -1,0 +1,108 @@
+"""LoRA files that jobs name: where they are, and whether they are LoRAs at all. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+MAX_LORA_BYTES = 8 * 2**30
+MAX_HEADER_BYTES = 100 * 2**20
+USUAL_NAME = "pytorch_lora_weights.safetensors"
+"""What diffusers calls the only file of a folder."""
+MARKS = ("lora", "lokr")
+"""In names of a LoRA's tensors, in every format that diffusers converts."""
+
+
+class LoraError(ValueError):
+    """A file that is no LoRA, or cannot be read."""
+
+
+class LoraFiles:
+    """Finds and checks the LoRA files of jobs, each once. Relative paths count from a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._checked: dict[tuple[str, str | None], tuple[Path, str] | LoraError] = {}
+
+    def check(self, name: str, file: str | None) -> tuple[Path, str]:
+        """The absolute path of a file, or of `file` in a folder or hub repository, and its SHA-256.
+
+        Raises: LoraError when it is missing, unreadable or no LoRA.
+        """
+        key = (name, file)
+        if key not in self._checked:
+            try:
+                path = self._find(name, file)
+                self._checked[key] = (path, _check_file(path))
+            except LoraError as error:
+                self._checked[key] = error
+        outcome = self._checked[key]
+        if isinstance(outcome, LoraError):
+            raise LoraError(str(outcome))
+        return outcome
+
+    def _find(self, name: str, file: str | None) -> Path:
+        path = (self._folder / Path(name).expanduser()).resolve()
+        if path.is_dir():
+            return path / file if file is not None else _only_file(path)
+        if path.exists():
+            if file is not None:
+                raise LoraError(f"{path} is a file; leave `file` out")
+            return path
+        if name.count("/") != 1 or name.endswith(".safetensors"):
+            raise LoraError(f"{path} does not exist")
+        return _from_hub(name, file or USUAL_NAME)
+
+
+class NoLoras(LoraFiles):
+    """Refuses all paths, for jobs that come from other machines."""
+
+    def __init__(self, advice: str) -> None:
+        super().__init__(Path())
+        self._advice = advice
+
+    def check(self, name: str, file: str | None) -> tuple[Path, str]:
+        raise LoraError(self._advice)
+
+
+def _only_file(folder: Path) -> Path:
+    found = sorted(folder.glob("*.safetensors"))
+    usual = folder / USUAL_NAME
+    if usual in found or len(found) == 1:
+        return usual if usual in found else found[0]
+    raise LoraError(f"{folder} has {len(found)} files *.safetensors; name one of them with `file`")
+
+
+def _from_hub(repository: str, file: str) -> Path:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(repository, file)
+        return Path(cached if isinstance(cached, str) else hf_hub_download(repository, file))
+    except Exception as error:  # the hub raises a dozen unrelated classes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise LoraError(f"neither a file nor {file} of hub repository {repository} ({reason})") from None
+
+
+def _check_file(path: Path) -> str:
+    """SHA-256 of a file with tensors of a LoRA."""
+    try:
+        with path.open("rb") as file:
+            num_bytes = path.stat().st_size
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if not 2 <= header_bytes <= min(num_bytes, MAX_HEADER_BYTES):
+                raise LoraError(f"{path} is not a safetensors file")
+            names = [name for name in json.loads(file.read(header_bytes)) if name != "__metadata__"]
+            if not any(mark in name for name in names for mark in MARKS):
+                example = f", but such as {names[0]}" if names else ""
+                raise LoraError(f"{path} is no LoRA: none of its tensors is named like one{example}")
+            if num_bytes > MAX_LORA_BYTES:
+                raise LoraError(f"{path} has more than {MAX_LORA_BYTES // 2**30} GiB")
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError) as error:
+        if isinstance(error, LoraError):
+            raise
+        reason = getattr(error, "strerror", None) or "not a safetensors file"
+        raise LoraError(f"{path} cannot be read ({reason})") from None

@@ -1,0 +1,1 @@
+"""LoRAs of jobs: checked before a run starts, merged where steps run."""

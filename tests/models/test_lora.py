@@ -1,0 +1,184 @@
+"""LoRAs merged into models: the weights of diffusers' `fuse_lora`, and the base model's bits afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from gfgen.errors import ModelError
+from gfgen.job.spec import JobSpec
+from gfgen.models.families.adapter import SAMPLE
+from gfgen.models.families.registry import load_adapter, resolve_checkpoint
+from gfgen.models.fast.fused import fuse, original_weights
+from gfgen.models.loading.components import without_progress_bars
+from gfgen.models.lora.merging import MergedLoras
+
+RANK = 4
+CLASSES = {"tiny-wan-moe": "WanPipeline", "tiny-qwen-image": "QwenImagePipeline"}
+
+
+def loaded(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    with without_progress_bars():
+        return getattr(diffusers, CLASSES[name]).from_pretrained(str(resolve_checkpoint(name)), dtype=dtype)
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def files(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two LoRAs of all linear layers of the blocks; the second one in the format of other trainers."""
+    folder = tmp_path_factory.mktemp(model)
+    transformer = loaded(model).transformer
+    found = []
+    for idx in range(2):
+        torch.manual_seed(idx)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, layer in transformer.named_modules():
+            if isinstance(layer, nn.Linear) and "blocks." in name:
+                tensors[f"transformer.{name}.lora_A.weight"] = 0.1 * torch.randn(RANK, layer.in_features)
+                tensors[f"transformer.{name}.lora_B.weight"] = 0.1 * torch.randn(layer.out_features, RANK)
+        found.append(folder / f"{idx}.safetensors")
+        save_file(tensors, found[-1])
+    return found
+
+
+def asked(*loras: tuple[Path, float], target: str | None = None) -> JobSpec:
+    used = [
+        {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "scale": scale, "target": target}
+        for path, scale in loras
+    ]
+    return JobSpec(id="job", prompt="a fox", lora=used, lora_files=[str(path) for path, _ in loras])
+
+
+def fused_by_diffusers(pipeline: Any, files: list[Path], scales: list[float]) -> dict[str, torch.Tensor]:
+    names = [path.stem for path in files]
+    for path in files:
+        pipeline.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=path.stem)
+    pipeline.set_adapters(names, scales)
+    pipeline.fuse_lora(components=["transformer"], adapter_names=names)
+    return {
+        name.replace(".base_layer.", "."): value
+        for name, value in pipeline.transformer.named_parameters()
+        if ".lora_" not in name
+    }
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_weights_equal_those_that_diffusers_fuses_and_the_base_model_comes_back(
+    model: str, files: list[Path]
+) -> None:
+    pipeline = loaded(model)
+    before = {name: value.clone() for name, value in original_weights(pipeline.transformer).items()}
+    changed: list[nn.Module] = []
+    merged = MergedLoras(pipeline, changed=changed.append)
+    for chosen, scales in (([0], [1.0]), ([0, 1], [0.7, -0.3]), ([1], [1.0])):
+        paths = [files[idx] for idx in chosen]
+        merged.merge(asked(*zip(paths, scales, strict=True)))
+        expected = fused_by_diffusers(loaded(model), paths, scales)
+        assert not differing(original_weights(pipeline.transformer), expected)
+    assert differing(original_weights(pipeline.transformer), before)
+    merged.merge(JobSpec(id="job", prompt="a fox"))
+    assert not differing(original_weights(pipeline.transformer), before)
+    assert len(changed) in (4, 8)  # once for each model and change
+    merged.merge(asked())
+    assert len(changed) in (4, 8)
+
+
+def test_fused_blocks_get_the_weights_of_their_layers(model: str, files: list[Path]) -> None:
+    plain, fused = loaded(model, torch.bfloat16), loaded(model, torch.bfloat16)
+    fuse(fused.transformer)
+    assert not differing(original_weights(fused.transformer), dict(plain.transformer.named_parameters()))
+    addresses = [weight.data_ptr() for weight in fused.transformer.parameters()]
+    wanted = asked((files[0], 0.5))
+    for pipeline in (plain, fused):
+        MergedLoras(pipeline).merge(wanted)
+    assert not differing(original_weights(fused.transformer), dict(plain.transformer.named_parameters()))
+    assert addresses == [weight.data_ptr() for weight in fused.transformer.parameters()]
+
+
+@pytest.mark.parametrize("model", ["tiny-wan-moe"], scope="module")
+def test_a_target_is_one_expert(model: str, files: list[Path]) -> None:
+    pipeline = loaded(model)
+    before = {name: value.clone() for name, value in pipeline.transformer.named_parameters()}
+    second = {name: value.clone() for name, value in pipeline.transformer_2.named_parameters()}
+    MergedLoras(pipeline).merge(asked((files[0], 1.0), target="transformer_2"))
+    assert not differing(dict(pipeline.transformer.named_parameters()), before)
+    assert differing(dict(pipeline.transformer_2.named_parameters()), second)
+
+
+def test_layers_that_the_model_lacks_are_named(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    layer = "transformer.single_transformer_blocks.3.attn.to_q"
+    factors = {f"{layer}.lora_A.weight": torch.ones(RANK, 8), f"{layer}.lora_B.weight": torch.ones(8, RANK)}
+    save_file(factors, path)
+    with pytest.raises(ModelError, match=r"made for another model, which has .*single_transformer_blocks\.3"):
+        MergedLoras(loaded(model)).merge(asked((path, 1.0)))
+
+
+def test_factors_of_other_sizes_are_refused(model: str, files: list[Path], tmp_path: Path) -> None:
+    name = next(name for name, each in loaded(model).transformer.named_modules() if name.endswith("to_q"))
+    path = tmp_path / "narrow.safetensors"
+    layer = f"transformer.{name}"
+    save_file(
+        {f"{layer}.lora_A.weight": torch.ones(RANK, 3), f"{layer}.lora_B.weight": torch.ones(3, RANK)}, path
+    )
+    with pytest.raises(ModelError, match="does not fit this model"):
+        MergedLoras(loaded(model)).merge(asked((path, 1.0)))
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_jobs_with_other_loras_take_turns_and_get_the_latents_of_the_pipelines_own_call(
+    model: str, files: list[Path]
+) -> None:
+    is_video = model == "tiny-wan-moe"
+    scales = {"guidance_scale": 1.0, "guidance_scale_2": 1.0} if is_video else {"true_cfg_scale": 1.0}
+    fields: dict[str, Any] = {"width": 64, "height": 64, "steps": 3, "seed": 5, **scales}
+    fields |= {"frames": 5} if is_video else {}
+    with_lora = replace(asked((files[0], 0.6)), **fields)
+    without = JobSpec(id="plain", prompt="a fox", **fields)
+    adapter = load_adapter(resolve_checkpoint(model))
+    jobs = [adapter.geometry.resolve(job) for job in (with_lora, without)]
+    states = []
+    for job in jobs:
+        prompt = adapter.encode(job)
+        states.append((prompt, *adapter.prepare(job, prompt)))
+    for step in range(3):
+        for idx, job in enumerate(jobs):
+            prompt, condition, latents = states[idx]
+            states[idx] = (prompt, condition, adapter.denoise(job, prompt, condition, latents, step=step))
+    own = loaded(model)
+    own.set_progress_bar_config(disable=True)
+    call = {"prompt": "a fox", "width": 64, "height": 64, "num_inference_steps": 3, "output_type": "latent"}
+    call |= {"num_frames": 5, **scales} if is_video else scales
+    for state, loras in ((states[1], []), (states[0], [files[0]])):
+        for path in loras:
+            fuse_by_diffusers(own, path, 0.6, is_video=is_video)
+        made = own(**call, generator=torch.Generator().manual_seed(5))
+        wanted = made.frames if is_video else made.images
+        assert torch.equal(state[2].tensors[SAMPLE].reshape(wanted.shape), wanted)
+
+
+def fuse_by_diffusers(pipeline: Any, path: Path, scale: float, *, is_video: bool) -> None:
+    """A LoRA in all transformers of a pipeline."""
+    for expert in ({}, {"load_into_transformer_2": True})[: 1 + is_video]:
+        pipeline.load_lora_weights(
+            str(path.parent), weight_name=path.name, adapter_name=f"own{len(expert)}", **expert
+        )
+    pipeline.set_adapters([f"own{idx}" for idx in range(1 + is_video)], scale)
+    pipeline.fuse_lora(components=["transformer", "transformer_2"][: 1 + is_video])
