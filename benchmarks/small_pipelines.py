@@ -940,6 +940,42 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 """Arguments of a pipeline's call that replace those from `ARGUMENTS`."""
 
+MORE_CALLS: dict[str, list[dict[str, Any]]] = {
+    "AnyFlowFARPipeline": [{"video": lambda: movie_tensor()[:, :, :1].transpose(1, 2)}],
+    "BriaFibo2Pipeline": [
+        {"mask": lambda: mask()},
+        {
+            "prompt": '{"short_description": "a red cat", "text_render": [{"text": "cat"}]}',
+            "image": None,
+            "text_images": lambda: [picture(2)],
+        },
+    ],
+    "BriaFiboEditPipeline": [{"mask": lambda: mask()}],
+    "Cosmos3OmniPipeline": [{"image": None, "video": lambda: movie()}],
+    "Flux2KleinInpaintPipeline": [{"image_reference": lambda: picture(2)}],
+    "FluxKontextInpaintPipeline": [{"image_reference": lambda: picture(2)}],
+    "HeliosPipeline": [{"image": None, "video": lambda: movie(33)}],
+    "HeliosPyramidPipeline": [{"image": None, "video": lambda: movie(33)}],
+    "HunyuanVideoFramepackPipeline": [{"last_image": lambda: picture(2)}],
+    "JoyImageEditPlusPipeline": [{"images": lambda: [picture(), picture(1)]}],
+    "LTXI2VLongMultiPromptPipeline": [{"cond_image": lambda: picture()}],
+    "SkyReelsV2DiffusionForcingImageToVideoPipeline": [
+        {"last_image": lambda: picture(2), "base_num_frames": 17, "overlap_history": None}
+    ],
+    "StableAudio3InpaintPipeline": [
+        {"mask_start_seconds": None, "mask_end_seconds": None, "mask": lambda: torch.ones(1, 1, 800)}
+    ],
+    "WanAnimatePipeline": [
+        {"mode": "replace", "background_video": lambda: movie(), "mask_video": lambda: movie()}
+    ],
+    "WanImageToVideoPipeline": [{"last_image": lambda: picture(2)}],
+    "WanVACEPipeline": [
+        {"mask": lambda: [mask() for _ in range(FRAMES)]},
+        {"reference_images": lambda: [picture(2)]},
+    ],
+}
+"""Further calls with files that the first one lacks: what replaces its arguments."""
+
 
 class CannotBuildError(Exception):
     """A pipeline that is not made here; the message says why."""
@@ -1206,13 +1242,18 @@ def small_pipeline(name: str, *, seed: int = 0) -> Any:
     return pipeline
 
 
-def small_call(name: str) -> dict[str, Any]:
-    """Arguments of a call, with guidance and every file that it takes."""
+def small_calls(name: str) -> list[dict[str, Any]]:
+    """Arguments of calls that together have every file that the pipeline takes, if this is possible."""
+    return [small_call(name), *(small_call(name, more) for more in MORE_CALLS.get(name, ()))]
+
+
+def small_call(name: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Arguments of a call, with guidance and the files that it takes at once."""
     parameters = inspect.signature(getattr(diffusers, name).__call__).parameters
     steps = 2 * STEPS if "strength" in parameters else STEPS  # it leaves out the first ones
     common = {**ARGUMENTS, "num_inference_steps": steps}
     known = {key: value for key, value in common.items() if key in parameters}
-    chosen = {**known, **CALLS.get(name, {})}
+    chosen = {**known, **CALLS.get(name, {}), **(more or {})}
     chosen = {key: value for key, value in chosen.items() if value is not None}
     return {key: value() if callable(value) else value for key, value in chosen.items()}
 

@@ -78,7 +78,7 @@ def models(ctx: click.Context, *, pipelines: bool) -> None:
 def _pipelines() -> dict[str, tuple[str, str]]:
     """Result and output kind of each pipeline class that was tried."""
     text = resources.files("gfgen.models.families").joinpath("pipelines.json").read_text()
-    return {name: (result, kind) for name, (result, kind) in json.loads(text)["pipelines"].items()}
+    return {name: (result, kind) for name, (result, kind) in json.loads(text).items()}
 
 
 @models.command("make-tiny")

@@ -77,6 +77,8 @@ GUIDED = frozenset(
     )
 )
 """Classes whose guidance two halves of a layout can share, from the same comparison."""
+NO_PICTURES = re.compile("Audio|AceStep|Proteina")
+"""Pipelines that make only sound, or proteins."""
 _UNSHARED = re.compile("PAG|KleinKV|DiffusionForcing|InContext|HDR")
 """Pipelines whose attention differs from their transformer's plan: perturbed, cached, or with a mask."""
 
@@ -199,7 +201,7 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         signature = signature_of(checkpoint.pipeline_class, source=source)
     except ModelError as error:
         raise ModelError(f"{where}: {error}; install a diffusers that has it, or use another model") from None
-    if re.search("Audio|AceStep|Proteina", checkpoint.pipeline_class):
+    if NO_PICTURES.search(checkpoint.pipeline_class):
         raise ModelError(f"{where}: {checkpoint.pipeline_class} makes neither pictures nor videos")
     return PipelineGeometry(
         signature=signature,
