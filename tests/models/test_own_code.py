@@ -77,7 +77,7 @@ def test_code_runs_only_if_it_is_trusted(own: Path) -> None:
     with pytest.raises(ModelError) as refused:
         load_geometry(own)
     assert str(refused.value) == (
-        f"model {own}: brings code of its own: pipeline (pipeline.py), transformer "
+        f"{own}/model_index.json: brings code of its own: pipeline (pipeline.py), transformer "
         "(transformer/my_transformer.py); if you trust it, run, serve and models check run it with "
         "--trust-remote-code"
     )

@@ -136,7 +136,7 @@ def _build(files: Checkpoint, *, trusts_code: bool) -> Geometry:
     if not trusts_code:
         shown = ", ".join(f"{name} ({own.source.relative_to(files.path)})" for name, own in code.items())
         raise ModelError(
-            f"model {files.path}: brings code of its own: {shown}; if you trust it, run, serve and "
-            "models check run it with --trust-remote-code"
+            f"{files.path / 'model_index.json'}: brings code of its own: {shown}; "
+            "if you trust it, run, serve and models check run it with --trust-remote-code"
         )
     return pipeline_geometry(files)
