@@ -473,17 +473,30 @@ class Ranks:
         self._num_dispatches = 0
 
     def run(self, layout: Layout, program: Callable[[Parallel], T]) -> list[T]:
-        """What a program returns on each rank of the layout, by slot."""
+        """What a program returns on each rank of the layout, by slot.
+
+        Raises: the first error of a rank; the other ranks stop waiting for it.
+        """
         self._num_dispatches += 1
+        failures: list[Exception] = []
         descriptor = Descriptor(self._num_dispatches, layout, (1,) * layout.degree)
 
         def one(rank: int) -> T:
-            group = self._endpoints[rank].group(descriptor)
-            group.enter()
-            return program(parallel_from(group))
+            try:
+                group = self._endpoints[rank].group(descriptor)
+                group.enter()
+                return program(parallel_from(group))
+            except Exception as error:
+                failures.append(error)
+                for endpoint in self._endpoints:
+                    endpoint.abort_through(descriptor.dispatch)
+                raise
 
         with ThreadPoolExecutor(layout.degree) as pool:
-            return list(pool.map(one, layout.ranks))
+            futures = [pool.submit(one, rank) for rank in layout.ranks]
+        if failures:
+            raise failures[0]
+        return [future.result() for future in futures]
 
 
 def shared_forward(

@@ -71,7 +71,7 @@ def models(ctx: click.Context, *, pipelines: bool) -> None:
     verified = sum(result == "in steps" for result, _ in found.values())
     click.echo(
         f"{verified} pipeline classes of diffusers for pictures and videos are verified in steps: "
-        "--pipelines lists them, docs/models.md has details."
+        "--pipelines lists them, docs/models.md has details, 'gfgen models check MODEL' tries a checkpoint."
     )
 
 

@@ -22,6 +22,7 @@ from benchmarks.shared_transformers import (
 from gfgen.errors import LayoutError, ModelError
 from gfgen.layout import Layout
 from gfgen.models.parallel.hooks import install
+from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.plans import PLANS
 
 DEGREES = ("2", "3", "4", "5", "6", "7", "8", "1x2", "2x2", "3x2", "2x4")
@@ -157,3 +158,15 @@ def test_processors_of_other_models_stay_as_they_are() -> None:
     wanted = torch.nn.functional.scaled_dot_product_attention(x, x, x)
     ours = type(processor).__call__.__globals__["F"].scaled_dot_product_attention
     assert torch.equal(ours(x, x, x), wanted)
+
+
+def test_a_rank_that_fails_ends_the_waits_of_the_others(ranks: Ranks) -> None:
+    def program(parallel: Parallel) -> torch.Tensor:
+        if parallel.sequence.slot == 1:
+            raise ValueError("no")
+        return parallel.sequence.all_gather(torch.ones(4), dim=0)
+
+    with pytest.raises(ValueError, match=r"^no$"):
+        ranks.run(layout_of("3"), program)
+    found = ranks.run(layout_of("3"), lambda parallel: parallel.sequence.all_gather(torch.ones(4), dim=0))
+    assert [len(each) for each in found] == [12, 12, 12]
