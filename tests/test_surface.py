@@ -49,6 +49,7 @@ def test_commands():
 
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
+        "--compile",
         "--device",
         "--dry-run",
         "--failed",
@@ -145,6 +146,7 @@ def test_options_of_serve():
         "--access-log",
         "--allow-origin",
         "--api-key",
+        "--compile",
         "--device",
         "--gpus",
         "--grace",

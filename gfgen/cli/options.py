@@ -162,6 +162,7 @@ class RankOptions:
     vae_dtype: str = "auto"
     graphs: bool = True
     trust_remote_code: bool = False
+    compile: str = "auto"
 
     def found(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
         """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them.
@@ -177,7 +178,9 @@ class RankOptions:
         if devices.kind == CPU:
             devices = replace(devices, num_ranks=self.ranks or cpu_ranks)
             _tell_of_graphs()
-        return Ranks(devices, self.random_weights, self.vae_dtype, self.graphs, self.trust_remote_code)
+        return Ranks(
+            devices, self.random_weights, self.vae_dtype, self.graphs, self.trust_remote_code, self.compile
+        )
 
 
 def _show_only(gpus: str) -> None:
@@ -211,6 +214,14 @@ ranks_per_gpu_option = click.option(
     show_default=True,
     metavar="N",
     help="Let N ranks share each GPU, to try layouts of several ranks on one GPU. This is slower.",
+)
+compile_option = click.option(
+    "--compile",
+    type=click.Choice(("auto", "on", "off")),
+    default="auto",
+    show_default=True,
+    help="Compile blocks of general diffusers pipelines (docs/models.md). auto: on GPUs, if it saves the run "
+    "more time than compiling takes.",
 )
 trust_code_option = click.option(
     "--trust-remote-code",

@@ -21,6 +21,7 @@ from gfgen.cli.options import (
     LogOptions,
     NamedPath,
     RankOptions,
+    compile_option,
     grace_option,
     job_options,
     log_options,
@@ -80,7 +81,7 @@ logger = logging.getLogger(__name__)
     is_flag=True,
     help="Replace files that are already in the folder under the names of outputs, whoever made them.",
 )
-@rank_options(ranks_per_gpu_option, memory_option, trust_code_option)
+@rank_options(ranks_per_gpu_option, memory_option, trust_code_option, compile_option)
 @policy_option
 @model_option
 @click.option(

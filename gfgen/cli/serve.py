@@ -20,6 +20,7 @@ from gfgen.cli.options import (
     LogOptions,
     NamedPath,
     RankOptions,
+    compile_option,
     grace_option,
     log_options,
     lookahead_option,
@@ -181,7 +182,7 @@ _api_options = taken_as(
     f"[{DEFAULT_MODEL}]",
 )
 @_api_options
-@rank_options(ranks_per_gpu_option, memory_option, trust_code_option)
+@rank_options(ranks_per_gpu_option, memory_option, trust_code_option, compile_option)
 @policy_option
 @lookahead_option
 @grace_option

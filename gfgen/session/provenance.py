@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gfgen.models.fast.kernels import KernelChoice
 from gfgen.runtime.core.devices import CPU
 from gfgen.session.ranks import Ranks
 from gfgen.system.machine import key_versions
@@ -17,13 +18,14 @@ EDGE_BYTES = 2**16
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
-def made_with(ranks: Ranks, checkpoint: Path) -> dict[str, Any]:
+def made_with(ranks: Ranks, checkpoint: Path, *, kernels: KernelChoice = "own") -> dict[str, Any]:
     """Plain values that are equal where equal jobs give equal files."""
     return {
         "versions": dict(key_versions()),
         "weights": "random" if ranks.has_random_weights else weights_id(checkpoint),
         "device": "cpu" if ranks.devices.kind == CPU else ranks.device_name,
         "vae_dtype": ranks.vae_dtype,
+        **({} if kernels == "own" else {"kernels": kernels}),
     }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from gfgen.errors import JobFileError
 from gfgen.gfc.cuda import compiler
 from gfgen.job.spec import JobSpec
+from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, Devices
@@ -40,6 +41,8 @@ class Ranks:
     """CUDA graphs, on GPUs."""
     trusts_code: bool = False
     """Whether code that comes with a checkpoint may run."""
+    compile: str = "auto"
+    """Whether blocks of general pipelines are compiled (kernels.py): auto, on or off."""
 
     @property
     def num_ranks(self) -> int:
@@ -74,6 +77,7 @@ class Ranks:
         words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
         words += ["--trust-remote-code"] if self.trusts_code else []
+        words += [] if self.compile == "auto" else ["--compile", self.compile]
         return (*words, *([] if self.has_graphs else ["--no-graphs"]))
 
     def step_times(self) -> StepTimes:
@@ -116,6 +120,7 @@ def ready_pool(
     *,
     worker_main: str | None = None,
     are_all_needed: bool = False,
+    kernels: KernelChoice = "own",
     keep_fds: Sequence[int] = (),
 ) -> Iterator[WorkerPool]:
     """Start workers with these models.
@@ -150,6 +155,7 @@ def ready_pool(
         vae_dtype=ranks.vae_dtype,
         has_graphs=ranks.has_graphs,
         trusts_code=ranks.trusts_code,
+        kernels=kernels,
         are_all_needed=are_all_needed,
     )
     began_s = time.monotonic()

@@ -44,6 +44,7 @@ from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend, Requests
 from gfgen.session.admission import Admission, warn_of_passed_deadlines
+from gfgen.session.kernels import choose_kernels
 from gfgen.session.provenance import made_with
 from gfgen.session.ranks import Ranks, ready_pool
 from gfgen.session.warming import warm_up, warm_ups_of
@@ -159,8 +160,17 @@ class Session:
         self.residency = self.admission.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
         held = checkpoints if self.residency is None else self.residency.checkpoints
+        profile = find_profile(options.ranks.gpu_name)
+        kernels = choose_kernels(
+            options.ranks, jobs, profile=profile and profile[1], output_dir=options.output_dir
+        )
         ready = ready_pool(
-            held, options.ranks, self.signals, are_all_needed=are_all_needed, keep_fds=[self._lock]
+            held,
+            options.ranks,
+            self.signals,
+            are_all_needed=are_all_needed,
+            kernels=kernels,
+            keep_fds=[self._lock],
         )
         self._pool = self._stack.enter_context(ready)
         self.warm_up(jobs)
@@ -249,7 +259,8 @@ class Session:
     def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
         """None if the model is not there any more, or its files cannot be read."""
         try:
-            return made_with(self.options.ranks, self.admission.find_model(info.spec.model or "").checkpoint)
+            checkpoint = self.admission.find_model(info.spec.model or "").checkpoint
+            return made_with(self.options.ranks, checkpoint, kernels=self.pool.settings.kernels)
         except (ModelError, OSError):
             return None
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gfgen.errors import ModelError
+from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
@@ -146,12 +147,13 @@ def load_adapter(
     vae_dtype: str = "auto",
     has_random_weights: bool = False,
     trusts_code: bool = False,
+    kernels: KernelChoice = "own",
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
 
     dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
     VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
-    checkpoint's own code may run.
+    checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
 
     Raises: ModelError for a broken directory, an unknown family, or an unknown dtype.
     """
@@ -178,7 +180,7 @@ def load_adapter(
     if isinstance(geometry, PipelineGeometry):
         from gfgen.models.stepping.adapter import load_any
 
-        return load_any(checkpoint, geometry, **options)
+        return load_any(checkpoint, geometry, kernels=kernels, **options)
     from gfgen.models.families.wan_adapter import load_wan
 
     return load_wan(checkpoint, geometry, **options)

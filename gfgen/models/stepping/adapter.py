@@ -26,6 +26,7 @@ from gfgen.models.fast import compiled, stop_checks
 from gfgen.models.fast.cut_texts import cut_texts
 from gfgen.models.fast.evaluation import Evaluator
 from gfgen.models.fast.flux import fuse_flux, has_fused_blocks
+from gfgen.models.fast.kernels import KernelChoice, using
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
@@ -49,11 +50,14 @@ NUM_SCHEDULERS = 8
 class PipelineAdapter:
     """Executors of one checkpoint; see `families.adapter.Adapter`."""
 
-    def __init__(self, geometry: PipelineGeometry, pipeline: Any, *, device: str) -> None:
+    def __init__(
+        self, geometry: PipelineGeometry, pipeline: Any, *, device: str, kernels: KernelChoice = "own"
+    ) -> None:
         self.geometry: Geometry = geometry
         self._signature = geometry.signature
         self.pipeline = pipeline
         self._device = device
+        self._kernels: KernelChoice = kernels
         self._shares_tokens = _prepare_sharing(pipeline, geometry)
         for transformer in _transformers(pipeline):
             prepare_kernels(transformer, may_copy=device != "cpu")
@@ -89,7 +93,8 @@ class PipelineAdapter:
         until = math.ceil(latents.number(NUM_ITERATIONS) * (step + 1) / known(spec.steps))
         call = self._call(spec)
         while not is_finished(latents) and (is_last or latents.number(NUM_DONE) < until):
-            latents = shared_step(functools.partial(call.step, prompt, condition, latents), parallel)
+            with using(self._kernels):
+                latents = shared_step(functools.partial(call.step, prompt, condition, latents), parallel)
         return latents
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
@@ -185,6 +190,7 @@ def load_any(
     dtype: torch.dtype,
     vae_dtype: str = "auto",
     load: LoadPipeline = load_pipeline,
+    kernels: KernelChoice = "own",
 ) -> PipelineAdapter:
     """The adapter of a checkpoint of any pipeline class, its components on the device."""
     if (own_class := geometry.own_code.get("pipeline")) is not None:
@@ -197,7 +203,7 @@ def load_any(
     own = {"own_code": geometry.own_code} if geometry.own_code else {}
     pipeline = load(kind, checkpoint, device=device, dtype=dtype, dtypes=dtypes, **own)
     stop_checks.install(*(x for x in pipeline.components.values() if isinstance(x, torch.nn.Module)))
-    return PipelineAdapter(geometry, pipeline, device=device)
+    return PipelineAdapter(geometry, pipeline, device=device, kernels=kernels)
 
 
 def prepare_kernels(transformer: torch.nn.Module, *, may_copy: bool) -> None:

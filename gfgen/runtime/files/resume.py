@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gfgen.models.fast.kernels import KernelChoice
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 
@@ -112,6 +113,18 @@ def find(
         numbers = (header["next_index"], header["producer"], header["last_number"])
         points[job.job_id] = ResumePoint(*numbers, path)
     return points
+
+
+def kernels_of(output_dir: Path, jobs: Sequence[AdmittedJob]) -> KernelChoice | None:
+    """The kernels with which the first of these jobs that has a resume file was computed."""
+    for job in jobs:
+        with (
+            contextlib.suppress(OSError, ValueError, AttributeError),
+            resume_path(output_dir, job.job_id).open("rb") as file,
+        ):
+            found: KernelChoice = json.loads(file.readline())["computed_with"].get("kernels", "own")
+            return found
+    return None
 
 
 def restore(point: ResumePoint, job: AdmittedJob) -> int:

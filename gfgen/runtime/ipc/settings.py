@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gfgen.gfc.arena import ArenaPlan
+from gfgen.models.fast.kernels import KernelChoice
 from gfgen.runtime.ipc.arenas import default_plan
 
 
@@ -30,6 +31,8 @@ class RankSettings:
     """On a GPU: whether forwards may be recorded, to be launched at once."""
     trusts_code: bool = False
     """Whether code that comes with a checkpoint may run."""
+    kernels: KernelChoice = "own"
+    """Of the steps of pipelines without an adapter of their own."""
     are_all_needed: bool = False
     """If a rank cannot start, the start ends, as for measurements; otherwise the others go on without it."""
 
@@ -48,7 +51,8 @@ class RankSettings:
     @property
     def computed_with(self) -> Mapping[str, Any]:
         """What must be equal for other ranks to continue a job: it decides what its tensors are like."""
-        return {name: getattr(self, name) for name in ("device", "vae_dtype", "has_random_weights")}
+        found = {name: getattr(self, name) for name in ("device", "vae_dtype", "has_random_weights")}
+        return found if self.kernels == "own" else found | {"kernels": self.kernels}
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
         vae_dtype=settings.ranks.vae_dtype,
         has_random_weights=settings.ranks.has_random_weights,
         trusts_code=settings.ranks.trusts_code,
+        kernels=settings.ranks.kernels,
     )
     give_back_freed_memory()
     return adapter
