@@ -719,6 +719,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_block_out_channels": (8, 16, 32),
         "layers_per_block": (1, 1, 1, 1, 1),
         "decoder_layers_per_block": (1, 1, 1, 1),
+        "spatial_compression_ratio": 32,
+        "temporal_compression_ratio": 8,
     },
     "LTX2TextConnectors": {
         "caption_channels": WIDTH,
@@ -820,7 +822,7 @@ _CONTROL = {"transformer": {"in_channels": 128, "out_channels": 64}}
 PIPELINES: dict[str, dict[str, Any]] = {
     "EasyAnimateInpaintPipeline": {"transformer": {"in_channels": 33, "out_channels": 16}},
     "HeliosPipeline": {"scheduler": {"stages": 1}},
-    "Kandinsky5I2IPipeline": _VAE8,
+    "Kandinsky5I2IPipeline": {**_VAE8, "transformer": {"visual_cond": True}},
     "MotifVideoImage2VideoPipeline": {"transformer": {"image_embed_dim": WIDTH}},
     "QwenImageControlNetInpaintPipeline": {"controlnet": {"extra_condition_channels": 4}},
     "StableDiffusion3ControlNetInpaintingPipeline": {"controlnet": {"extra_conditioning_channels": 1}},
@@ -889,6 +891,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "Cosmos3OmniPipeline": {"video": None},
     "CosmosVideoToWorldPipeline": {"video": None},
     "HunyuanVideoFramepackPipeline": {"num_frames": 17, "latent_window_size": 2},
+    "Kandinsky6SRPipeline": {
+        "video": lambda: [picture(seed, width=256, height=256) for seed in range(FRAMES)]
+    },
     "Kandinsky6TI2VAPipeline": {"sample_audio": False},
     "LongCatImagePipeline": {"enable_prompt_rewrite": False},
     "LTX2DFRPipeline": {**_LARGER, "num_frames": 17},
