@@ -850,6 +850,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
         "resolution": SIDE,
     },
     "VisualClozePipeline": {"transformer": {"in_channels": 144, "out_channels": 64}, "resolution": SIDE},
+    "ZImageOmniPipeline": {"transformer": {"siglip_feat_dim": WIDTH}},
     "ZImageControlNetInpaintPipeline": {"controlnet": {"control_in_dim": 33}},
     "CogVideoXFunControlPipeline": {"transformer": {"in_channels": 32}},
     "CogVideoXImageToVideoPipeline": {"transformer": {"in_channels": 32}},

@@ -122,7 +122,8 @@ def check(model: str, *, job: str, device: str, trust_remote_code: bool, as_json
     from gfgen.models.stepping.check import try_checkpoint
 
     trial = try_checkpoint(checkpoint, given, device=devices.kind, trusts_code=trust_remote_code)
-    facts = _facts(model, geometry, trial) | {"device": devices.kind, "memory_bytes": _weights(checkpoint)}
+    memory = {**_weights(checkpoint), "peak": trial.peak_bytes}
+    facts = _facts(model, geometry, trial) | {"device": devices.kind, "memory_bytes": memory}
     click.echo(json.dumps(facts) if as_json else _told(facts))
     return 1 if facts["differs"] else 0
 
@@ -191,13 +192,13 @@ def _told(facts: Mapping[str, Any]) -> str:
         result = f"no, each job runs as one task: {facts['problem']}"
     shared = [f"{degrees[name]} for {name}" for name in ("guidance", "tokens") if degrees[name] > 1]
     kind = "a general adapter" if facts["adapter"] == "general" else "an adapter of its own"
-    cpu, gpu = (f"{facts['memory_bytes'][name] / 1e9:.2f} GB" for name in ("cpu", "cuda"))
+    cpu, gpu, peak = (f"{facts['memory_bytes'][name] / 1e9:.2f} GB" for name in ("cpu", "cuda", "peak"))
     lines = {
         "family": f"{facts['family']} ({kind})",
         "output": facts["output"],
         "in steps": result,
         "ranks a step": f"up to {' x '.join(shared)}" if shared else "1",
-        "weights": f"{cpu} on a CPU, {gpu} on a GPU",
+        "memory": f"weights {cpu} on a CPU, {gpu} on a GPU; this job {peak} at its peak",
     }
     if "files" in facts:
         lines["files"] = ", ".join(facts["files"]) or "none"

@@ -38,6 +38,7 @@ def test_a_checkpoint_that_runs_in_steps(folder: Path) -> None:
     assert found["files"] == ["image"]
     assert found["args"]["max_sequence_length"] == "a whole number"
     assert found["ranks_per_step"] == {"guidance": 2, "tokens": 8}
+    assert found["memory_bytes"]["peak"] > 1 << 28
     assert found["memory_bytes"]["cpu"] == 2 * found["memory_bytes"]["cuda"] > 0
 
 

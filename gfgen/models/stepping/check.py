@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,8 @@ class Trial:
     problem: str | None
     """Where the results differ, or why the call cannot run in steps; None if all bits are equal."""
     is_stepped: bool
+    peak_bytes: int = 0
+    """The most memory of the GPU, or of this process, up to the end of the job."""
 
 
 def try_checkpoint(checkpoint: Path, given: JobSpec, *, device: str, trusts_code: bool = False) -> Trial:
@@ -58,7 +61,8 @@ def try_checkpoint(checkpoint: Path, given: JobSpec, *, device: str, trusts_code
         for job in _small_jobs(given):
             spec = resolved(adapter.geometry, job, folder)
             try:
-                return _try(adapter, spec, checkpoint, device=device)
+                trial = _try(adapter, spec, checkpoint, device=device)
+                return dataclasses.replace(trial, peak_bytes=_peak_bytes(device))
             except _OwnCallError as error:
                 failure = failure or error.__cause__
             if given.width is not None:
@@ -82,6 +86,12 @@ def resolved(geometry: Any, job: JobSpec, folder: Path) -> JobSpec:
             raise
         filled = dataclasses.replace(job, image=picture, files={**(job.files or {}), **files} or None)
         return geometry.resolve(filled)  # type: ignore[no-any-return]
+
+
+def _peak_bytes(device: str) -> int:
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class _OwnCallError(Exception):
