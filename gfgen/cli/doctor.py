@@ -16,7 +16,7 @@ from gfgen.gfc import native
 from gfgen.gfc.cuda.compiler import cache_dir, find_nvrtc, kept, kernels_dir
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
-from gfgen.session.packages import COMPUTING, SERVING, VIDEOS
+from gfgen.session.packages import COMPUTING, LORAS, SERVING, VIDEOS
 
 _CUDNN = "nvidia-cudnn-frontend"
 _INSTALL = "'pip install gfgen' installs it"
@@ -60,7 +60,7 @@ def _packages(missing: list[str]) -> Iterator[str]:
             yield f"{name} {version(name)}"
         except PackageNotFoundError:
             missing.append(f"! {name} ({_INSTALL})")
-    for purpose, names in (("videos", VIDEOS), ("gfgen serve", SERVING)):
+    for purpose, names in (("videos", VIDEOS), ("LoRAs", LORAS), ("gfgen serve", SERVING)):
         for name in names:
             try:
                 version(name)

@@ -21,6 +21,9 @@ COMPUTING: Mapping[str, str] = {
 VIDEOS: Mapping[str, str] = {"ftfy": "ftfy", "imageio": "imageio", "imageio-ffmpeg": "imageio_ffmpeg"}
 """Videos need these, too."""
 
+LORAS: Mapping[str, str] = {"peft": "peft"}
+"""Jobs with LoRAs need this, too."""
+
 SERVING: Mapping[str, str] = {
     "fastapi": "fastapi",
     "uvicorn": "uvicorn",

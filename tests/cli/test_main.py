@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gfgen.cli.main import main
-from gfgen.session.packages import COMPUTING, SERVING, VIDEOS
+from gfgen.session.packages import COMPUTING, LORAS, SERVING, VIDEOS
 
 
 def gfgen(capsys, *arguments):
@@ -166,7 +166,7 @@ def test_an_import_that_fails_without_a_name_is_not_called_a_missing_package(mon
 def test_doctor_knows_every_package_that_is_installed_with_gfgen():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     brought = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}
-    assert brought - {"click", "nvidia-cudnn-frontend"} == {*COMPUTING, *VIDEOS, *SERVING}
+    assert brought - {"click", "nvidia-cudnn-frontend"} == {*COMPUTING, *VIDEOS, *LORAS, *SERVING}
 
 
 @pytest.mark.parametrize(
