@@ -157,8 +157,9 @@ class TestBar:
 
     def test_the_bar_starts_no_thread(self, monkeypatch, tmp_path):
         monkeypatch.setattr(reader, "BAR_FROM", 1)
+        before = threading.enumerate()
         self.read(tmp_path, has_bar=True)
-        assert not any("tqdm" in type(thread).__module__ for thread in threading.enumerate())
+        assert threading.enumerate() == before
 
 
 class TestWhatIsNoJob:

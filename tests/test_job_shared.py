@@ -79,3 +79,8 @@ def test_overrides_of_a_command_line_are_read_as_their_fields(tmp_path):
 def test_a_bad_override_is_named(text, words):
     with pytest.raises(InputError, match=words.replace("?", r"\?")):
         parse_overrides([("--set", text)])
+
+
+def test_a_seed_and_seeds_exclude_each_other():
+    with pytest.raises(InputError, match="--seed: seed and seeds exclude each other"):
+        parse_overrides([("--set", "seeds=1..3"), ("--seed", "seed=4")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -152,7 +153,7 @@ def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float)
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Report:
     source: JobSource
     options: RunOptions
@@ -226,14 +227,18 @@ class _Report:
         }
 
     def _counts(self) -> Mapping[str, int]:
-        counts = Counter(self.known.status(job)[0] for job in self.found.jobs)
+        counts = Counter(status for status, _ in self._statuses.values())
         return {status: counts[status] for status in STATUSES} | {"colliding": self.found.num_colliding}
 
     def _made_again(self) -> tuple[list[str], dict[str, str]]:
         """Ids of changed jobs, and of the others that are made again with the reason."""
-        statuses = {job.job_id: self.known.status(job) for job in self.found.jobs}
+        statuses = self._statuses
         changed = [job_id for job_id, (status, _) in statuses.items() if status == "changed"]
         return changed, {job_id: why for job_id, (status, why) in statuses.items() if status == "again"}
+
+    @functools.cached_property
+    def _statuses(self) -> Mapping[str, tuple[str, str]]:
+        return {job.job_id: self.known.status(job) for job in self.found.jobs}
 
     def _made_with_others(self) -> dict[str, list[str]]:
         """By id of a finished job, what has changed since."""

@@ -55,7 +55,6 @@ from gfgen.system.wording import counted
 SIMULATED_RANKS, REAL_RANKS = 4, 2
 SIMULATED_JOBS, REAL_JOBS = 100, 40
 SIMULATED_MODEL, REAL_MODEL = "wan2.2-ti2v-5b", "tiny-wan"
-DEGREES = (1, 2, 4, 8)
 JSON_NAME = "compare.json"
 
 

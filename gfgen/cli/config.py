@@ -20,6 +20,8 @@ from gfgen.errors import InputError
 LOCAL_NAME = "gfgen.toml"
 NOT_SET = frozenset({"prompt", "help", "version"})
 """Options that belong to one call."""
+_OTHER_VARIABLES = ("GFGEN_CACHE", "GFGEN_COMPLETE")
+"""Variables of no option: the folder of caches, and shell completion (click)."""
 
 
 def config_paths() -> tuple[Path, ...]:
@@ -140,11 +142,12 @@ def _hint(name: str, options: Mapping[str, object]) -> str:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.pass_context
-def config(ctx: click.Context, *, as_json: bool) -> None:
+def config(ctx: click.Context, *, as_json: bool) -> int:
     """Show the options that files and environment variables set, and where.
 
     Files are ./gfgen.toml and ~/.config/gfgen/config.toml. Each option is a line, such as policy = "srtf".
     In a table such as [run] it holds for that command. Variables are GFGEN_POLICY or GFGEN_RUN_POLICY.
+    The exit code is 2 if an option refuses a value, or if no command has it.
     """
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
@@ -153,20 +156,26 @@ def config(ctx: click.Context, *, as_json: bool) -> None:
     _check_names(files, commands)
     found = {name: dict(_settings(name, command, files)) for name, command in commands.items()}
     found = {name: settings for name, settings in found.items() if settings}
+    faults = [*_unknown_variables(commands), *_refusals(commands, found)]
     if as_json:
         listed = {name: {text: {"value": value, "from": where} for text, (value, where) in each.items()}
                   for name, each in found.items()}  # fmt: skip
         read = [str(file.path) for file in files]
-        click.echo(json.dumps({"files": read, "commands": listed}, indent=1, default=str))
-        return
+        report = {"files": read, "commands": listed, "faults": faults}
+        click.echo(json.dumps(report, indent=1, default=str))
+        return 2 if faults else 0
     for path in config_paths():
         click.echo(f"{path}: {'read' if path in [file.path for file in files] else 'not there'}")
     for name, settings in found.items():
         click.echo(f"gfgen {name}")
         for text, (value, where) in settings.items():
-            click.echo(f"  --{text} {value}  (from {where})")
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+            click.echo(f"  --{text} {shown}  (from {where})")
     if not found:
         click.echo("no option is set")
+    for fault in faults:
+        click.echo(f"gfgen: {fault}", err=True)
+    return 2 if faults else 0
 
 
 def _commands(group: click.Group, ctx: click.Context, above: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -191,13 +200,45 @@ def _check_names(files: Sequence[ConfigFile], commands: Mapping[str, click.Comma
                 raise InputError(f"{file.path}: {name}: {_hint(name.replace('_', '-'), near)}")
 
 
+def _unknown_variables(commands: Mapping[str, click.Command]) -> Iterator[str]:
+    """A line for each GFGEN_ variable that nothing reads."""
+    known = {name: None for command in commands.values() for option in options_of(command).values()
+             for name in _variables(option)}  # fmt: skip
+    for name in sorted(os.environ):
+        is_ours = name.startswith("GFGEN_") and not name.startswith(("GFGEN_TEST_", *_OTHER_VARIABLES))
+        if is_ours and name not in known:
+            yield f"{name}: {_hint(name, known)}"
+
+
+def _refusals(
+    commands: Mapping[str, click.Command], found: Mapping[str, Mapping[str, tuple[Any, str]]]
+) -> Iterator[str]:
+    """A line for each value that its option refuses."""
+    refused: dict[str, None] = {}
+    for name, settings in found.items():
+        command = commands[name]
+        with click.Context(command, info_name=name) as ctx:
+            for text, (value, where) in settings.items():
+                option = options_of(command)[text]
+                if where in _variables(option):
+                    value = option.value_from_envvar(ctx)
+                try:
+                    option.type_cast_value(ctx, _value(option, value))
+                except click.BadParameter as error:
+                    refused[f"{where}: {text}: {error.message.rstrip('.')}"] = None
+    yield from refused
+
+
+def _variables(option: click.Option) -> Sequence[str]:
+    return [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
+
+
 def _settings(
     name: str, command: click.Command, files: Sequence[ConfigFile]
 ) -> Iterator[tuple[str, tuple[Any, str]]]:
     """The options of a command that are set, with value and source."""
     for text, option in options_of(command).items():
-        variables = [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
-        for variable in variables:
+        for variable in _variables(option):
             if value := os.environ.get(variable):
                 shown = "(hidden)" if "key" in text else value
                 yield text, (shown, variable)

@@ -151,9 +151,12 @@ def _invoke(arguments: list[str]) -> int:
         result: Any = cli.main(args=arguments, prog_name="gfgen", standalone_mode=False)
     except click.exceptions.Exit as end:
         return end.exit_code
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx is not None else "gfgen"
+        raise InputError(f"{error.format_message().rstrip('.')} ({command} --help)") from error
     except click.Abort:
         return 130
     except ModuleNotFoundError as error:

@@ -147,12 +147,12 @@ def run(
     Run the same command again to continue: it skips finished jobs and retries failed ones.
     """
     logs.configure(file=None)
-    name = _name_of(jobs, watch)
     if watch is not None:
         _check_watching(
             jobs, {"--failed": failed, "--force": force, "--dry-run": dry_run, "--retries": bool(retries)}
         )
     source = None if watch is not None else jobs.source()
+    name = _name_of(jobs, watch)
     first = watch or (Path(jobs.jobs[0]) if jobs.jobs and jobs.jobs[0] != "-" else None)
     output_dir = output or default_folder(Path("outputs"), name, first)
     check_written(source.paths if source else (), output_dir, {"--trace": trace, "--log-file": logs.log_file})
@@ -227,8 +227,7 @@ def run_jobs(
             "running %s again that failed (%d of %d)", counted(len(again), "job"), number, options.retries
         )
         failed = _FailedJobs()
-        retried = _run(session, again, replace(options, trace=None), watchers=[failed])
-        summary = _joined(summary, retried)
+        summary = _run(session, again, replace(options, trace=None), watchers=[failed], before=summary)
     return replace(summary, num_unfinished=summary.num_unfinished + num_left)
 
 
@@ -286,11 +285,18 @@ def _run(
     skipped: Sequence[AdmittedJob] = (),
     watchers: Sequence[Observer] = (),
     inbox: Inbox | None = None,
+    before: Summary | None = None,
 ) -> Summary:
+    """Run jobs; returns the summary, together with that of the run whose failed jobs these are.
+
+    Raises: InterruptedRunError when a signal ended the run.
+    """
     arrivals = None if inbox is None else Arrivals(inbox, observers=[inbox])
     summary = session.run(
         todo, observers=[*_observers(options), *watchers], skipped=skipped, arrivals=arrivals
     )
+    if before is not None:
+        summary = _joined(before, summary)
     if session.stop_signal is not None:
         _end_hooks(summary, options, is_stopped=True)
         if options.logs.log_json:
@@ -316,9 +322,7 @@ def _end_hooks(summary: Summary, options: RunOptions, *, is_stopped: bool = Fals
 
 
 def _name_of(jobs: JobOptions, watch: Path | None) -> str:
-    """The default name of the output folder. Raises UsageError without a source of jobs."""
-    if bool(jobs.jobs or jobs.prompts) == (watch is not None):
-        raise click.UsageError("give either JOBS, a job file, or --watch DIR, a folder of job files")
+    """The default name of the output folder."""
     if watch is not None:
         return resolved(watch).name
     if not jobs.jobs:
@@ -327,7 +331,9 @@ def _name_of(jobs: JobOptions, watch: Path | None) -> str:
 
 
 def _check_watching(jobs: JobOptions, others: Mapping[str, bool]) -> None:
-    """Raises UsageError for options that need JOBS."""
+    """Raises UsageError for JOBS, and for options that need them."""
+    if jobs.jobs:
+        raise click.UsageError("give either JOBS or --watch DIR, a folder of job files")
     given = jobs.given or next((name for name, is_given in others.items() if is_given), None)
     if given is not None:
         raise click.UsageError(f"{given} goes with JOBS; with --watch, write defaults in the job files")

@@ -95,6 +95,8 @@ def parse_overrides(options: Iterable[tuple[str, str]]) -> dict[str, Any]:
         field = FIELDS.get(name)
         if not equals:
             raise InputError(f"{option} {text}: NAME=VALUE is accepted, such as {option} steps=20")
+        if name in SEEDS and SEEDS & found.keys() - {name}:
+            raise InputError(f"{option}: seed and seeds exclude each other; give one of them")
         if name in SETTABLE_VARIATIONS:
             found = dict(over(found, {name: value_of(name, value)}))  # the lines check it
             continue

@@ -32,6 +32,9 @@ class JobSource:
     def __post_init__(self) -> None:
         if "" in self.files:
             raise InputError("JOBS is empty; name a job file, or - for standard input")
+        twice = next((file for file in self.files if self.files.count(file) > 1), None)
+        if twice is not None:
+            raise InputError(f"JOBS names {twice} twice; name each job file once")
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -87,29 +88,35 @@ def run_done_hook(command: str, summary: Summary, output_dir: Path, *, status: s
 
 
 def run_hook(option: str, command: str, variables: Mapping[str, str], *, limit_s: float, what: str) -> bool:
-    """Run a shell command with GFGEN_ variables; a failure is logged. Returns whether it succeeded."""
+    """Run a shell command with GFGEN_ variables; a failure is logged. Returns whether it succeeded.
+
+    Its output goes to a file, not to a pipe: a command that it leaves in the background (`CMD &`) would
+    keep a pipe open.
+    """
     values = {f"GFGEN_{name}": value.replace("\0", "") for name, value in variables.items()}
-    try:
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", command],
-            env={**os.environ, **values},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except OSError as error:  # such as a prompt longer than an environment may be
-        logger.error("%s for %s could not start: %s", option, what, error.strerror)
-        return False
-    with process:
+    with tempfile.TemporaryFile() as output:
         try:
-            output, _ = process.communicate(timeout=limit_s)
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", command],
+                env={**os.environ, **values},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:  # such as a prompt longer than an environment may be
+            logger.error("%s for %s could not start: %s", option, what, error.strerror)
+            return False
+        try:
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             logger.error("%s for %s took longer than %s and was killed", option, what, in_words(limit_s))
             return False
-    text = " ".join(output.decode("utf-8", "replace").split())[-MAX_SHOWN_CHARS:]
+        output.seek(max(output.seek(0, os.SEEK_END) - 4 * MAX_SHOWN_CHARS, 0))
+        text = " ".join(output.read().decode("utf-8", "replace").split())[-MAX_SHOWN_CHARS:]
     if process.returncode != 0:
         logger.error(
             "%s for %s failed with status %d%s", option, what, process.returncode, text and f": {text}"

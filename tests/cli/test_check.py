@@ -186,7 +186,8 @@ def test_options_for_job_files_are_refused_for_a_watched_folder(capsys, folder, 
 def test_without_jobs_there_is_a_hint(capsys, folder):
     code, _, err = gfgen(capsys, "check")
     assert code == 2
-    assert "JOBS" in err
+    assert "name a job file" in err
+    assert len(err.splitlines()) == 1
 
 
 def test_a_simulated_line_of_a_manifest_is_no_finished_job(capsys, folder):

@@ -179,9 +179,9 @@ def test_a_journal_on_a_full_disk_ends_the_run_with_one_line(night):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either JOBS, a job file, or --watch DIR"),
-        (["--output", "out"], "give either JOBS, a job file, or --watch DIR"),
-        (["night.jsonl", "--watch", "."], "give either JOBS, a job file, or --watch DIR"),
+        ([], "name a job file, - for standard input, or give a prompt"),
+        (["--output", "out"], "name a job file, - for standard input, or give a prompt"),
+        (["night.jsonl", "--watch", "."], "give either JOBS or --watch DIR, a folder of job files"),
         ([""], "JOBS is empty; name a job file, or - for standard input"),
         (["night.jsonl", "--output", ""], "it is empty; name a path"),
         (["night.jsonl", "--lookahead", "nan"], "nan is not a finite number"),

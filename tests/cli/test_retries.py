@@ -10,6 +10,7 @@ import pytest
 from builders import make_job
 
 from gfgen.cli.run import run_jobs
+from gfgen.errors import InterruptedRunError
 from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, skipped_outcome
 
@@ -66,6 +67,25 @@ def test_failed_jobs_run_again_until_none_fails(tmp_path, monkeypatch, retries, 
     assert session.runs == runs
     assert (summary.num_done, summary.num_failed) == counts
     assert summary.makespan_s == 2.0 * len(runs)
+
+
+def test_a_signal_during_a_retry_counts_the_jobs_of_all_rounds(tmp_path, monkeypatch):
+    session = Session({"a"}, {"a"})
+    real = session.run
+
+    def run(jobs: Any, **given: Any) -> Summary:
+        session.stop_signal = 2 if session.runs else None  # type: ignore[assignment]
+        return replace(real(jobs, **given), num_unfinished=len(session.runs) - 1)
+
+    session.run = run  # type: ignore[method-assign]
+    monkeypatch.setattr("gfgen.cli.run._observers", lambda options: [])
+    monkeypatch.setattr("gfgen.cli.run.replace", lambda thing, **changes: _replaced(thing, changes))
+    monkeypatch.setattr("gfgen.cli.run.with_time", lambda jobs, *_, **__: (jobs, 0))
+    given = SimpleNamespace(**vars(options(tmp_path, 1)), ranks=SimpleNamespace(step_times=None))
+    given.on_file = given.on_done = None
+    given.logs = SimpleNamespace(log_json=False)
+    with pytest.raises(InterruptedRunError, match="stopped; 2 jobs done, 1 left"):
+        run_jobs(session, [make_job(name) for name in "abc"], given, done=())  # type: ignore[arg-type]
 
 
 def _replaced(thing: Any, changes: dict[str, Any]) -> Any:

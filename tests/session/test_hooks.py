@@ -49,6 +49,14 @@ def test_a_slow_command_delays_nobody_and_is_killed_at_its_limit(tmp_path: Path,
     assert "--on-file for job a took longer than 300 ms and was killed" in heard.text
 
 
+def test_a_command_that_stays_in_the_background_is_not_waited_for(tmp_path: Path, heard) -> None:
+    hook = FileHook(f"(until [ -e {tmp_path}/go ]; do sleep 0.05; done) &", tmp_path, limit_s=20)
+    hook.ended(outcome("a"))
+    hook.finish()
+    (tmp_path / "go").touch()
+    assert "took longer" not in heard.text
+
+
 def test_a_command_that_fails_is_named_with_its_output(tmp_path: Path, heard) -> None:
     hook = FileHook("echo no such bucket; exit 3", tmp_path, limit_s=20)
     hook.ended(outcome("a"))
