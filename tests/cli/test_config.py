@@ -142,7 +142,8 @@ def test_config_names_refused_values_and_mistyped_variables(capsys, folder, monk
     assert err.splitlines() == [
         "gfgen: GFGEN_POLCY: no such option; did you mean GFGEN_POLICY?",
         "gfgen: GFGEN_RUN_RANKS: ranks: 0 is not in the range 1<=x<=8",
-        f"gfgen: {folder}/of-user/gfgen/config.toml: grace: 'soon': a duration like 30s, 12h or 7d is accepted",
+        f"gfgen: {folder}/of-user/gfgen/config.toml: grace: 'soon': "
+        "a duration like 30s, 12h or 7d is accepted",
     ]
 
 
