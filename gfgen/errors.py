@@ -26,7 +26,7 @@ or path, the value, and what would be accepted. `assert` is for mistakes of our 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 MAX_PROBLEMS_SHOWN = 20
@@ -177,6 +177,15 @@ def in_one_line(error: BaseException, *, limit: int = 300) -> str:
         text = "its message cannot be shown"
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known name that a mistyped one resembles most, for 'did you mean ...?'."""
+    import difflib  # 6 ms that only a mistyped name pays
+
+    # Comparing takes quadratic time, and a longer name resembles none.
+    near = difflib.get_close_matches(name[:40], list(known), n=1, cutoff=cutoff)
+    return near[0] if near else None
 
 
 def _shortened(value: object, limit: int = 80) -> str | None:

@@ -26,7 +26,7 @@ from gfgen.runtime.predict.profile_file import check_profile
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
 from gfgen.session.admission import Admission, AdmittedSource, judge, warn_of_passed_deadlines
 from gfgen.system.timelimit import DecisionTimeout
-from gfgen.system.wording import counted, in_words
+from gfgen.system.wording import counted, in_words, size_in_words
 
 MAX_IDS = 20
 """The text names this many jobs; JSON has all."""
@@ -82,10 +82,10 @@ class _Memory:
     is_gpu: bool
 
     def in_words(self) -> str:
-        weights = ", ".join(f"{name} {_size(size)}" for name, size in self.weights.items() if size)
+        weights = ", ".join(f"{name} {size_in_words(size)}" for name, size in self.weights.items() if size)
         where = "each GPU" if self.is_gpu else "main memory"
-        room = "" if self.room is None else f"; {_size(self.room)} of {where} is available"
-        return f"weights of {weights or 'unknown size'}, largest job {_size(self.largest_job)}{room}"
+        room = "" if self.room is None else f"; {size_in_words(self.room)} of {where} is available"
+        return f"weights of {weights or 'unknown size'}, largest job {size_in_words(self.largest_job)}{room}"
 
 
 def _memory(jobs: Sequence[AdmittedJob], admission: Admission) -> _Memory | None:
@@ -279,7 +279,3 @@ def _fields(fields: Mapping[str, Any]) -> str:
 def _named(ids: Sequence[str]) -> str:
     more = len(ids) - MAX_IDS
     return ", ".join(ids[:MAX_IDS]) + (f" and {more:,} more" if more > 0 else "")
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from gfgen.errors import InputError
+from gfgen.errors import InputError, nearest
 
 LOCAL_NAME = "gfgen.toml"
 NOT_SET = frozenset({"prompt", "help", "version"})
@@ -133,10 +133,8 @@ def _value(option: click.Option, value: Any) -> Any:
 
 
 def _hint(name: str, options: Mapping[str, object]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, options, n=1)
-    return f"no such option; did you mean {near[0]}?" if near else "no such option of this command"
+    near = nearest(name, options)
+    return f"no such option; did you mean {near}?" if near else "no such option of this command"
 
 
 @click.command()

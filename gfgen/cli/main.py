@@ -17,7 +17,7 @@ import click
 
 from gfgen import log
 from gfgen.cli.config import defaults_of, with_variables
-from gfgen.errors import GfgenError, InputError, InterruptedRunError, RunError
+from gfgen.errors import GfgenError, InputError, InterruptedRunError, RunError, nearest
 
 _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate the pictures and videos of a job file."),
@@ -65,10 +65,8 @@ class _LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in _COMMANDS and not name.startswith("-"):
-            import difflib  # 6 ms that only a mistyped command pays
-
-            near = difflib.get_close_matches(name, _COMMANDS, n=1)
-            hint = f"'gfgen run {name}'" if os.path.exists(name) else repr(near[0]) if near else None
+            near = nearest(name, _COMMANDS)
+            hint = f"'gfgen run {name}'" if os.path.exists(name) else repr(near) if near else None
             ctx.fail(f"No such command {name!r}." + (f" Did you mean {hint}?" if hint else ""))
         return super().resolve_command(ctx, args)
 

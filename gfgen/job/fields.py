@@ -9,7 +9,6 @@ models that call these parsers.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import math
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from gfgen.errors import Problem
+from gfgen.errors import Problem, nearest
 from gfgen.job.formats import NAMES, PLACEHOLDER, SUFFIXES
 from gfgen.job.images import IMAGE_FORMATS, VIDEO_FORMATS, ImageError, ImageReader
 from gfgen.job.loras import LoraError
@@ -451,12 +450,10 @@ def plain_name(name: str) -> str:
 
 def suggestion(name: str, fields: Collection[str]) -> str | None:
     """A question that names the field that an unknown name resembles."""
-    # Comparing takes quadratic time, and what is longer than this resembles no field.
     spelled = name[:40].strip().lower().replace("-", "_")
-    near = [OTHER_NAMES.get(spelled, "")]
-    if near[0] not in fields:
-        near = difflib.get_close_matches(spelled, fields, n=1)
-    return f"did you mean {near[0]}?" if near else None
+    meant = OTHER_NAMES.get(spelled)
+    near = meant if meant in fields else nearest(spelled, fields)
+    return f"did you mean {near}?" if near else None
 
 
 def _repeated_keys(mapping: Mapping[str, object]) -> Iterator[Problem]:

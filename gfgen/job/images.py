@@ -70,6 +70,24 @@ def is_video(name: str | Path) -> bool:
     return Path(name).suffix[1:].upper() in VIDEO_FORMATS
 
 
+def first_frame(path: Path) -> bytes:
+    """The first frame of a video as PNG; raises ImageError if ffmpeg cannot decode it."""
+    try:
+        import imageio_ffmpeg
+
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-nostdin"]
+        command += ["-i", f"file:{path.absolute()}", "-map", "0:v:0", "-frames:v", "1"]
+        command += ["-f", "image2pipe", "-c:v", "png", "pipe:1"]
+        done = subprocess.run(command, capture_output=True, check=False, timeout=FFMPEG_TIMEOUT_S)
+    except (ImportError, RuntimeError):
+        raise ImageError("reading videos needs ffmpeg; pip install imageio-ffmpeg") from None
+    except subprocess.TimeoutExpired:
+        raise ImageError(f"{path}: its first frame takes over {FFMPEG_TIMEOUT_S:.0f} s") from None
+    if done.returncode != 0 or not done.stdout:
+        raise ImageError(f"{path} is not a video that ffmpeg can read")
+    return done.stdout
+
+
 def check_content(content: bytes) -> str:
     """SHA-256 of the bytes of a picture; raises ImageError when they do not decode to one."""
     if len(content) > MAX_IMAGE_BYTES:
@@ -88,18 +106,7 @@ def _check_file(path: Path) -> str:
 def _check_video(path: Path) -> str:
     """SHA-256 of a file with a frame that decodes; raises ImageError otherwise."""
     sha256 = hashlib.sha256(_read(path, max_bytes=MAX_VIDEO_BYTES)).hexdigest()
-    try:
-        import imageio_ffmpeg
-
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-nostdin", "-i", f"file:{path}"]
-        decode = [*command, "-map", "0:v:0", "-frames:v", "1", "-f", "null", "-"]
-        done = subprocess.run(decode, capture_output=True, check=False, timeout=FFMPEG_TIMEOUT_S)
-    except (ImportError, RuntimeError):
-        raise ImageError("reading videos needs ffmpeg; pip install imageio-ffmpeg") from None
-    except subprocess.TimeoutExpired:
-        raise ImageError(f"{path}: its first frame takes over {FFMPEG_TIMEOUT_S:.0f} s") from None
-    if done.returncode != 0:
-        raise ImageError(f"{path} is not a video that ffmpeg can read")
+    first_frame(path)
     return sha256
 
 

@@ -8,7 +8,6 @@ parameters are its options, each with a default and an annotation of int, float,
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_origin
 
-from gfgen.errors import PolicyError, in_one_line
+from gfgen.errors import PolicyError, in_one_line, nearest
 from gfgen.snapshot import Choose, Policy
 
 BUILT_IN = {
@@ -75,8 +74,8 @@ def _find(name: str) -> Callable[..., Any]:
     elif ":" in target:
         module = _import_module(module_name)
     else:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        near = nearest(name, BUILT_IN)
+        hint = f"did you mean {near}? " if near else ""
         raise PolicyError(
             f"--policy {name}: unknown; {hint}built in: {', '.join(BUILT_IN)}; "
             "or package.module:attribute, or a file's path"

@@ -1,4 +1,4 @@
-"""Counts and durations as text for people."""
+"""Counts, durations and sizes as text for people."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ def in_words(seconds: float) -> str:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     days, hours = divmod(minutes // 60, 24)
     return f"{days} day{'s' if days > 1 else ''} {hours} h"
+
+
+def size_in_words(num_bytes: float) -> str:
+    """'0.1 MB', '850.0 MB', '1,234.5 GB', in powers of ten."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def on_clock(seconds: float) -> str:

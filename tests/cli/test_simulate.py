@@ -373,7 +373,7 @@ def test_models_that_do_not_fit_into_memory_take_turns_in_simulations_too(gfgen,
         assert code == 0
         found = json.loads(out)
         assert found["runs"][0]["model_changes"]["times"] == times
-        assert ("Models take turns in 75 GB" in (found["memory"] or "")) is bool(times)
+        assert ("Models take turns in 75.0 GB" in (found["memory"] or "")) is bool(times)
         makespans.append(found["runs"][0]["makespan_s"])
     assert makespans[1] > makespans[0] + 20.0  # 24 GB or more at 1 GB a second
 
@@ -391,9 +391,9 @@ def test_a_plan_counts_with_models_that_take_turns(gfgen, two_models):
 def test_it_is_said_that_all_models_are_taken_to_be_in_memory(gfgen, two_models, command):
     code, out, _ = gfgen(command, two_models, "--policy", "srtf")
     assert code == 0
-    assert "all 2 models fit into memory at once (weights of 82 GB). With --memory SIZE" in out
+    assert "all 2 models fit into memory at once (weights of 81.9 GB). With --memory SIZE" in out
     _, out, _ = gfgen(command, two_models, "--policy", "srtf", "--memory", "75GB")
-    assert "Models take turns in 75 GB of each GPU. This assumes that they load at 1 GB a second" in out
+    assert "Models take turns in 75.0 GB of each GPU. This assumes that they load at 1 GB a second" in out
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])

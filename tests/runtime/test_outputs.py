@@ -142,7 +142,7 @@ def test_full_disk_says_how_much_is_needed_and_leaves_the_old_file(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(outputs, "_sync", full)
-    with pytest.raises(OutputError, match=r"No space left.*MB are needed, .* MB are free; make room"):
+    with pytest.raises(OutputError, match=r"No space left.*MB are needed, .* [GM]B are free; make room"):
         write_output(gradient(1), tmp_path / name, fps=8, metadata={})
     assert names_in(tmp_path) == [name]
     assert (tmp_path / name).read_bytes() == b"old"

@@ -6,7 +6,6 @@ import base64
 import html
 import io
 import logging
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,15 +16,15 @@ from typing import Any
 from urllib.parse import quote
 
 from gfgen.errors import InputError
+from gfgen.job.images import ImageError, first_frame
 from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestLine, read_manifest
-from gfgen.system.wording import counted, in_words
+from gfgen.system.wording import counted, in_words, size_in_words
 
 logger = logging.getLogger(__name__)
 
 THUMBNAIL_SIDE = 320
 MAX_THUMBNAILS = 3_000
 """About 30 MB of HTML; later jobs have a link alone."""
-FFMPEG_S = 20.0
 MAX_SLOWEST = 3
 STATUSES = ("failed", "cancelled", "done")
 """In the order of the report."""
@@ -124,7 +123,7 @@ class FolderReport:
         kinds = Counter(Path(str(job.line.get("file"))).suffix.lstrip(".").upper() for job in done)
         size = sum(job.line.get("size_bytes") or 0 for job in done)
         files = [f"{count} {kind}" for kind, count in sorted(kinds.items())]
-        yield f"files     {', '.join([*files, f'{size / 1e6:,.1f} MB'])}"
+        yield f"files     {', '.join([*files, size_in_words(size)])}"
         if due := [job for job in self.jobs if job.line.get("met_deadline") is not None]:
             yield f"deadlines {sum(bool(job.line['met_deadline']) for job in due)} of {len(due)} met"
         slowest = sorted(done, key=lambda job: -job.busy_s)[:MAX_SLOWEST]
@@ -233,27 +232,15 @@ def _thumbnail(path: Path) -> str | None:
     from PIL import Image
 
     try:
-        with Image.open(_first_frame(path) if path.suffix == ".mp4" else path) as picture:
+        with Image.open(io.BytesIO(first_frame(path)) if path.suffix == ".mp4" else path) as picture:
             small = picture.convert("RGB")
         small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
         content = io.BytesIO()
         small.save(content, format="WEBP", quality=80)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+    except (OSError, ValueError, ImageError) as error:
         logger.warning("no thumbnail of %s: %s", path, error)
         return None
     return base64.b64encode(content.getvalue()).decode()
-
-
-def _first_frame(path: Path) -> io.BytesIO:
-    import imageio_ffmpeg
-
-    options = ["-frames:v", "1", "-f", "image2pipe", "-c:v", "png", "pipe:1"]
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-nostdin"]
-    command += ["-i", f"file:{path.absolute()}", *options]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, timeout=FFMPEG_S, check=False
-    )
-    return io.BytesIO(done.stdout)
 
 
 def _timeline(jobs: Sequence[JobReport]) -> str:

@@ -13,6 +13,7 @@ from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CUDA, Devices, parse_memory
 from gfgen.session.admission import Admission
+from gfgen.system.wording import size_in_words
 
 simulated_memory_option = click.option(
     "--memory",
@@ -54,7 +55,7 @@ class SimulatedMemory:
             return None
         if self.room_bytes is None:
             sizes = self.weights.values()
-            size = f" (weights of {_size(sum(sizes))})" if all(sizes) else ""
+            size = f" (weights of {size_in_words(sum(sizes))})" if all(sizes) else ""
             return (
                 f"This assumes that all {len(sizes)} models fit into memory at once{size}. "
                 "With --memory SIZE, models that do not fit take turns."
@@ -62,15 +63,11 @@ class SimulatedMemory:
         if self.residency(num_ranks) is None:
             return None
         return (
-            f"Models take turns in {_size(self.room_bytes)} of each GPU. This assumes that they load at "
-            f"{LOAD_BYTES_PER_S / 1e9:g} GB a second, which is an estimate."
+            f"Models take turns in {size_in_words(self.room_bytes)} of each GPU. This assumes that they load "
+            f"at {LOAD_BYTES_PER_S / 1e9:g} GB a second, which is an estimate."
         )
 
 
 def _admission(num_ranks: int, room_bytes: int | None) -> Admission:
     devices = Devices(CUDA, num_ranks, memory_limit=room_bytes)
     return Admission(default_model="", devices=devices, has_random_weights=True)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.0f} GB"

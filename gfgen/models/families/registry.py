@@ -7,7 +7,6 @@ first use.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import logging
 import os
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gfgen.errors import ModelError
+from gfgen.errors import ModelError, nearest
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
@@ -304,8 +303,8 @@ def _unknown(name: str) -> str:
     if name[0] in "./~" or name.endswith("/") or name.count("/") > 1:
         there = "is a file" if Path(name).expanduser().exists() else "there is no such directory"
         return f"model {name}: {there}; {_accepted()} is accepted"
-    nearest = difflib.get_close_matches(name.lower(), [model.name for model in MODELS], n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    near = nearest(name.lower(), [model.name for model in MODELS], cutoff=0.5)
+    hint = f"did you mean {near!r}? " if near else ""
     return f"model {name}: unknown; {hint}accepted: {_accepted()}"
 
 
@@ -315,5 +314,5 @@ def _accepted() -> str:
 
 def _near_hub_id(hub_id: str) -> str:
     """A question, where it may be one of ours with a slip in it; the original Wan formats are among these."""
-    nearest = difflib.get_close_matches(hub_id, HUB_IDS.values(), n=1, cutoff=0.8)
-    return f"did you mean {nearest[0]!r}? " if nearest and nearest[0] != hub_id else ""
+    near = nearest(hub_id, HUB_IDS.values(), cutoff=0.8)
+    return f"did you mean {near!r}? " if near and near != hub_id else ""

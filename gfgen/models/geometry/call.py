@@ -8,7 +8,6 @@ Importing diffusers imports torch and takes seconds. Admission needs only names,
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gfgen.errors import ModelError, Problem
+from gfgen.errors import ModelError, Problem, nearest
 from gfgen.job.fields import shown
 from gfgen.job.spec import JobSpec
 
@@ -217,8 +216,8 @@ class CallSignature:
         return None if argument.takes_files else f"takes no pictures; {self._its_files()}"
 
     def _unknown(self, name: str, known: list[str]) -> str:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}"
+        near = nearest(name, known)
+        hint = f"did you mean {near}?" if near else f"it takes {', '.join(known) or 'none'}"
         return f"is no such argument of {self.pipeline_class}; {hint}"
 
     def _its_files(self) -> str:
@@ -279,15 +278,15 @@ def _scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Proble
         return
     known = _method("schedulers", name, "__init__")
     if known is None:
-        near = difflib.get_close_matches(name, _class_names("schedulers"), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = nearest(name, _class_names("schedulers"))
+        hint = f"; did you mean {near}?" if near else ""
         yield Problem.of("scheduler.class", name, f"is no scheduler of diffusers {_version()}{hint}")
         return
     for option, value in options.items():
         argument = known.get(option)
         if argument is None:
-            near = difflib.get_close_matches(option, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            near = nearest(option, known)
+            hint = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
             yield Problem.of(f"scheduler.{option}", shown(value), f"is no option of {name}; {hint}")
         elif not argument.accepts(value):
             yield Problem.of(f"scheduler.{option}", shown(value), f"{argument.accepted} is accepted")

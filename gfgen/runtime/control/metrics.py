@@ -14,7 +14,7 @@ from random import Random
 from gfgen.runtime.core.events import Event, ModelsChanged, RankLoaded, TaskDone
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.messages import MemoryUse
-from gfgen.system.wording import MAX_NAMED, in_words
+from gfgen.system.wording import MAX_NAMED, in_words, size_in_words
 
 MAX_LATENCIES = 10_000
 """So many jobs' latencies are kept, 80 KB. Percentiles of more jobs are those of a random sample: of ten
@@ -156,13 +156,13 @@ class Summary:
 
     def _memory_taken(self) -> str:
         """At most, on any rank."""
-        host = f"{_gigabytes(max(use.host_bytes for use in self.memory.values()))} of main memory a rank"
+        host = f"{size_in_words(max(use.host_bytes for use in self.memory.values()))} of main memory a rank"
         peaks = self.device_peaks
         if not peaks:
             return host
-        by_model = ", ".join(f"{model} {_gigabytes(num_bytes)}" for model, num_bytes in peaks.items())
-        reserved = _gigabytes(max(use.reserved_bytes for use in self.memory.values()))
-        arena = _gigabytes(max(use.arena_bytes for use in self.memory.values()))
+        by_model = ", ".join(f"{model} {size_in_words(num_bytes)}" for model, num_bytes in peaks.items())
+        reserved = size_in_words(max(use.reserved_bytes for use in self.memory.values()))
+        arena = size_in_words(max(use.arena_bytes for use in self.memory.values()))
         return f"{by_model} of a GPU ({reserved} reserved, {arena} arena), {host}"
 
     def _deadlines_met(self) -> str:
@@ -309,10 +309,6 @@ class _Latencies:
             p99_s=percentile(self._kept_s, 99),
             is_sampled=self.num_jobs > len(self._kept_s),
         )
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB"
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -18,7 +18,7 @@ from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
 from gfgen.models.geometry.weights import Footprint, count_parameters, device_bytes, footprint
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.ipc.slab import SlabPlan
-from gfgen.system.wording import counted
+from gfgen.system.wording import counted, size_in_words
 
 _FRAME_COPIES = 5
 """Bytes per byte of uint8 frames: 4 as fp32 on their rank, and 1 in the writer's memory."""
@@ -45,8 +45,8 @@ def check_addresses() -> None:
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY and most < LEAST_ADDRESSES_BYTES:
         raise InputError(
-            f"a process may take {_size(most)} of memory here (ulimit -v); each rank needs at least "
-            f"{_size(LEAST_ADDRESSES_BYTES)}, and more for larger models: raise the limit"
+            f"a process may take {size_in_words(most)} of memory here (ulimit -v); each rank needs at least "
+            f"{size_in_words(LEAST_ADDRESSES_BYTES)}, and more for larger models: raise the limit"
         )
 
 
@@ -74,8 +74,8 @@ def check_models(
             else "free memory, raise --memory, or run smaller models"
         )
         raise InputError(
-            f"{model_name(checkpoint)} on {counted(num_ranks, 'rank')}: at least {_size(need)} of memory "
-            f"needed, {_size(available)} available; {help_}"
+            f"{model_name(checkpoint)} on {counted(num_ranks, 'rank')}: at least {size_in_words(need)} of "
+            f"memory needed, {size_in_words(available)} available; {help_}"
         )
     return needs
 
@@ -86,8 +86,8 @@ def check_together(needs: Mapping[Path, int], *, available: int | None) -> None:
     if available is not None and need > available:
         names = ", ".join(model_name(checkpoint) for checkpoint in sorted(needs))
         raise InputError(
-            f"{names}: at least {_size(need)} of memory needed for all of them at once, "
-            f"{_size(available)} available; use one after the other"
+            f"{names}: at least {size_in_words(need)} of memory needed for all of them at once, "
+            f"{size_in_words(available)} available; use one after the other"
         )
 
 
@@ -125,8 +125,8 @@ def check_models_on_gpu(
         need = size + beside_bytes
         if memory_bytes is not None and need > memory_bytes:
             raise InputError(
-                f"{model_name(path)} ({_size(size)}): at least {_size(need)} needed {where}, "
-                f"{_size(memory_bytes)} there; run a smaller model"
+                f"{model_name(path)} ({size_in_words(size)}): at least {size_in_words(need)} needed {where}, "
+                f"{size_in_words(memory_bytes)} there; run a smaller model"
             )
     return sizes
 
@@ -196,7 +196,8 @@ def _problem(job: AdmittedJob, need: int, available: int, *, where: str = "of me
     spec = job.spec
     size = f"{spec.width}x{spec.height}" + (f", {spec.frames} frames" if (spec.frames or 1) > 1 else "")
     less = "a smaller size, fewer frames or fewer --ranks" if (spec.frames or 1) > 1 else "a smaller size"
-    accepted = f"at least {_size(need)} {where} needed, {_size(available)} available; {less} would help"
+    sizes = f"at least {size_in_words(need)} {where} needed, {size_in_words(available)} available"
+    accepted = f"{sizes}; {less} would help"
     return Problem(spec.line, "size", size, accepted)
 
 
@@ -243,7 +244,3 @@ def _text(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

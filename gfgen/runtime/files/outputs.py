@@ -26,6 +26,7 @@ from gfgen.errors import OutputError
 from gfgen.runtime.files import metadata as labels
 from gfgen.runtime.ipc.content import Content, content_of, is_unchanged, read_mark, set_mark
 from gfgen.system.lifeline import die_with_parent
+from gfgen.system.wording import size_in_words
 
 Frames = NDArray[np.uint8]
 
@@ -365,8 +366,8 @@ def _explain(error: OSError, path: Path, frames: Frames) -> str:
         shrinks = _MP4_SHRINKS if path.suffix.lower() in VIDEO_SUFFIXES else 1
         free = ""
         with suppress(OSError):
-            free = f", {shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free"
-        need = f"up to {max(frames.nbytes / shrinks / 1e6, 0.1):.1f} MB are needed{free}"
+            free = f", {size_in_words(shutil.disk_usage(path.parent).free)} are free"
+        need = f"up to {size_in_words(max(frames.nbytes / shrinks, 1e5))} are needed{free}"
         return f"cannot write {path}: {error.strerror}; {need}; make room, or choose another --output"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"cannot write {path}: {error.strerror}; choose a writable folder with --output"

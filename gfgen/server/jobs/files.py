@@ -6,7 +6,6 @@ import asyncio
 import io
 import logging
 import os
-import subprocess
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -14,13 +13,12 @@ from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSati
 from starlette.types import Receive, Scope, Send
 
 from gfgen.errors import OutputError
+from gfgen.job.images import ImageError, first_frame
 from gfgen.server.protocol.problems import ApiError
 
 logger = logging.getLogger(__name__)
 
 THUMBNAIL_SIDE = 320
-FFMPEG_S = 30.0
-"""Timeout for extracting one frame of a video."""
 MEDIA_TYPES = {".png": "image/png", ".mp4": "video/mp4", ".webp": "image/webp"}
 PICTURE_FORMATS = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 
@@ -87,27 +85,16 @@ async def picture_as(path: Path, kind: str) -> bytes:
     return await asyncio.to_thread(_converted, path, kind)
 
 
-def _first_frame(path: Path) -> io.BytesIO:
-    import imageio_ffmpeg
-
-    if not path.exists():
-        raise _gone()
-    options = ["-frames:v", "1", "-f", "image2pipe", "-c:v", "png", "pipe:1"]
-    source = f"file:{path.absolute()}"
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-nostdin", "-i", source, *options]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=FFMPEG_S)
-    if done.returncode != 0 or not done.stdout:
-        raise _no_picture()
-    return io.BytesIO(done.stdout)
-
-
 def _shrink(path: Path, small: Path) -> None:
     from PIL import Image
 
     try:
-        with Image.open(_first_frame(path) if path.suffix == ".mp4" else path) as picture:
+        path.stat()  # a missing file is not a broken video
+        with Image.open(io.BytesIO(first_frame(path)) if path.suffix == ".mp4" else path) as picture:
             shrunk = picture.convert("RGB")
             shrunk.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    except ImageError:
+        raise _no_picture() from None
     except OSError as error:
         raise _unreadable(error) from None
     partial = small.with_suffix(".partial")

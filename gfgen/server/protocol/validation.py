@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gfgen.errors import Problem
+from gfgen.errors import Problem, nearest
 from gfgen.job.shared import VARIATION_FIELDS
 from gfgen.server.protocol.problems import MAX_SHOWN, ApiError
 from gfgen.server.protocol.schemas import OpenRequest
@@ -89,6 +88,6 @@ def _text(error: Any, name: str | None, fields: Sequence[str]) -> str:
 
 
 def _not_a_field(name: str, fields: Iterable[str], *, then: str = "", otherwise: str = "") -> str:
-    near = difflib.get_close_matches(name[:40], list(fields), n=1)
+    near = nearest(name, fields)
     shown = name if name.isprintable() and len(name) <= 80 else repr(name[:40])
-    return f"{shown}: not a field{then}" + (f"; did you mean {near[0]}?" if near else otherwise)
+    return f"{shown}: not a field{then}" + (f"; did you mean {near}?" if near else otherwise)
