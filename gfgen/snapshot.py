@@ -61,6 +61,8 @@ class JobView:
     """The most ranks that can share the rows of its decode."""
     arrangement: Arrangement | None = None
     """How it uses its ranks; None where nothing is predicted."""
+    owner: str | None = None
+    """Owners get equal shares of the ranks (policies/fair_share.py)."""
 
     @property
     def step_degree(self) -> int:
@@ -113,6 +115,8 @@ class RunningTask:
     task: Task
     layout: Layout
     predicted_end_s: float
+    owner: str | None = None
+    """Of its job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +176,8 @@ class Snapshot:
     """The jobs that arrived last, as they were then: what may be expected to come."""
     foresee: Callable[[Policy], Outlook] | None = None
     """Simulates ahead from here under a policy; None where nobody chooses between policies."""
+    served_s: Mapping[str | None, float] = field(default_factory=dict)
+    """Rank seconds that each owner of jobs has had, for comparison with each other."""
 
     def in_order(self, key: Callable[[JobView], Any]) -> Sequence[JobView]:
         """The open jobs, smallest key first, ties in the order in which they opened.

@@ -399,6 +399,7 @@ def test_what_a_policy_sees():
         "orders",
         "recent",
         "foresee",
+        "served_s",
     ]
     assert [field.name for field in dataclasses.fields(JobView)] == [
         "job_id",
@@ -417,4 +418,5 @@ def test_what_a_policy_sees():
         "shape",
         "max_decode_degree",
         "arrangement",
+        "owner",
     ]

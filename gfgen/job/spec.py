@@ -93,6 +93,8 @@ class JobSpec:
     """Seconds after the arrival; the job fails when it has not ended by then."""
     priority: int = 0
     tag: str | None = None
+    owner: str | None = None
+    """Name of the API key that the job came with; none in a job file."""
     output: str | None = None
     """File name in the output folder; {date} in it stands for the date of the first arrival."""
     format: str | None = None

@@ -28,7 +28,7 @@ FROZEN_KEYS = [
     "spec_hash", "job_file", "timings", "deadline_s", "met_deadline", "layouts", "error", "warnings",
     "written_at",
 ]  # fmt: skip
-FROZEN_TIMINGS = ["arrival_s", "started_s", "ended_s", "latency_s", "busy_s", "stages_s"]
+FROZEN_TIMINGS = ["arrival_s", "started_s", "ended_s", "latency_s", "busy_s", "rank_s", "stages_s"]
 
 
 def outcome(info: JobInfo, **changes: Any) -> JobOutcome:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import Protocol
 
 from gfgen.errors import PolicyError, PolicyFault, in_one_line
 from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.policies.fair_share import shared
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import PolicyChanged
 from gfgen.snapshot import Choice, Decision, Snapshot
@@ -57,14 +59,14 @@ class Decider:
         """The policy's decisions; those of `fcfs` for this once when it raises."""
         try:
             if self.policy.is_built_in:
-                return list(self.policy.decide(snapshot))
-            return within(DECISION_LIMIT_S, self._decided, snapshot)
+                return list(shared(self.policy.decide, snapshot))
+            return list(shared(partial(within, DECISION_LIMIT_S, self._decided), snapshot))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a policy may be the user's own, and call sys.exit()
             logger.debug("policy %s raised", self.policy.name, exc_info=True)
             self.blame(error)
-            return list(load_policy(FALLBACK).decide(snapshot))
+            return list(shared(load_policy(FALLBACK).decide, snapshot))
 
     def _decided(self, snapshot: Snapshot) -> list[Decision]:
         decided = self.policy.decide(snapshot)

@@ -73,10 +73,10 @@ class Flights:
     def __iter__(self) -> Iterator[Flight]:
         return iter(self._flights.values())
 
-    def add(self, dispatch: Dispatch, *, is_foreseeable: bool) -> Flight:
+    def add(self, dispatch: Dispatch, *, is_foreseeable: bool, owner: str | None = None) -> Flight:
         """Note a dispatch; nothing is queued behind it by a mere guess of when it ends."""
         assert dispatch.number == self.last_number + 1, f"{dispatch} is not the next dispatch"
-        view = RunningTask(dispatch.task, dispatch.layout, dispatch.predicted_end_s)
+        view = RunningTask(dispatch.task, dispatch.layout, dispatch.predicted_end_s, owner)
         predicted_s = dispatch.predicted_end_s - dispatch.predicted_start_s
         own_s = lookahead_of(predicted_s, lookahead_s=self._lookahead_s) if is_foreseeable else 0.0
         flight = self._flights[dispatch.number] = Flight(dispatch, view, own_s)
@@ -101,7 +101,7 @@ class Flights:
         """Predict another end, unless it is nearly the same; whether it changed."""
         if abs(end_s - flight.view.predicted_end_s) <= _SAME_END * self._lookahead_s:
             return False
-        flight.set_end(RunningTask(flight.view.task, flight.view.layout, end_s))
+        flight.set_end(RunningTask(flight.view.task, flight.view.layout, end_s, flight.view.owner))
         return True
 
     def give_up(self, flights: Iterable[Flight]) -> None:

@@ -108,6 +108,8 @@ class Usage:
 
     started_s: float | None = None
     busy_s: float = 0.0
+    rank_s: float = 0.0
+    """Seconds of each of its ranks: GPU-seconds."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds by stage."""
     layouts: list[str] = field(default_factory=list)
@@ -125,6 +127,7 @@ class Usage:
         if self.started_s is None:
             self.started_s = event.started_s
         self.busy_s += busy_s
+        self.rank_s += event.rank_s
         self.timings[stage] = self.timings.get(stage, 0.0) + busy_s
         if self.last_layout != layout:
             self.last_layout = layout
@@ -217,6 +220,7 @@ class JobRecord:
             max_ulysses_degree=job.max_ulysses_degree,
             max_decode_degree=job.max_decode_degree,
             arrangement=costs.arrangement(cost_class),
+            owner=spec.owner,
         )
         return self._view
 
@@ -231,6 +235,7 @@ class JobRecord:
             ended_s=ended_s,
             deadline_s=None if self.deadline_s == math.inf else self.deadline_s,
             busy_s=usage.busy_s,
+            rank_s=usage.rank_s,
             layouts=tuple(usage.layouts),
             error=error,
             warnings=tuple(trouble.warnings),

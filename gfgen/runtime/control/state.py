@@ -21,6 +21,7 @@ from gfgen.runtime.control.jobs import JobRecord, Jobs
 from gfgen.runtime.control.legality import legal_job
 from gfgen.runtime.control.modelturns import ModelTurns
 from gfgen.runtime.control.ranks import Ranks
+from gfgen.runtime.control.shares import Shares
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
@@ -63,6 +64,7 @@ class State:
             lookahead_s=start.lookahead_s, last_number=max([start.last_number, *last_numbers])
         )
         self.closing = Closing(start, costs)
+        self.shares = Shares()
         self.max_degree = start.max_degree or max(map(len, self.ranks.islands))
         """The most ranks that one task can use."""
         self._job_costs = _JobCosts(self.jobs.records, costs)
@@ -126,6 +128,7 @@ class State:
             max_degree=self.max_degree,
             costs=self._job_costs,
             orders=OpenJobOrders(self.jobs.open, open_jobs, joining=joining),
+            served_s=self.shares.served_s,
         )
 
     def snapshot_of_traffic(self) -> Snapshot:
@@ -188,7 +191,7 @@ class State:
             transfers=transfers,
         )
         is_measured = self._costs.has_seen(cost_class, task.stage, degrees)
-        flight = self.flights.add(dispatch, is_foreseeable=is_measured)
+        flight = self.flights.add(dispatch, is_foreseeable=is_measured, owner=record.job.spec.owner)
         self.ranks.take(flight)
         if task.stage is Stage.DENOISE and self.closing.closes_s < math.inf:
             self.closing.note(cost_class, degrees)
@@ -248,6 +251,7 @@ class State:
         task, layout, busy_s = dispatch.task, dispatch.layout, event.busy_s
         record.progress.complete(dispatch.number, event.ended_s, is_decode=task.stage is Stage.DECODE)
         record.usage.add(task.stage, layout, event, busy_s)
+        self.shares.serve(record.job.spec.owner, event.rank_s)
         self._costs.observe(record.cost_class, task.stage, layout.degrees, busy_s)
         if task.index + 1 == record.num_tasks:
             self.jobs.write(record)
@@ -291,6 +295,7 @@ class State:
         if record is None:  # it was cancelled before
             return ()
         self.jobs.arrive(record)
+        self.shares.arrive(record.job.spec.owner)
         if (doom := self.models.doom_of(record.model, now_s=event.time_s)) is not None:
             record.trouble.fail(doom)
         return self._settle(record)
@@ -372,11 +377,13 @@ class State:
 
     def _end(self, record: JobRecord, *, error: str | None) -> Iterable[JobOutcome]:
         self.jobs.remove(record)
+        if record.arrived:
+            self.shares.leave(record.job.spec.owner)
         return (record.outcome(ended_s=self.clock.now_s, error=error),)
 
     def check(self) -> None:
         """Assert what always holds: after every event in tests, and in runs when idle."""
-        for part in (self.jobs, self.ranks, self.flights, self.models, self.closing):
+        for part in (self.jobs, self.ranks, self.flights, self.models, self.closing, self.shares):
             part.check()
         for flight in self.flights:
             dispatch = flight.dispatch

@@ -99,6 +99,11 @@ class TaskDone(Event):
         """Execution time on the slowest rank."""
         return max([each.ended_s - each.started_s for each in self.times])
 
+    @property
+    def rank_s(self) -> float:
+        """Execution times of all ranks together."""
+        return sum([each.ended_s - each.started_s for each in self.times])
+
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed(Event):

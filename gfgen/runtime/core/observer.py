@@ -78,6 +78,8 @@ class JobOutcome:
     """All of them, if there are several."""
     made: tuple[int, int, int] | None = None
     """Frames, height and width of each, if only the decode knew them."""
+    rank_s: float = 0.0
+    """Seconds of each of its ranks, summed over its tasks: GPU-seconds."""
 
     @property
     def met_deadline(self) -> bool | None:

@@ -103,6 +103,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
             "ended_s": _rounded(outcome.ended_s),
             "latency_s": _rounded(outcome.ended_s - outcome.arrival_s),
             "busy_s": _rounded(outcome.busy_s),
+            "rank_s": _rounded(outcome.rank_s),
             "stages_s": {name: _rounded(value) for name, value in outcome.timings.items()},
         },
         "deadline_s": _rounded(outcome.deadline_s),
@@ -112,6 +113,8 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         "warnings": list(outcome.warnings),
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written_at)),
     }
+    if spec.owner is not None:
+        entry["owner"] = spec.owner
     entry |= {name: value for name in PIPELINE_FIELDS if (value := getattr(spec, name)) is not None}
     if outcome.files:
         entry["outputs"] = [
