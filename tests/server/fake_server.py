@@ -48,6 +48,9 @@ class FakeServer:
         self.files: dict[str, tuple[bytes, str]] = {}
         """What GET answers, by path."""
         self.asked: list[RequestedJob] = []
+        self.cancelled: set[str] = set()
+        self.stored: list[schemas.Job] = []
+        """All jobs that have ended."""
         self.num_streams = 0
         self.is_cut = False
         self._keys = ApiKeys(api_key)
@@ -114,6 +117,8 @@ class FakeServer:
         app.post("/v1/session")(self._session)
         app.post("/v1/policy")(self._set_policy)
         app.post("/v1/jobs")(self._create)
+        app.get("/v1/jobs")(self._list)
+        app.post("/v1/batches")(self._create_batch)
         app.post("/v1/jobs/{job_id}/cancel")(self._cancel)
         app.delete("/v1/jobs/{job_id}")(self._delete)
         app.api_route("/v1/jobs/{job_id}", methods=["GET"])(self._job)
@@ -161,8 +166,27 @@ class FakeServer:
         assert self.accepted is not None
         return Response(self.accepted.model_dump_json(), media_type="application/json")
 
+    async def _create_batch(self, request: Request) -> Response:
+        async with request.form() as form:
+            file = form["file"]
+            assert not isinstance(file, str)
+            lines = (await file.read()).decode().splitlines()
+        if self.refusal is not None:
+            raise self.refusal
+        counts = schemas.RequestCounts(total=len(lines), completed=0, failed=0, cancelled=0)
+        answer = schemas.Batch(
+            id="batch_1", status="in_progress", created_at=1, request_counts=counts, manifest_url=""
+        )
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    async def _list(self, ended: bool) -> Response:
+        jobs = self.stored if ended else [job for job in self.state.open if job.id not in self.cancelled]
+        answer = schemas.JobList(data=jobs, first_id=None, last_id="last", has_more=False)
+        return Response(answer.model_dump_json(), media_type="application/json")
+
     async def _cancel(self, job_id: str) -> Response:
         self.asked.append(RequestedJob("POST", f"/v1/jobs/{job_id}/cancel"))
+        self.cancelled.add(job_id)
         if self.refusal is not None:
             raise self.refusal
         return Response("{}", media_type="application/json")

@@ -22,7 +22,7 @@ expect = playwright.expect
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (apt-get install chromium)")
 
-PHONE = {"width": 360, "height": 780}
+PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1280, "height": 900}
 
 
@@ -243,6 +243,35 @@ def test_a_picture_goes_along_where_the_model_takes_one(browser, fake):
     assert fake.asked[0].fields["image"] == "boat.png"
 
 
+def test_several_jobs_are_submitted_with_seeds_that_count_up(browser, fake):
+    fake.accepted = states.job("new")
+    with opened(browser, fake.url) as page:
+        page.get_by_label("Prompt", exact=True).fill("a red fox")
+        page.get_by_label("Guidance").fill("6.5")
+        page.get_by_label("FPS").fill("12")
+        page.get_by_label("How many").fill("3")
+        page.get_by_label("Seed").fill(str(2**63 - 2))
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("#sent")).to_have_text("3 jobs accepted.")
+    assert [asked.fields["seed"] for asked in fake.asked] == [str(2**63 - 2), str(2**63 - 1), "0"]
+    assert {(asked.fields["guidance_scale"], asked.fields["fps"]) for asked in fake.asked} == {("6.5", "12")}
+    assert len({asked.key for asked in fake.asked}) == 3
+
+
+def test_a_job_file_is_uploaded(browser, fake):
+    with opened(browser, fake.url, may_complain=True) as page:
+        page.get_by_text("Job file", exact=True).click()
+        content = b'{"prompt": "a fox"}\n{"prompt": "a boat"}\n'
+        file = {"name": "night.jsonl", "mimeType": "application/jsonl", "buffer": content}
+        page.locator("#job-file").set_input_files(file)
+        fake.refusal = ApiError(400, "the job file: line 2: stepps: unknown", param="stepps")
+        page.get_by_role("button", name="Send the file").click()
+        expect(page.locator("#job-file-sent")).to_contain_text("line 2: stepps: unknown")
+        fake.refusal = None
+        page.get_by_role("button", name="Send the file").click()
+        expect(page.locator("#job-file-sent")).to_have_text("2 jobs accepted.")
+
+
 def test_mistakes_are_told_at_their_fields_without_asking(browser, fake):
     with opened(browser, fake.url) as page:
         page.get_by_label("Steps").fill("12.5")
@@ -287,6 +316,68 @@ def test_cancelling_keeps_the_focus_in_the_queue(browser, fake):
         )
         expect(page.get_by_role("button", name="Cancel prompt of whale")).to_be_focused()
     assert [(asked.method, asked.path) for asked in fake.asked] == [("POST", "/v1/jobs/fox/cancel")]
+
+
+def test_cancel_all_asks_first(browser, fake):
+    fake.state = states.live(open=[states.job(name, position=1) for name in ("fox", "whale", "boat")])
+    with opened(browser, fake.url) as page:
+        page.get_by_role("button", name="Cancel all").click()
+        assert fake.asked == []
+        page.get_by_role("button", name="Cancel 3 jobs?").click()
+        expect(page.locator("#said")).to_have_text("3 jobs cancelled")
+    assert {asked.path for asked in fake.asked} == {f"/v1/jobs/{n}/cancel" for n in ("fox", "whale", "boat")}
+
+
+def test_running_jobs_come_before_paused_ones(browser, fake):
+    fake.state = states.live(
+        open=[states.running("paused", 0), states.running("fox", 1), states.job("whale", position=1)],
+        ranks=[states.rank(0), states.rank(1, "fox")],
+    )
+    with opened(browser, fake.url) as page:
+        expect(page.locator("#queue-count")).to_have_text("1 running, 1 paused, 1 waiting")
+        prompts = page.locator("#queue .job-prompt")
+        expect(prompts).to_have_text(["prompt of fox", "prompt of paused", "prompt of whale"])
+
+
+def test_older_results_are_shown_on_demand_and_stay(browser, fake):
+    ended = [states.ended(f"job-{n}", status="failed", completed_at=1000 - n) for n in range(60)]
+    fake.state, fake.stored = states.live(finished=ended[:48]), ended
+    with opened(browser, fake.url) as page:
+        expect(page.locator("#results .tile")).to_have_count(48)
+        page.get_by_role("button", name="Show more").click()
+        expect(page.locator("#results .tile")).to_have_count(60)
+        expect(page.get_by_role("button", name="Show more")).to_be_hidden()
+        newest = states.ended("new", status="failed", completed_at=2000)
+        fake.tell(finished=[newest], removed=["job-47"])
+        expect(page.locator("#results .tile")).to_have_count(61)
+        assert shown(page, "#results .tile-prompt")[48:50] == ["prompt of job-47", "prompt of job-48"]
+
+
+FAKE_NOTICES = """
+  window.notices = [];
+  window.Notification = class extends EventTarget {
+    static permission = "default";
+    static requestPermission = async () => (Notification.permission = "granted");
+    constructor(title, { body }) { super(); window.notices.push([title, body]); }
+  };
+  Object.defineProperty(document, "hidden", { get: () => window.isAway === true });
+"""
+
+
+def test_a_notification_comes_only_when_turned_on_and_away(browser, fake):
+    with opened(browser, fake.url) as page:
+        page.add_init_script(FAKE_NOTICES)
+        page.reload()
+        expect(page.locator("#status")).to_have_text("ready")
+        page.evaluate("window.isAway = true")
+        fake.tell(finished=[states.ended("before", status="failed")])
+        expect(page.locator("#results .tile")).to_have_count(1)
+        page.get_by_role("button", name="Notify me").click()
+        expect(page.get_by_role("button", name="Notify me", pressed=True)).to_be_visible()
+        fake.tell(finished=[states.ended("boat", status="failed", prompt="a boat")])
+        expect(page.locator("#results .tile")).to_have_count(2)
+        page.wait_for_function("window.notices.length")
+        assert page.evaluate("window.notices") == [["Job failed", "A boat."]]
 
 
 def test_a_result_opens_and_its_settings_can_be_used_again(browser, fake):
@@ -464,6 +555,8 @@ def test_a_phone_needs_no_scrolling_sideways(browser, fake):
         expect(page.locator("#queue .job:visible")).to_have_count(5)
         page.get_by_role("button", name="Show all 9").click()
         expect(page.locator("#queue .job:visible")).to_have_count(9)
+        tops = [page.locator(f".panel.{name}").bounding_box()["y"] for name in ("queue", "results", "new")]
+        assert tops == sorted(tops), "the queue and the results come before the form"
 
 
 def test_everything_is_reached_by_keyboard_and_seen_when_it_is(browser, fake):

@@ -1,13 +1,17 @@
 // The form: a model's defaults, errors at their fields, and submission.
 
 import { ask, parse } from "./live.js";
-import { byId, countdown, make, mark, ordinal, say, sentence, write } from "./words.js";
+import { byId, counted, countdown, make, mark, ordinal, say, sentence, write } from "./words.js";
 
-const SHOWN = ["prompt", "model", "image", "size", "frames", "steps", "seed", "deadline", "priority"];
-const FIELDS = [...SHOWN, "negative_prompt", "tag"];
-const FIELD_OF = { width: "size", height: "size", fps: "frames" };
-const MOST = 2n ** 63n - 1n;
-const WHOLE = { frames: [1, 4097], steps: [1, 1000], seed: [0, MOST], priority: [-1000000, 1000000] };
+const SHOWN = ["prompt", "model", "image", "size", "frames", "fps", "steps", "guidance", "seed", "deadline"];
+const FIELDS = [...SHOWN, "priority", "negative_prompt", "tag"];
+const INPUTS = [...FIELDS, "number"];
+const FIELD_OF = { width: "size", height: "size", guidance_scale: "guidance", true_cfg_scale: "guidance" };
+const MOST = 2n ** 63n - 1n; // largest seed
+const WHOLE = {
+  frames: [1, 4097], fps: [1, 240], steps: [1, 1000], number: [1, 100], seed: [0, MOST],
+  priority: [-1000000, 1000000],
+};
 const SIZES = {
   video: ["832x480", "480x832", "1280x704", "704x1280"],
   image: ["512x512", "1024x1024", "1328x1328", "1664x928", "928x1664"],
@@ -19,12 +23,13 @@ export class Form {
   #touched = new Set();
   #models = "";
   #key = null;
+  #fileKey = null;
   #isBusy = false;
   #own = new Set(); // open jobs submitted on this page; their ends are announced
 
   constructor({ live }) {
     this.#live = live;
-    for (const name of FIELDS) {
+    for (const name of INPUTS) {
       const field = byId(name);
       field.setAttribute("aria-describedby", `${name}-wrong`);
       field.addEventListener("input", () => {
@@ -41,6 +46,11 @@ export class Form {
     byId("prompt").addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.#form.requestSubmit();
     });
+    byId("job-file").addEventListener("change", () => {
+      this.#fileKey = null;
+      write(byId("job-file-sent"), "");
+    });
+    byId("job-file-send").addEventListener("click", () => this.#sendFile());
   }
 
   /** Update the models and the button after a change of the state. */
@@ -64,8 +74,8 @@ export class Form {
   /** Copy the settings of another job. */
   fill(job) {
     const values = {
-      prompt: job.prompt, model: job.model, size: job.size, frames: job.frames ?? "", steps: job.steps,
-      seed: job.seed, priority: job.priority || "", tag: job.tag ?? "",
+      prompt: job.prompt, model: job.model, size: job.size, frames: job.frames ?? "", fps: job.fps ?? "",
+      steps: job.steps, seed: job.seed, priority: job.priority || "", tag: job.tag ?? "", number: "",
     };
     for (const [name, value] of Object.entries(values)) {
       byId(name).value = value;
@@ -93,8 +103,11 @@ export class Form {
       field.placeholder = defaults[name] ?? "";
       this.#blame(name, "");
     }
-    byId("frames-field").hidden = model.kind === "image";
-    write(byId("frames-hint"), defaults.fps ? `${defaults.fps} fps` : "");
+    for (const name of ["frames", "fps"]) byId(`${name}-field`).hidden = model.kind === "image";
+    const guidance = defaults.true_cfg_scale ?? defaults.guidance_scale ?? null;
+    byId("guidance-field").hidden = guidance === null;
+    byId("guidance").placeholder = guidance ?? "";
+    byId("fps").placeholder = defaults.fps ?? "";
     const takesImage = model.takes_image !== "no";
     byId("image-field").hidden = !takesImage;
     write(byId("image-hint"), model.takes_image === "always" ? "required" : "optional");
@@ -115,16 +128,43 @@ export class Form {
       this.#tell(`Correct ${wrong.length} ${wrong.length === 1 ? "field" : "fields"}.`, "bad");
       return;
     }
-    // The server makes one job for all requests with the same key.
-    this.#key ??= [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(36)).join("-");
+    this.#key ??= newKey();
+    const number = Number(byId("number").value.trim() || 1);
+    const jobs = [];
     this.#wait(true);
     try {
-      const answer = await ask("POST", "/v1/jobs", { form: this.#body(), key: this.#key });
-      this.#accepted(parse(await answer.text()));
+      for (let place = 0; place < number; place += 1) {
+        const key = place ? `${this.#key}-${place}` : this.#key;
+        const answer = await ask("POST", "/v1/jobs", { form: this.#body(place), key });
+        jobs.push(parse(await answer.text()));
+        this.#own.add(jobs.at(-1).id);
+      }
+      this.#accepted(jobs);
     } catch (problem) {
-      this.#refused(problem);
+      this.#refused(problem, jobs.length ? `${jobs.length} of ${number} accepted. ` : "");
     } finally {
       this.#wait(false);
+    }
+  }
+
+  /** Submit a job file; the server accepts all of its jobs or none. */
+  async #sendFile() {
+    const [file, said] = [byId("job-file").files[0], byId("job-file-sent")];
+    if (!file) return write(said, "Choose a file.");
+    const form = new FormData();
+    form.append("file", file);
+    this.#fileKey ??= newKey();
+    write(said, "Sending");
+    said.dataset.kind = "";
+    try {
+      const batch = parse(await (await ask("POST", "/v1/batches", { form, key: this.#fileKey })).text());
+      write(said, `${counted(batch.request_counts.total, "job")} accepted.`);
+      said.dataset.kind = "good";
+      byId("job-file").value = "";
+      this.#fileKey = null;
+    } catch (problem) {
+      write(said, sentence(problem.message));
+      said.dataset.kind = "bad";
     }
   }
 
@@ -134,15 +174,21 @@ export class Form {
     this.show();
   }
 
-  #body() {
+  /** The request for one of several jobs, which count the seed up. */
+  #body(place) {
     const body = new FormData();
     for (const name of FIELDS) {
       const field = byId(name);
       if (field.closest("[hidden]")) continue;
-      const value = name === "image" ? field.files[0] : field.value.trim();
-      if (value) body.append(name, value);
+      let value = name === "image" ? field.files[0] : field.value.trim();
+      if (name === "seed" && value) value = String((BigInt(value) + BigInt(place)) % (MOST + 1n));
+      if (value) body.append(name === "guidance" ? this.#guidanceName : name, value);
     }
     return body;
+  }
+
+  get #guidanceName() {
+    return this.#model?.defaults?.true_cfg_scale == null ? "guidance_scale" : "true_cfg_scale";
   }
 
   /** Errors found without a request: [field, message]. */
@@ -162,29 +208,32 @@ export class Form {
       const most = high === MOST ? "2^63 - 1" : high.toLocaleString();
       blame(name, `A whole number from ${low.toLocaleString()} to ${most}.`);
     }
+    const guidance = byId("guidance").value.trim();
+    const isScale = /^\d{1,9}(\.\d{1,9})?$/.test(guidance);
+    if (guidance && !isScale && !byId("guidance").closest("[hidden]")) blame("guidance", "A number like 4.5.");
     return wrong;
   }
 
-  #accepted(job) {
+  #accepted(jobs) {
     this.#key = null;
-    this.#own.add(job.id);
-    const { position, predicted_completion_at: endsAt } = job;
+    if (jobs.length > 1) return this.#tell(`${jobs.length} jobs accepted.`, "good");
+    const { position, predicted_completion_at: endsAt } = jobs[0];
     const place = position ? `, ${position === 1 ? "next" : ordinal(position)} in the queue` : "";
     const ends = endsAt ? `, done in ${countdown(endsAt - this.#live.now())}` : "";
     this.#tell(`Accepted${place}${ends}.`, "good");
   }
 
-  #refused(problem) {
+  #refused(problem, before) {
     const name = FIELD_OF[problem.param] ?? problem.param;
     if (FIELDS.includes(name) && !byId(name).closest("[hidden]")) {
       const text = problem.message.replace(new RegExp(`^${problem.param}:\\s*`), "");
       this.#blame(name, text);
       this.#go(name);
-      this.#tell("Not accepted.", "bad");
+      this.#tell(before || "Not accepted.", "bad");
       return;
     }
     const later = problem.retryAfter ? ` Try again in ${countdown(problem.retryAfter)}.` : "";
-    this.#tell(`${sentence(problem.message)}${later}`, "bad");
+    this.#tell(`${before}${sentence(problem.message)}${later}`, "bad");
   }
 
   /** Focus an invalid field, and unfold it if it is hidden. */
@@ -205,7 +254,12 @@ export class Form {
   }
 
   #blameNothing() {
-    for (const name of FIELDS) this.#blame(name, "");
+    for (const name of INPUTS) this.#blame(name, "");
     this.#tell("", "");
   }
+}
+
+/** For the header Idempotency-Key: the server makes one job for all requests with the same key. */
+function newKey() {
+  return [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(36)).join("-");
 }

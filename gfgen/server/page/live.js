@@ -3,6 +3,7 @@
 import { sentence } from "./words.js";
 
 const SILENCE_S = 40; // the server sends something every 15 s
+const SHOWN = 48; // ended jobs in the live state
 const PAUSES_S = [0.5, 1, 2, 4, 8];
 
 /** Parse JSON from the server; a seed may have more digits than a JavaScript number holds. */
@@ -65,7 +66,10 @@ async function* events(response, alive) {
 export class Live extends EventTarget {
   state = null;
   open = new Map(); // jobs by id, in order
-  finished = []; // latest first
+  finished = []; // the last 48 that have ended, latest first
+  older = []; // ended jobs before these, as far as they were asked for
+  hasOlder = false;
+  #after = null; // the last job of the pages of older jobs so far
   timeline = new Map(); // bars by key
   connection = { kind: "connecting", reason: "", when: "" }; // connecting, live, lost, locked
   #ahead = -Infinity; // server's clock minus performance.now(), in seconds
@@ -80,7 +84,32 @@ export class Live extends EventTarget {
   }
 
   job(id) {
-    return this.open.get(id) ?? this.finished.find((job) => job.id === id);
+    return this.open.get(id) ?? this.ended.find((job) => job.id === id);
+  }
+
+  /** All known jobs that have ended, latest first. */
+  get ended() {
+    return [...this.finished, ...this.older];
+  }
+
+  /** Ask for jobs that ended earlier; pages are in the order of acceptance. */
+  async more() {
+    const known = new Set(this.ended.map((job) => job.id));
+    let news = [];
+    while (this.hasOlder && !news.length) {
+      const after = this.#after ? `&after=${encodeURIComponent(this.#after)}` : "";
+      const page = parse(await (await ask("GET", `/v1/jobs?ended=true&limit=100${after}`)).text());
+      this.#after = page.last_id;
+      this.hasOlder = page.has_more;
+      news = page.data.filter((job) => !known.has(job.id));
+    }
+    this.older = [...this.older, ...news].sort((a, b) => b.completed_at - a.completed_at);
+    this.dispatchEvent(new Event("change"));
+  }
+
+  /** A job was removed. */
+  forget(id) {
+    this.older = this.older.filter((job) => job.id !== id);
   }
 
   /** Follow the stream, reconnecting, until the page closes. */
@@ -160,6 +189,8 @@ export class Live extends EventTarget {
     this.#stoppedAt = null;
     this.open = new Map(state.open.map((job) => [job.id, job]));
     this.finished = state.finished;
+    [this.older, this.#after] = [[], null];
+    this.hasOlder = state.finished.length >= SHOWN;
     this.timeline = new Map(state.timeline.map((bar) => [bar.key, bar]));
     this.#tick(state.server_time);
   }
@@ -176,7 +207,11 @@ export class Live extends EventTarget {
     if (news.length || gone.size) {
       const known = new Map(news.map((job) => [job.id, job]));
       const kept = this.finished.filter((job) => !known.has(job.id));
-      this.finished = [...news, ...kept].filter((job) => !gone.has(job.id)).slice(0, 48);
+      const ended = [...news, ...kept];
+      this.finished = ended.slice(0, SHOWN).filter((job) => !gone.has(job.id));
+      const pushedOut = ended.slice(SHOWN);
+      if (this.older.length) this.older = [...pushedOut, ...this.older];
+      else if (pushedOut.length) this.hasOlder = true;
       for (const id of known.keys()) this.open.delete(id);
     }
     if (change.order) {

@@ -3,6 +3,7 @@
 import { Colours } from "./colours.js";
 import { Form } from "./form.js";
 import { ask, Live } from "./live.js";
+import { Notices } from "./notices.js";
 import { Queue } from "./queue.js";
 import { Results } from "./results.js";
 import { Timeline } from "./timeline.js";
@@ -41,6 +42,7 @@ const parts = [
   new Timeline({ live, colours, picked }),
   new Queue({ live, colours, picked }),
   new Results({ live, again: (job) => form.fill(job) }),
+  new Notices({ live }),
   form,
 ];
 
@@ -146,6 +148,17 @@ byId("key-dialog-form").addEventListener("submit", async (event) => {
   byId("key-dialog").close("open");
   live.retry();
 });
+
+// A phone shows the queue and the results first, in the order in which the keyboard reaches them ---------
+
+const phone = matchMedia("(max-width: 699px)");
+function order() {
+  const order = phone.matches ? ["queue", "results", "new", "timeline"] : ["timeline", "new", "queue", "results"];
+  const main = document.querySelector("main");
+  main.append(...order.map((name) => main.querySelector(`.panel.${name}`)));
+}
+phone.addEventListener("change", order);
+if (phone.matches) order();
 
 // Updates ----------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 // The open jobs: started ones, then the queue in its predicted order.
 
 import { dye } from "./colours.js";
-import { ask } from "./live.js";
+import { ask, parse } from "./live.js";
 import { arrange, byId, make, mark, say, write } from "./words.js";
-import { clock, countdown, doing, facts, ordinal, ranksOf, sharing } from "./words.js";
+import { clock, counted, countdown, doing, facts, ordinal, ranksOf, sharing } from "./words.js";
 
 const PAUSE_S = 1;
 const SHORT = 5; // rows on a narrow screen before "Show all" (page.css)
@@ -22,6 +22,8 @@ export class Queue {
       byId("queue").classList.toggle("short");
       this.show();
     });
+    byId("queue-cancel").addEventListener("click", () => this.#cancelAll());
+    byId("queue-cancel").addEventListener("blur", () => this.#askFirst());
   }
 
   show() {
@@ -36,7 +38,10 @@ export class Queue {
       if (!this.#rows.has(job.id)) this.#rows.set(job.id, this.#row(job));
       this.#fill(this.#rows.get(job.id), job);
     }
-    arrange(byId("queue"), [...open.keys()].map((id) => this.#rows.get(id).row));
+    const isPaused = (job) => Number(job.status === "in_progress" && !this.#isAtWork(job));
+    const kind = (job) => (job.status === "queued" ? 2 : isPaused(job));
+    const sorted = [...open.values()].sort((a, b) => kind(a) - kind(b));
+    arrange(byId("queue"), sorted.map((job) => this.#rows.get(job.id).row));
     if (focused && !focused.isConnected) this.#keepFocus(place);
     byId("queue-empty").hidden = open.size > 0;
     this.#showCount([...open.values()], state.num_open);
@@ -51,13 +56,18 @@ export class Queue {
     return new Set([...recent, ...tasks].map((work) => work.job_id));
   }
 
+  #isAtWork(job) {
+    return this.#busy.has(job.id) || job.stage === "write";
+  }
+
   #showCount(jobs, numOpen) {
     const begun = jobs.filter((job) => job.status === "in_progress");
-    const paused = begun.filter((job) => !this.#busy.has(job.id) && job.stage !== "write").length;
+    const paused = begun.filter((job) => !this.#isAtWork(job)).length;
     const parts = [`${begun.length - paused} running`, `${numOpen - begun.length} waiting`];
     if (paused) parts.splice(1, 0, `${paused} paused`);
     if (numOpen > jobs.length) parts.push(`showing the first ${jobs.length}`);
     write(byId("queue-count"), parts.join(", "));
+    byId("queue-cancel").hidden = numOpen < 2;
     byId("queue-all").hidden = jobs.length <= SHORT;
     const isShort = byId("queue").classList.contains("short");
     write(byId("queue-all"), isShort ? `Show all ${jobs.length}` : "Show fewer");
@@ -74,8 +84,9 @@ export class Queue {
     const whose = make("span", { class: "unseen" }, ` ${name}`);
     const button = make("button", { type: "button", class: "quiet" }, "Cancel", whose);
     const row = make("li", { class: "job", data: { id: job.id } },
-      swatch,
-      make("div", { class: "job-main" }, prompt, what),
+      make("div", { class: "job-look" }, swatch),
+      prompt,
+      what,
       make("div", { class: "job-state" }, make("div", { class: "job-bar" }, bar, percent), where),
       make("div", { class: "job-times" }, done, deadline),
       button);
@@ -93,8 +104,8 @@ export class Queue {
     mark(what, "title", facts(job));
     bar.value = job.progress;
     write(percent, `${job.progress}%`);
-    const isBusy = this.#busy.has(job.id) || job.stage === "write";
-    write(where, job.status === "queued" ? waiting(job, now) : isBusy ? running(job) : paused(job));
+    const isAtWork = this.#isAtWork(job);
+    write(where, job.status === "queued" ? waiting(job, now) : isAtWork ? running(job) : paused(job));
     const endsAt = job.predicted_completion_at;
     const left = endsAt > now ? `done in ${countdown(endsAt - now)}` : "done any moment";
     write(done, endsAt === null ? "\u2013" : left);
@@ -115,6 +126,34 @@ export class Queue {
     const rows = byId("queue").children;
     const next = rows[Math.min(place, rows.length - 1)]?.querySelector("button") ?? byId("queue-title");
     next.focus({ preventScroll: true });
+  }
+
+  #askFirst() {
+    delete byId("queue-cancel").dataset.sure;
+    write(byId("queue-cancel"), "Cancel all");
+  }
+
+  /** Cancel every open job, also those that the page does not show; the first click only asks. */
+  async #cancelAll() {
+    const button = byId("queue-cancel");
+    if (!button.dataset.sure) {
+      button.dataset.sure = "yes";
+      return write(button, `Cancel ${this.#live.state.num_open} jobs?`);
+    }
+    this.#askFirst();
+    let num = 0;
+    try {
+      for (let before = -1; num > before; ) {
+        before = num;
+        const page = parse(await (await ask("GET", "/v1/jobs?ended=false&limit=100")).text());
+        await Promise.all(page.data.map((job) => ask("POST", `/v1/jobs/${job.id}/cancel`)));
+        num += page.data.length;
+      }
+      say(`${counted(num, "job")} cancelled`);
+    } catch (problem) {
+      button.title = problem.message;
+      say(`Not all jobs are cancelled: ${problem.message}`);
+    }
   }
 
   async #cancel(job, button) {

@@ -13,6 +13,7 @@ export class Results {
   constructor({ live, again }) {
     [this.#live, this.#again] = [live, again];
     const viewer = byId("viewer");
+    byId("results-more").addEventListener("click", () => this.#showMore());
     byId("viewer-close").addEventListener("click", () => viewer.close());
     byId("viewer-before").addEventListener("click", () => this.#step(-1));
     byId("viewer-after").addEventListener("click", () => this.#step(1));
@@ -29,7 +30,7 @@ export class Results {
   }
 
   show() {
-    const { finished } = this.#live;
+    const finished = this.#live.ended;
     const known = new Map(finished.map((job) => [job.id, job]));
     const focusedId = document.activeElement?.closest?.("#results .tile")?.dataset.id;
     for (const id of [...this.#tiles.keys()]) if (!known.has(id)) this.#tiles.delete(id);
@@ -39,7 +40,21 @@ export class Results {
     byId("results-empty").hidden = finished.length > 0;
     const done = finished.filter((job) => job.status === "completed").length;
     write(byId("results-count"), finished.length ? `${done} completed, ${finished.length - done} not` : "");
+    byId("results-more").hidden = !this.#live.hasOlder;
     if (byId("viewer").open) this.#showSteps();
+  }
+
+  async #showMore() {
+    const button = byId("results-more");
+    if (button.getAttribute("aria-disabled") === "true") return;
+    mark(button, "aria-disabled", "true");
+    try {
+      await this.#live.more();
+    } catch (problem) {
+      say(`No more results: ${problem.message}`);
+      button.title = problem.message;
+    }
+    mark(button, "aria-disabled", null);
   }
 
   #tile(job) {
@@ -115,17 +130,17 @@ export class Results {
 
   #showSteps() {
     const place = this.#place();
-    const isLast = place < 0 || place === this.#live.finished.length - 1;
+    const isLast = place < 0 || place === this.#live.ended.length - 1;
     mark(byId("viewer-before"), "aria-disabled", place > 0 ? null : "true");
     mark(byId("viewer-after"), "aria-disabled", isLast ? "true" : null);
   }
 
   #place() {
-    return this.#live.finished.findIndex((job) => job.id === this.#shownId);
+    return this.#live.ended.findIndex((job) => job.id === this.#shownId);
   }
 
   #step(way) {
-    const next = this.#live.finished[this.#place() + way];
+    const next = this.#live.ended[this.#place() + way];
     if (next && this.#place() + way >= 0) this.#open(next.id);
   }
 
@@ -169,6 +184,7 @@ export class Results {
       this.#askFirst();
       return write(byId("viewer-wrong"), problem.message);
     }
+    this.#live.forget(job.id);
     say(`Removed: ${job.prompt}`);
     byId("viewer").close();
     byId("results-title").focus({ preventScroll: true });
