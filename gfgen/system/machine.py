@@ -1,4 +1,4 @@
-"""Device name and package versions, as records of a measurement."""
+"""Device name and package versions, as records of a measurement, and where gfgen keeps what it measures."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ def key_versions() -> Mapping[str, str]:
     """Of the packages on which the results depend."""
     found = versions()
     return {name: found[name] for name in ("gfgen", "torch", "diffusers") if name in found}
+
+
+def cache_dir() -> Path:
+    """Where gfgen keeps what it makes for itself: $GFGEN_CACHE, or gfgen/ in the user's cache folder."""
+    if own := os.environ.get("GFGEN_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "gfgen"
 
 
 def file_stem(device: str) -> str:

@@ -113,7 +113,7 @@ def test_other_shapes_are_added_to_a_profile_that_is_there(measured, tmp_path):
 def test_the_default_profile_is_where_everyone_looks(measured, monkeypatch, tmp_path):
     made = profile("--model", "tiny-qwen-image", "--size", "64x64", "--ranks", 1, "-o", tmp_path / "p.json")
     assert made.exit_code == 0
-    monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
     assert profile_store.find_profile() is None
     with pytest.raises(InputError, match=r"no profile of this machine .*with 'gfgen profile JOBS'"):
         profile_store.open_profile(None)
@@ -186,7 +186,7 @@ def test_jobs_that_name_no_model_are_those_of_the_one_that_is_given(measured, tm
 def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
     measured, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path / "cache"))
     assert known_profile(Ranks(Devices(CPU, 2))) is None
     assert profile("--model", "tiny-qwen-image", "--size", "64x64", "--ranks", 1).exit_code == 0
     monkeypatch.setattr(logging.getLogger("gfgen"), "propagate", True)  # the command has set up its own
@@ -201,7 +201,7 @@ def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
 def test_no_more_gpus_are_measured_together_than_reach_each_other(no_pool, monkeypatch, tmp_path):
     pairs = [Gpu("NVIDIA H200", 140 * 10**9, frozenset(peers)) for peers in ((1,), (0,), (3,), (2,))]
     monkeypatch.setattr("gfgen.cli.options.choose_devices", lambda *_, **__: Devices(CUDA, 4, tuple(pairs)))
-    monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
     dry = profile("--random-weights", "--dry-run")
     assert dry.output.splitlines()[1].startswith("18 measurements on 1 to 2 GPUs: about ")
     samples = Samples(STAGES, gaps=[0.001], moves=[(64, 0.01)])
@@ -225,7 +225,7 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
 
     monkeypatch.setattr("gfgen.cli.options.choose_devices", lambda *_, **__: gpus)
     monkeypatch.setattr(command.profiling, "measure", measure)
-    monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
     dry = profile("--random-weights", "--dry-run")
     assert dry.output.splitlines()[1].startswith("24 measurements on 1 to 4 GPUs: about ")
     assert "a guess" not in dry.output
@@ -248,7 +248,7 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
 
 
 def test_the_built_in_model_is_measured_within_its_budget(monkeypatch, tmp_path):
-    monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
     calibration = {"alone_s": 0.05, "together_s": 0.055, "versions": profile_store.versions()}
     monkeypatch.setattr("gfgen.runtime.predict.scaling._measured", lambda: calibration)
     dry = profile("--dry-run")

@@ -481,10 +481,10 @@ def test_kernels_compile_with_nvcc(tmp_path: Path) -> None:
 def test_kernels_compile_with_nvrtc_and_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if compiler.find_nvrtc() is None:
         pytest.skip("NVRTC is not installed (it comes with CUDA builds of PyTorch)")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
     first = compiler.compiled("sm_90")
     (cached,) = compiler.kept()
-    assert cached.parent == tmp_path / "gfgen" / "kernels"
+    assert cached.parent == tmp_path / "kernels"
     cached.write_bytes(b"from the cache")
     assert first[:4] == b"\x7fELF"
     assert compiler.compiled("sm_90") == b"from the cache"
@@ -590,7 +590,7 @@ def test_ranks_choose_by_the_tables_that_were_there_when_they_were_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rank that is started again after `gfgen bench gfc --tune` must choose as the others do."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
     first, second = ({(2, False): (Rule(1 << 62, KernelChoice("threads", blocks)),)} for blocks in (3, 4))
     path = store_rules("NVIDIA H200", first)
     tables = tuned_tables()

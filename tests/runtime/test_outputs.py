@@ -314,7 +314,9 @@ def test_metadata_of_a_file_is_a_line_of_a_job_file(
     """It is the job as it ran: the same seed, size and numbers, whatever the defaults become."""
     Image.new("RGB", (16, 16), "gold").save(tmp_path / "star.png")
     job = admitted(json.dumps({"prompt": "a fox", "model": model, "deadline": "5m", **fields}), tmp_path)
-    write_output(gradient(1), tmp_path / name, fps=8, metadata=describe(job.spec))
+    found = describe(job.spec, weights="revision abc123")
+    write_output(gradient(1), tmp_path / name, fps=8, metadata=found)
+    assert b"Weights: revision abc123" in (tmp_path / name).read_bytes()
     again = admitted(json.dumps(read_metadata(tmp_path / name)), tmp_path)
     assert replace(again.spec, line=None) == replace(job.spec, line=None, deadline_s=None)
 

@@ -13,6 +13,7 @@ from builders import make_job
 from gfgen.runtime.core.events import Event, FramesLost, OutputFailed
 from gfgen.runtime.files.outputs import temporary_name
 from gfgen.runtime.ipc.messages import WriteRequest
+from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes.child import Lost
 from gfgen.runtime.processes.lifecycle import Phase
 from gfgen.runtime.processes.writes import Writes
@@ -38,6 +39,7 @@ class Writers:
     def __init__(self) -> None:
         self.writers = [Writer(1001)]
         self.is_stopping = False
+        self.settings = RankSettings(num_ranks=1)
 
     def replace(self, *, phase: Phase = Phase.SERVING) -> Writer:
         """The writer that is gone; another is in its place, in this phase."""

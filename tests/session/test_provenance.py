@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gfgen.models.geometry.weight_files import weights_id
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
-from gfgen.session.provenance import differences, made_with, weights_id
+from gfgen.session.provenance import differences, made_with
 from gfgen.session.ranks import Ranks
 
 

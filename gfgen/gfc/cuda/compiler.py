@@ -16,6 +16,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
 from gfgen.errors import RunError
+from gfgen.system.machine import cache_dir
 
 OPTIONS = ("--std=c++17",)
 _log = logging.getLogger(__name__)
@@ -25,11 +26,6 @@ def source_dir() -> Path:
     """csrc/gfc: in the package if it is installed, at the root in a checkout."""
     installed = Path(__file__).parent.parent / "csrc"
     return installed if installed.is_dir() else Path(__file__).parents[3] / "csrc" / "gfc"
-
-
-def cache_dir() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "gfgen"
 
 
 def kernels_dir() -> Path:

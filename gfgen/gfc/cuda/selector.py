@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from gfgen.gfc.cuda.compiler import cache_dir, put
+from gfgen.gfc.cuda.compiler import put
+from gfgen.system.machine import cache_dir
 
 KernelPath = Literal["flagged", "threads", "bulk"]
 KIB, MIB = 1 << 10, 1 << 20

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geome
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.system.lifeline import module_command, module_environment
+from gfgen.system.machine import cache_dir
 
 if TYPE_CHECKING:
     from gfgen.models.families.adapter import Adapter
@@ -183,15 +183,6 @@ def load_adapter(
     from gfgen.models.families.wan_adapter import load_wan
 
     return load_wan(checkpoint, geometry, **options)
-
-
-def cache_dir() -> Path:
-    """Where gfgen keeps what it makes for itself."""
-    own = os.environ.get("GFGEN_CACHE")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "gfgen"
 
 
 def tiny_dir() -> Path:

@@ -12,6 +12,7 @@ Source: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -29,6 +30,8 @@ _AGAIN = "download the model again"
 _REMOVE = "remove it"
 """A new download does not replace an existing file."""
 _SUFFIXES = (".safetensors", ".bin")
+EDGE_BYTES = 2**16
+"""Of each end of a weight file that count for its hash; reading all of 60 GB would take minutes."""
 _POINTER = b"version https://git-lfs"
 """First bytes of the file that git leaves in place of a large one if git-lfs is not set up."""
 
@@ -77,6 +80,22 @@ def weights_mark(checkpoint: Path) -> str:
     facts = [(str(path.relative_to(checkpoint)), path.stat()) for path in files]
     text = json.dumps([(name, fact.st_size, fact.st_mtime_ns) for name, fact in facts])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def weights_id(checkpoint: Path) -> str:
+    """The revision of a checkpoint from the hub, or a hash of its weight files' names, sizes and ends."""
+    if checkpoint.parent.name == "snapshots":
+        return f"revision {checkpoint.name}"
+    digest = hashlib.sha256()
+    for path in sorted(path for suffix in _SUFFIXES for path in checkpoint.rglob(f"*{suffix}")):
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            digest.update(f"{path.relative_to(checkpoint)} {size}\n".encode())
+            digest.update(file.read(EDGE_BYTES))
+            file.seek(max(0, size - EDGE_BYTES))
+            digest.update(file.read(EDGE_BYTES))
+    return f"sha256 {digest.hexdigest()[:16]}"
 
 
 def read_header(path: Path) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """The metadata of an output file: prompt, seed and parameters.
 
 A file has them twice: as text that other tools read (`parameters_text`), and as JSON for
-`outputs.read_metadata`. The JSON is a line of a job file.
+`outputs.read_metadata`. The JSON is a line of a job file, so only the text has versions and weights.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ MAX_TEXT_CHARS = 4000
 64 KB; the manifest has the whole prompt."""
 
 _LEFT_OUT = ("arrival", "deadline", "timeout", "priority", "output")
+_WEIGHTS = "weights"
 _TITLES = {"steps": "Steps", "guidance_scale": "CFG scale", "seed": "Seed", "model": "Model"}
 _IN_WORDS = ("prompt", "negative_prompt", "width", "height")
 
 
-def describe(spec: JobSpec) -> dict[str, Any]:
-    """The metadata of a job as run: every field that determines the picture."""
+def describe(spec: JobSpec, *, weights: str | None = None) -> dict[str, Any]:
+    """The metadata of a job as run: every field that determines the picture, and what names its weights."""
     fields = {name: value for name, value in to_mapping(spec).items() if name not in _LEFT_OUT}
     for name in ("image", "files"):  # pictures are shared, folders are private
         if name in fields:
             fields[name] = _texts_by(lambda path: PurePath(path).name, fields[name])
-    return {name: _texts_by(_shortened, value) for name, value in fields.items()}
+    found = {name: _texts_by(_shortened, value) for name, value in fields.items()}
+    return found if weights is None else found | {_WEIGHTS: weights}
 
 
 def parameters_text(metadata: Metadata) -> str:
@@ -45,6 +47,8 @@ def parameters_text(metadata: Metadata) -> str:
         lines.append(f"Negative prompt: {metadata['negative_prompt']}")
     known = {_TITLES.get(name, name): value for name, value in metadata.items() if name not in _IN_WORDS}
     pairs = {title: known.pop(title) for title in _TITLES.values() if title in known}
+    if _WEIGHTS in known:
+        pairs["Weights"] = known.pop(_WEIGHTS)
     if "width" in metadata and "height" in metadata:
         pairs["Size"] = f"{metadata['width']}x{metadata['height']}"
     known["Version"] = "; ".join(f"{name} {number}" for name, number in key_versions().items())
@@ -59,7 +63,9 @@ def title_of(metadata: Metadata) -> str:
 
 
 def to_json(metadata: Metadata) -> str:
-    return json.dumps(dict(metadata), ensure_ascii=False)
+    """The fields of the job."""
+    fields = {name: value for name, value in metadata.items() if name != _WEIGHTS}
+    return json.dumps(fields, ensure_ascii=False)
 
 
 def from_json(text: str) -> dict[str, Any]:

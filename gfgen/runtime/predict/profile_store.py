@@ -24,7 +24,7 @@ from gfgen.models.families import registry
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
 from gfgen.runtime.predict.scaling import calibrated_speed, scaled_profile, speed_by_runs
-from gfgen.system.machine import cpu_name, file_stem, versions
+from gfgen.system.machine import cache_dir, cpu_name, file_stem, versions
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def default_path(device: str | None = None, *, kind: str = "") -> Path:
     """The path for a profile of this device, by default this machine's CPU."""
     name = file_stem(device or cpu_name())
     version = versions().get("gfgen", "unknown")
-    return registry.cache_dir() / "profiles" / f"{name}-gfgen-{version}{kind}.json"
+    return cache_dir() / "profiles" / f"{name}-gfgen-{version}{kind}.json"
 
 
 def runs_path(device: str | None = None) -> Path:

@@ -20,11 +20,10 @@ from typing import Any
 
 from gfgen.graph import Stage
 from gfgen.layout import Degrees
-from gfgen.models.families import registry
 from gfgen.runtime.predict.cost_table import CostTable, TaskWork, speed_up
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.system.lifeline import module_command, module_environment
-from gfgen.system.machine import cpu_name, file_stem, versions
+from gfgen.system.machine import cache_dir, cpu_name, file_stem, versions
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ def speed_by_runs(profile: Profile, rows: Sequence[ProfileRow]) -> Speed | None:
 
 def calibrated_speed(profile: Profile, *, may_measure: bool) -> Speed | None:
     """The speed from a calibration, which is kept; None if there is none and `may_measure` is false."""
-    kept = registry.cache_dir() / "profiles" / f"{file_stem(cpu_name())}-calibration.json"
+    kept = cache_dir() / "profiles" / f"{file_stem(cpu_name())}-calibration.json"
     found = _kept(kept)
     if found is None and may_measure:
         found = _measured()

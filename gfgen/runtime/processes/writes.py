@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gfgen.models.geometry.weight_files import weights_id
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.events import Event, FramesLost, OutputFailed, OutputWritten
 from gfgen.runtime.files.metadata import describe
@@ -67,7 +68,7 @@ class Writes:
             shape=job.trajectory.frames_shape,
             path=str(self._output_dir / job.info.file),
             fps=job.spec.fps,
-            metadata=describe(job.spec),
+            metadata=describe(job.spec, weights=self._weights_of(job.checkpoint)),
             replaces=job.replaces,
             replaces_numbered=job.replaces_numbered,
             made_for={
@@ -150,6 +151,13 @@ class Writes:
         for writer, write in zip(idle, self._waiting(), strict=False):
             write.writer, write.begun_s, write.num_tries = writer, time.monotonic(), write.num_tries + 1
             writer.tell(write.request, (write.frames,))
+
+    def _weights_of(self, checkpoint: Path) -> str | None:
+        """What names a model's weights; None if its files cannot be read any more."""
+        try:
+            return "random" if self._pool.settings.has_random_weights else weights_id(checkpoint)
+        except OSError:
+            return None
 
     def _waiting(self) -> list[_Write]:
         return [w for w in self._writes.values() if w.writer is None and w.num_tries < MAX_WRITES]
