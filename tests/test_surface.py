@@ -43,6 +43,7 @@ def test_commands():
         "plot",
         "config",
         "doctor",
+        "cache",
         "bench",
     ]
 

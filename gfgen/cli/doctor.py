@@ -1,22 +1,32 @@
-"""`gfgen doctor`. It reads versions from package metadata and does not import torch, to be fast."""
+"""`gfgen doctor` and `gfgen cache`: what is on this machine.
+
+Versions come from package metadata, because importing torch takes seconds.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import click
 
-from gfgen.errors import RunError
+from gfgen.errors import InputError, RunError
+from gfgen.errors import nearest as nearest_name
 from gfgen.gfc import native
-from gfgen.gfc.cuda.compiler import cache_dir, find_nvrtc, kept, kernels_dir
+from gfgen.gfc.cuda.compiler import find_nvrtc, kept, kernels_dir
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
+from gfgen.session import caches
 from gfgen.session.packages import COMPUTING, LORAS, SERVING, VIDEOS
+from gfgen.system.machine import cache_dir
+from gfgen.system.wording import size_in_words
 
 _CUDNN = "nvidia-cudnn-frontend"
 _INSTALL = "'pip install gfgen' installs it"
@@ -123,14 +133,78 @@ def _links(cuda: Driver, missing: list[str]) -> Iterator[str]:
 
 def _caches() -> Iterator[str]:
     yield f"compiled kernels: {len(kept())} in {_short(kernels_dir())} (compiled at first use)"
-    tables = [path.name for path in cache_dir().glob("gfc-*.json")]
+    tables = [path.name for path in caches.own_caches()["tables"].paths]
     example = _short(table_path("name"))
     yield f"tuned tables: {', '.join(tables) or f'none (`gfgen bench gfc --tune` writes {example})'}"
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home).expanduser()
+    hub = caches.hub_dir()
     nearest = next(folder for folder in (hub, *hub.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(nearest).free / _GIB
     yield f"models: {_short(hub)}{'' if hub.is_dir() else ' (does not exist yet)'}, {free:.0f} GiB free"
+
+
+@click.group(invoke_without_command=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.pass_context
+def cache(ctx: click.Context, *, as_json: bool) -> None:
+    """List what gfgen keeps between runs, models from the hub, and the sizes of both."""
+    if ctx.invoked_subcommand is not None:
+        return
+    own = caches.own_caches().values()
+    models = {name: caches.size_of(path) for name, path in caches.hub_models()}
+    compilers = {name: caches.size_of(path) for name, path in caches.compiler_dirs().items()}
+    if as_json:
+        click.echo(json.dumps({
+            "folder": str(cache_dir()),
+            "caches": [_facts(each) for each in own],
+            "hub": {"folder": str(caches.hub_dir()), "size_bytes": models},
+            "compilers": [{"name": name, "folder": str(path), "size_bytes": compilers[name]}
+                          for name, path in caches.compiler_dirs().items()],
+        }))  # fmt: skip
+        return
+    click.echo(f"of gfgen, in {_short(cache_dir())} ('gfgen cache clear' deletes them)")
+    for each in own:
+        click.echo(f"  {each.name:<12}{size_in_words(each.size_bytes):>11}  {each.about}")
+    click.echo(f"models from the hub, in {_short(caches.hub_dir())} ('hf cache rm model/ID' deletes one)")
+    for name, size in models.items():
+        click.echo(f"  {size_in_words(size):>11}  {name}")
+    click.echo("of PyTorch's compilers, also for other programs")
+    for name, path in caches.compiler_dirs().items():
+        click.echo(f"  {name:<12}{size_in_words(compilers[name]):>11}  {_short(path)}")
+
+
+@cache.command()
+@click.argument("names", nargs=-1)
+@click.option("--yes", is_flag=True, help="Delete without asking.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was deleted as JSON; needs --yes.")
+def clear(names: tuple[str, ...], *, yes: bool, as_json: bool) -> None:
+    """Delete gfgen's caches: all of them, or NAMES. Nothing else is ever deleted.
+
+    Do this while no run is active. gfgen makes kernels and built-in models again when it needs them.
+    """
+    known = caches.own_caches()
+    for name in names:
+        if name not in known:
+            hint = f"did you mean {near}? " if (near := nearest_name(name, known)) else ""
+            raise InputError(f"{name}: no cache of gfgen; {hint}there are {', '.join(known)}")
+    chosen = [known[name] for name in dict.fromkeys(names or known) if known[name].paths]
+    facts = [_facts(each) for each in chosen]
+    total = sum(fact["size_bytes"] for fact in facts)
+    what = f"{', '.join(each.name for each in chosen)} ({size_in_words(total)}) in {_short(cache_dir())}"
+    if chosen and not yes:
+        if as_json or not sys.stdin.isatty():
+            raise InputError("gfgen cache clear asks before it deletes; without a terminal, give --yes")
+        click.confirm(f"Delete {what}?", abort=True)
+    for each in chosen:
+        each.clear()
+    if as_json:
+        click.echo(json.dumps({"deleted": facts, "size_bytes": total}))
+    else:
+        click.echo(f"deleted {what}" if chosen else "nothing to delete")
+
+
+def _facts(cache: caches.Cache) -> dict[str, Any]:
+    return {"name": cache.name, "about": cache.about, "paths": [str(path) for path in cache.paths],
+            "size_bytes": cache.size_bytes}  # fmt: skip
 
 
 def _short(path: Path) -> str:

@@ -47,7 +47,9 @@ def in_words(seconds: float) -> str:
 
 
 def size_in_words(num_bytes: float) -> str:
-    """'0.1 MB', '850.0 MB', '1,234.5 GB', in powers of ten."""
+    """'4.8 kB', '0.1 MB', '850.0 MB', '1,234.5 GB', in powers of ten."""
+    if num_bytes < 1e5:
+        return f"{num_bytes / 1e3:,.1f} kB"
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 

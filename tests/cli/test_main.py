@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -187,9 +188,46 @@ def test_doctor_names_missing_packages(capsys, monkeypatch, package, code):
 
 def test_doctor_looks_where_models_are_kept(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    assert f"models: {tmp_path / 'home'} (does not exist yet)" in gfgen(capsys, "doctor")[1]
+    assert f"models: {tmp_path / 'home' / 'hub'} (does not exist yet)" in gfgen(capsys, "doctor")[1]
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert f"models: {tmp_path}, " in gfgen(capsys, "doctor")[1]
+
+
+@pytest.fixture
+def filled_caches(monkeypatch, tmp_path):
+    """gfgen's cache with a kernel, a profile and a file of another program; the hub's with a model."""
+    kept = ("gfgen/kernels/kernels-1-sm_90.cubin", "gfgen/profiles/cpu.json", "gfgen/notes.txt")
+    for name in (*kept, "hub/models--org--name/blobs/a"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * 1000)
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path / "gfgen"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return tmp_path
+
+
+def files_in(folder):
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def test_caches_are_listed_with_sizes(capsys, filled_caches):
+    found = json.loads(gfgen(capsys, "cache", "--json")[1])
+    sizes = {each["name"]: each["size_bytes"] for each in found["caches"]}
+    assert sizes == {"profiles": 1000, "kernels": 1000, "tables": 0, "tiny-models": 0}
+    assert found["hub"]["size_bytes"] == {"org/name": 1000}
+    assert "org/name" in gfgen(capsys, "cache")[1]
+
+
+def test_clearing_asks_first_and_deletes_only_files_of_gfgen(capsys, filled_caches):
+    code, _, err = gfgen(capsys, "cache", "clear")
+    assert (code, "--yes" in err, len(files_in(filled_caches))) == (2, True, 4)
+    assert "did you mean kernels?" in gfgen(capsys, "cache", "clear", "kernel")[2]
+    assert gfgen(capsys, "cache", "clear", "kernels", "--yes")[0] == 0
+    assert files_in(filled_caches) == ["a", "cpu.json", "notes.txt"]
+    deleted = json.loads(gfgen(capsys, "cache", "clear", "--yes", "--json")[1])
+    assert [each["name"] for each in deleted["deleted"]] == ["profiles"]
+    assert files_in(filled_caches) == ["a", "notes.txt"]
 
 
 def in_shell(redirection, *arguments):
