@@ -42,6 +42,7 @@ ORDER = [
     "gfgen.server.bridge",
     "gfgen.bench",
     "gfgen.session",
+    "gfgen.cluster",
     "gfgen.cli.shown",
     "gfgen.cli",
     "gfgen.__main__",

@@ -65,7 +65,7 @@ class SimulatedBackend:
     def wait(self, until: float | None) -> list[Event]:
         """Advance the clock to the next event."""
         if self._submitted:
-            self._start_submitted()
+            self.start_submitted()
             until = self._clock.next_wakeup()
         assert until is not None, "nothing is scheduled: the run would wait forever"
         self._clock.advance(until)
@@ -103,7 +103,7 @@ class SimulatedBackend:
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Each rank loads for the predicted time, after its dispatches."""
         if self._submitted:
-            self._start_submitted()
+            self.start_submitted()
         for rank, free_s in enumerate(self._free_s):
             self._free_s[rank] = max(self._clock.now_s, free_s) + load_s
             self._clock.at(RankLoaded(self._free_s[rank], rank, load_s))
@@ -115,7 +115,8 @@ class SimulatedBackend:
         """Simulated ranks take no memory."""
         return {}
 
-    def _start_submitted(self) -> None:
+    def start_submitted(self) -> None:
+        """Schedule the ends of what was submitted in this turn of the loop."""
         submitted, self._submitted = self._submitted, []
         busy_s = self._free_s
         if self._times.loaded_s:

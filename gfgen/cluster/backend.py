@@ -1,0 +1,155 @@
+"""The driver's backend: dispatches become jobs of nodes, and reports of nodes become events."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from gfgen.cluster.fleet import Fleet
+from gfgen.cluster.handout import HandOut
+from gfgen.cluster.node import Cluster, JobEnded, Node, NodeJoined, NodeLost, Report
+from gfgen.cluster.whole_job import for_node
+from gfgen.runtime.core import events
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Event
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.ipc.messages import MemoryUse
+from gfgen.system.wording import counted
+
+logger = logging.getLogger(__name__)
+
+
+class ClusterBackend:
+    """Hands jobs to the nodes of a cluster. An attempt has the number of its dispatch.
+
+    left_s: seconds from now to the deadline of a job; None without one.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        fleet: Fleet,
+        handout: HandOut,
+        *,
+        clock: Clock,
+        left_s: Callable[[str], float | None],
+    ) -> None:
+        self._cluster = cluster
+        self._fleet = fleet
+        self._handout = handout
+        self._clock = clock
+        self._left_s = left_s
+        self._jobs: dict[str, AdmittedJob] = {}
+        self._attempts: dict[int, Dispatch] = {}
+        """Those of living nodes; a report of any other comes too late."""
+        self._ready_slots: set[int] = set()
+        """Slots whose lanes the state knows to be ready."""
+        self.outcomes: dict[str, JobOutcome] = {}
+        """How jobs ended on their nodes, until the driver has concluded them."""
+
+    def wait(self, until: float | None) -> list[Event]:
+        """What nodes report, and what is due. Returns at once if another decision may hand out more."""
+        if self._handout.wants_turn:
+            self._handout.wants_turn = False
+            until = self._clock.now_s
+        found: list[Event] = []
+        for report in self._cluster.wait(until):
+            found += self._events_of(report)
+        return [*found, *self._clock.due()]
+
+    def submit(self, dispatch: Dispatch) -> None:
+        """Hand a job to the node of its lane."""
+        job_id = dispatch.task.job_id
+        self._attempts[dispatch.number] = dispatch
+        job = for_node(self._jobs[job_id], left_s=self._left_s(job_id))
+        self._node_of(dispatch).start(job, attempt=dispatch.number)
+
+    def stop(self, dispatches: Sequence[Dispatch]) -> None:
+        for dispatch in dispatches:
+            if dispatch.number in self._attempts:
+                self._node_of(dispatch).cancel(dispatch.number)
+
+    def add(self, jobs: Sequence[AdmittedJob]) -> None:
+        self._jobs.update((job.job_id, job) for job in jobs)
+
+    def release(self, job_id: str) -> None:
+        self._jobs.pop(job_id, None)
+        self.outcomes.pop(job_id, None)
+
+    def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
+        raise AssertionError("nodes load models by themselves")
+
+    def save(self, job_id: str, *, next_index: int, producer: int) -> None:
+        """No effect: a job that a stopped run leaves starts again."""
+
+    def memory_use(self) -> Mapping[int, MemoryUse]:
+        return {}
+
+    def _node_of(self, dispatch: Dispatch) -> Node:
+        return self._fleet.nodes[self._fleet.slot_of(dispatch.layout.ranks[0])]
+
+    def _events_of(self, report: Report) -> Iterator[Event]:
+        match report:
+            case NodeJoined():
+                yield from self._joined(report)
+            case NodeLost():
+                yield from self._lost(report)
+            case JobEnded():
+                dispatch = self._attempts.pop(report.attempt, None)
+                if dispatch is None:
+                    logger.info("a late result of attempt %d on %s is dropped", report.attempt, report.node)
+                else:
+                    yield from self._ended(dispatch, report.outcome)
+
+    def _joined(self, report: NodeJoined) -> Iterator[Event]:
+        node = report.node
+        slot = self._fleet.join(node)
+        if slot is None:
+            logger.warning("node %s is not used: there is no place for it in this run", node.name)
+            return
+        logger.info("node %s joins with %s", node.name, counted(node.num_ranks, "rank"))
+        if slot not in self._ready_slots:
+            self._ready_slots.add(slot)
+            for lane in self._fleet.lanes_of(slot):
+                yield events.RankReady(self._clock.now_s, lane, 1, 0.0)
+
+    def _lost(self, report: NodeLost) -> Iterator[Event]:
+        """Its jobs go back to the queue."""
+        slot = self._fleet.lose(report.name)
+        if slot is None:
+            return
+        lanes = self._fleet.lanes_of(slot)
+        lost = [number for number, each in self._attempts.items() if each.layout.ranks[0] in lanes]
+        jobs = f"; {counted(len(lost), 'job')} of it will start again" if lost else ""
+        logger.warning("node %s is gone: %s%s", report.name, report.reason, jobs)
+        for number in lost:
+            del self._attempts[number]
+            reason = f"node {report.name} is gone: {report.reason}"
+            yield events.TaskFailed(self._clock.now_s, number, reason, lost=True)
+
+    def _ended(self, dispatch: Dispatch, outcome: JobOutcome) -> Iterator[Event]:
+        now_s, job_id = self._clock.now_s, dispatch.task.job_id
+        if outcome.status == "cancelled":
+            yield events.TaskFailed(now_s, dispatch.number, "its node gave it back", void=True)
+            return
+        self.outcomes[job_id] = outcome
+        (lane,) = dispatch.layout.ranks
+        times = events.RankTimes(lane, now_s - outcome.busy_s, now_s)
+        yield events.TaskDone(now_s, dispatch.number, (times,))
+        if outcome.status == "failed":
+            yield events.OutputFailed(now_s, job_id, outcome.error or "it failed on its node")
+            return
+        written = outcome.written
+        yield events.OutputWritten(
+            now_s,
+            job_id,
+            outcome.info.file,
+            0 if written is None else written.size_bytes,
+            0.0,
+            sha256=None if written is None else written.sha256,
+            files=outcome.files,
+            made=outcome.made,
+        )

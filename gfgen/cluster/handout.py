@@ -1,0 +1,161 @@
+"""Which jobs the driver hands to which node: the run's policy is asked for one node at a time.
+
+A node gets as many jobs as it has ranks, and a few ahead of need. An urgent job does not wait behind them: if
+the policy would run it now in place of a job that a node has, that node gets it, too, and its own policy lets
+it overtake at the next step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from gfgen.cluster.fleet import Fleet
+from gfgen.layout import MAX_RANKS, Layout
+from gfgen.policies.catalog import NamedPolicy
+from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
+
+ROUND_TRIP_S = 0.05
+"""From the end of a job on a node to the start of the next one that the driver hands out for it, with time
+for other messages."""
+MAX_AHEAD = 2
+"""Jobs ahead of need per rank."""
+
+
+class HandOut:
+    """The policy of the driver: `decide` gives jobs lanes of nodes, in the order of another policy."""
+
+    def __init__(self, policy: NamedPolicy, fleet: Fleet) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._given: dict[str, JobView] = {}
+        """The views of jobs that nodes have, as they were handed out."""
+        self.wants_turn = False
+        """After the last decisions some node still has room: asking again may bring more."""
+
+    @property
+    def named(self) -> NamedPolicy:
+        """For the control loop. The driver never changes the policy: each node does, if it is `auto`."""
+        return NamedPolicy(self._policy.name, self.decide, is_built_in=self._policy.is_built_in)
+
+    def decide(self, snapshot: Snapshot) -> list[Decision]:
+        """Jobs for the node with the most room; if no node has any, urgent ones that overtake."""
+        handed = self._handed(snapshot.running)
+        rooms = self._rooms(snapshot, handed)
+        decisions: list[Decision] = []
+        if rooms:
+            slot = max(rooms, key=lambda slot: (rooms[slot] / self._fleet.nodes[slot].num_ranks, -slot))
+            share = math.ceil(len(snapshot.open) / len(rooms))
+            decisions = self._next_jobs(snapshot, slot, rooms[slot])[:share]
+            self.wants_turn = bool(decisions) and (len(rooms) > 1 or rooms[slot] > len(decisions))
+        return decisions or self._overtake(snapshot, handed)
+
+    def _handed(self, running: Iterable[RunningTask]) -> dict[int, dict[str, RunningTask]]:
+        """By slot of a living node, the jobs that it has."""
+        handed: dict[int, dict[str, RunningTask]] = {slot: {} for slot in self._fleet.nodes}
+        for task in running:
+            slot = self._fleet.slot_of(task.layout.ranks[0])
+            if slot in handed:
+                handed[slot][task.task.job_id] = task
+        known = {job_id for jobs in handed.values() for job_id in jobs}
+        if len(self._given) > 2 * len(known) + MAX_RANKS:
+            self._given = {job_id: view for job_id, view in self._given.items() if job_id in known}
+        return handed
+
+    def _rooms(self, snapshot: Snapshot, handed: Mapping[int, Mapping[str, RunningTask]]) -> dict[int, int]:
+        """By slot, how many more jobs its node can use, if any."""
+        ahead = self._ahead(snapshot)
+        rooms = {}
+        for slot, node in self._fleet.nodes.items():
+            room = math.ceil(node.num_ranks * (1 + ahead)) - len(handed[slot])
+            if room > 0:
+                rooms[slot] = room
+        return rooms
+
+    def _ahead(self, snapshot: Snapshot) -> float:
+        """Jobs that a node gets ahead of need, per rank: those that may end within a round trip."""
+        if len(self._fleet.nodes) == 1:
+            return MAX_AHEAD  # it chooses among them better than the driver, who sees no steps
+        if len(snapshot.open) < self._fleet.num_ranks:
+            return 0.0  # near the end, they would keep one node busy while ranks of others idle
+        first = next(iter(snapshot.open.values()))
+        return min(MAX_AHEAD, ROUND_TRIP_S / max(first.remaining_s, 1e-3))
+
+    def _next_jobs(self, snapshot: Snapshot, slot: int, room: int) -> list[Decision]:
+        """What the policy would start on a node with this many free ranks, on lanes of that node."""
+        num_ranks = self._fleet.nodes[slot].num_ranks
+        chosen = self._chosen(_of_node(snapshot, num_ranks, num_free=min(room, num_ranks)))
+        return self._on_lanes(snapshot, slot, chosen[:room])
+
+    def _chosen(self, snapshot: Snapshot) -> list[JobView]:
+        """The open jobs that the policy starts."""
+        tasks = [decision.task for decision in self._policy.decide(snapshot)]
+        return [snapshot.open[task.job_id] for task in tasks if task.job_id in snapshot.open]
+
+    def _on_lanes(self, snapshot: Snapshot, slot: int, jobs: Sequence[JobView]) -> list[Decision]:
+        lanes = self._fleet.lanes_of(slot)
+        free = [view.rank for view in snapshot.ranks if view.can_take and view.rank in lanes]
+        decisions = []
+        for job, lane in zip(jobs, free, strict=False):
+            self._given[job.job_id] = job
+            decisions.append(Decision(job.next_task, Layout.single(lane)))
+        return decisions
+
+    def _overtake(
+        self, snapshot: Snapshot, handed: Mapping[int, Mapping[str, RunningTask]]
+    ) -> list[Decision]:
+        """The first waiting job, on a node where the policy would run it before a job that is there."""
+        full = [slot for slot, jobs in handed.items() if 0 < len(jobs) < self._most(slot)]
+        if not full:
+            return []
+        there = {
+            slot: [self._view_of(task, snapshot.now_s) for task in handed[slot].values()] for slot in full
+        }
+        slot = max(full, key=lambda slot: max(map(_patience, there[slot])))
+        num_ranks = self._fleet.nodes[slot].num_ranks
+        first = self._chosen(_of_node(snapshot, num_ranks, num_free=1))[:1]
+        last = max(there[slot], key=_patience)
+        if not first or not _may_go_before(first[0], last):
+            return []
+        asked = {view.job_id: view for view in (*there[slot], *first)}
+        alone = replace(snapshot, open=asked, orders=None)
+        if first[0] not in self._chosen(_of_node(alone, num_ranks, num_free=num_ranks)):
+            return []
+        self.wants_turn = True
+        return self._on_lanes(snapshot, slot, first)
+
+    def _most(self, slot: int) -> int:
+        """Jobs on a node when all that it runs have overtaken others."""
+        return (MAX_AHEAD + 2) * self._fleet.nodes[slot].num_ranks
+
+    def _view_of(self, running: RunningTask, now_s: float) -> JobView:
+        """A job on a node, as it would be at its next step there."""
+        given = self._given[running.task.job_id]
+        left_s = min(given.remaining_s, max(0.0, running.predicted_end_s - now_s))
+        return replace(given, remaining_s=left_s, last_layout=Layout.single(0))
+
+
+def _of_node(snapshot: Snapshot, num_ranks: int, *, num_free: int) -> Snapshot:
+    """The same jobs, and the ranks of one node with nothing on those that are free."""
+    now_s, models = snapshot.now_s, snapshot.ranks[0].models if snapshot.ranks else frozenset[str]()
+    # A rank that is not free has no predicted end: its jobs share the node with others.
+    ranks = tuple(RankView(rank, now_s, rank < num_free, models) for rank in range(num_ranks))
+    return replace(
+        snapshot,
+        busy={},
+        running=(),
+        ranks=ranks,
+        islands=(tuple(range(num_ranks)),),
+        max_degree=min(num_ranks, MAX_RANKS),
+    )
+
+
+def _patience(job: JobView) -> tuple[int, float, float]:
+    """Of jobs on nodes, the largest lets others overtake it first, whatever the policy."""
+    return job.precedence, job.deadline_s, job.remaining_s
+
+
+def _may_go_before(first: JobView, other: JobView) -> bool:
+    """Whether some policy might prefer it: it is ahead in one respect at least."""
+    return any(mine < its for mine, its in zip(_patience(first), _patience(other), strict=True))

@@ -1,0 +1,217 @@
+"""A cluster in virtual time: the driver, and on each node a whole control plane over simulated ranks."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gfgen.cluster.driver import driver_of, start_of
+from gfgen.cluster.fleet import Fleet
+from gfgen.cluster.node import JobEnded, NodeJoined, NodeLost, Report
+from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime.control.control import Control, Steering
+from gfgen.runtime.control.flights import LOOKAHEAD_S
+from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import JobCancelled, Wakeup
+from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.predict.choosers import ImmediateChooser
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.simulate.profiled import profiled_times
+from gfgen.runtime.simulate.simulation import OutcomeRecorder, Simulated
+
+LATENCY_S = 0.005
+"""Of a message between driver and node."""
+
+
+class SimulatedNode(Observer):
+    """A node; it is also the source of its jobs, and an observer of their ends."""
+
+    def __init__(
+        self,
+        name: str,
+        cluster: SimulatedCluster,
+        *,
+        num_ranks: int,
+        policy: NamedPolicy,
+        times: SimulatedTimes,
+        profile: Profile | None = None,
+    ) -> None:
+        self.name, self.num_ranks = name, num_ranks
+        self._cluster = cluster
+        self._clock = Clock(virtual=True)
+        self._waiting: list[AdmittedJob] = []
+        self._attempts: dict[str, int] = {}
+        """The last attempt at each job."""
+        self._backend = SimulatedBackend(self._clock, num_ranks=num_ranks, times=times)
+        start = RunStart(num_ranks=num_ranks, lookahead_s=LOOKAHEAD_S)
+        self.control = Control(
+            (),
+            state=State((), start, clock=self._clock, costs=CostModel(profile)),
+            backend=self._backend,
+            policy=policy,
+            observers=[self],
+            steering=Steering(
+                intake=self, chooser=None if policy.choose is None else ImmediateChooser(policy.choose)
+            ),
+        )
+        self.control.begin()
+
+    @property
+    def next_s(self) -> float:
+        """When something happens there next."""
+        self._backend.start_submitted()
+        next_s = self._clock.next_wakeup()
+        return math.inf if next_s is None else next_s
+
+    def turn(self) -> None:
+        """Let the next thing happen."""
+        self.control.turn()
+        self._clock.look_s = self.control.state.flights.next_look_s(self._clock.turn_s)
+
+    def start(self, job: AdmittedJob, *, attempt: int) -> None:
+        self._attempts[job.job_id] = attempt
+        self._cluster.tell(self, job)
+
+    def cancel(self, attempt: int) -> None:
+        self._cluster.tell(self, attempt)
+
+    def receive(self, message: AdmittedJob | int, at_s: float) -> None:
+        """A job, or the number of an attempt to cancel, arrives from the driver."""
+        self._clock.advance(at_s)
+        if isinstance(message, AdmittedJob):
+            self._waiting.append(message)
+            self._clock.at(Wakeup(at_s))
+        else:
+            job_id = next((job_id for job_id, number in self._attempts.items() if number == message), None)
+            if job_id is not None:
+                self._clock.at(JobCancelled(at_s, job_id))
+
+    def take(self) -> Sequence[AdmittedJob]:
+        taken, self._waiting = self._waiting, []
+        return taken
+
+    def ended(self, outcome: JobOutcome) -> None:
+        attempt = self._attempts.pop(outcome.info.job_id)
+        self._cluster.report(JobEnded(self.name, attempt, outcome), self._clock.now_s)
+
+
+class SimulatedCluster:
+    """Nodes that share a virtual time with their driver; messages take LATENCY_S."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._nodes: dict[str, SimulatedNode] = {}
+        self._mail: list[tuple[float, int, Report | tuple[str, AdmittedJob | int]]] = []
+        self._numbers = itertools.count()
+
+    @property
+    def nodes(self) -> Sequence[SimulatedNode]:
+        return tuple(self._nodes.values())
+
+    def join(self, node: SimulatedNode, at_s: float = 0.0) -> None:
+        """A node joins at this time."""
+        self._nodes[node.name] = node
+        self._post(NodeJoined(node), at_s)
+
+    def lose(self, name: str, reason: str) -> None:
+        """A node dies now, and with it what it has sent."""
+        del self._nodes[name]
+        self._mail = [
+            each for each in self._mail if not (isinstance(each[2], JobEnded) and each[2].node == name)
+        ]
+        heapq.heapify(self._mail)
+        self.report(NodeLost(name, reason), self._clock.now_s)
+
+    def tell(self, node: SimulatedNode, message: AdmittedJob | int) -> None:
+        """Send a node a job, or a number to cancel."""
+        self._post((node.name, message), self._clock.now_s + LATENCY_S)
+
+    def report(self, report: Report, at_s: float) -> None:
+        """Send the driver a report."""
+        self._post(report, at_s + LATENCY_S)
+
+    def _post(self, message: Report | tuple[str, AdmittedJob | int], at_s: float) -> None:
+        heapq.heappush(self._mail, (at_s, next(self._numbers), message))
+
+    def wait(self, until_s: float | None) -> Sequence[Report]:
+        """Let time pass to the next report, and no further than `until_s`."""
+        limit_s = math.inf if until_s is None else until_s
+        while True:
+            node = min(self._nodes.values(), key=lambda node: node.next_s, default=None)
+            node_s = math.inf if node is None else node.next_s
+            mail_s = self._mail[0][0] if self._mail else math.inf
+            if min(node_s, mail_s) > limit_s:
+                self._clock.advance(limit_s)
+                return ()
+            assert min(node_s, mail_s) < math.inf, "nothing is scheduled: the run would wait forever"
+            if node is not None and node_s < mail_s:
+                node.turn()
+                continue
+            at_s, _, message = heapq.heappop(self._mail)
+            if not isinstance(message, tuple):
+                self._clock.advance(at_s)
+                return (message,)
+            name, content = message
+            if name in self._nodes:
+                self._nodes[name].receive(content, at_s)
+
+    def close(self) -> None:
+        """Nothing remains of simulated nodes."""
+
+
+def simulate_nodes(
+    jobs: Sequence[AdmittedJob],
+    *,
+    policy: NamedPolicy,
+    num_nodes: int,
+    num_ranks: int,
+    profile: Profile,
+    started_at: float = 0.0,
+    observers: Sequence[Observer] = (),
+) -> Simulated:
+    """Run these jobs in virtual time on equal nodes of `num_ranks` ranks, with task times from the profile.
+
+    Raises: StalledError if the policy leaves jobs waiting forever.
+    """
+    clock, kept = Clock(virtual=True), OutcomeRecorder()
+    cluster, fleet = SimulatedCluster(clock), Fleet.of(num_nodes, num_ranks=num_ranks)
+    times = profiled_times(profile, jobs, num_ranks=num_ranks)
+    for number in range(num_nodes):
+        name = f"node {number}"
+        cluster.join(
+            SimulatedNode(name, cluster, num_ranks=num_ranks, policy=policy, times=times, profile=profile)
+        )
+    driver = driver_of(
+        jobs,
+        cluster,
+        fleet,
+        policy=policy,
+        clock=clock,
+        start=start_of(fleet, started_at=started_at),
+        profile=profile,
+        observers=[kept, *observers],
+    )
+    summary = _with_ranks(driver.run(), [node.control.metrics.summary() for node in cluster.nodes])
+    return Simulated(
+        summary=summary, policy=policy.name, outcomes=kept.outcomes, num_ranks=num_nodes * num_ranks
+    )
+
+
+def _with_ranks(summary: Summary, nodes: Sequence[Summary]) -> Summary:
+    """The summary of the driver, with what the ranks of nodes did."""
+    return replace(
+        summary,
+        num_tasks=sum(node.num_tasks for node in nodes),
+        busy_s=tuple(itertools.chain.from_iterable(node.busy_s for node in nodes)),
+        waited_s=tuple(itertools.chain.from_iterable(node.waited_s for node in nodes)),
+        moved_s=tuple(itertools.chain.from_iterable(node.moved_s for node in nodes)),
+    )

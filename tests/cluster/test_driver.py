@@ -1,0 +1,113 @@
+"""The driver over simulated nodes: what is handed out when, and what deaths of nodes cost."""
+
+from collections import Counter
+
+import pytest
+from builders import STEP_S, make_job
+from cluster.fake_cluster import FakeCluster, FaultyCluster, driver_on
+
+from gfgen.cluster.node import JobEnded
+from gfgen.cluster.simulated import LATENCY_S
+from gfgen.runtime.core.events import TaskDone, TaskFailed
+
+JOB_S = 7 * STEP_S
+"""Encode, prepare, four steps, decode."""
+
+
+@pytest.mark.parametrize("policy", ["srtf", "fcfs,degree=2", "edf", "triage", "makespan", "auto"])
+def test_all_jobs_are_done_whatever_the_policy(policy):
+    jobs = [make_job(f"job-{n}", steps=1 + n % 3, arrival_s=0.1 * (n % 5)) for n in range(12)]
+    driver, recorder = driver_on(FakeCluster(num_nodes=2, policy=policy), jobs, policy=policy)
+    assert driver.run().num_done == 12
+    assert sorted(recorder.end_order) == sorted(job.job_id for job in jobs)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_nothing_is_lost_or_doubled_whatever_dies(seed):
+    jobs = [make_job(f"job-{n}", steps=1 + n % 3, arrival_s=0.2 * (n % 4)) for n in range(16)]
+    cluster = FaultyCluster(seed, num_nodes=2)
+    driver, recorder = driver_on(cluster, jobs, num_slots=40)
+    applied = driver.state.apply
+
+    def checked(event):
+        outcomes = applied(event)
+        driver.state.check()
+        return outcomes
+
+    driver.state.apply = checked
+    summary = driver.run()
+    assert Counter(recorder.end_order) == Counter(job.job_id for job in jobs)
+    assert summary.num_done + summary.num_failed == len(jobs)
+    numbers = [dispatch.number for dispatch in recorder.dispatches]
+    assert numbers == sorted(set(numbers))
+    ends = Counter(e.dispatch for e in recorder.events if isinstance(e, TaskDone | TaskFailed))
+    assert ends == Counter(numbers), "each attempt ends once"
+    for outcome in recorder.outcomes:
+        assert outcome.status == "done" or "3 workers died under it" in outcome.error
+
+
+def test_a_node_gets_its_next_job_before_it_needs_it():
+    jobs = [make_job(f"job-{n}") for n in range(20)]
+    cluster = FakeCluster(num_nodes=1)
+    driver, _ = driver_on(cluster, jobs)
+    summary = driver.run()
+    assert summary.makespan_s == pytest.approx(10 * JOB_S, abs=3 * LATENCY_S), (
+        "no rank waits for a round trip"
+    )
+
+
+def test_an_urgent_job_overtakes_jobs_that_were_handed_out():
+    long = [make_job(f"long-{n}", steps=50) for n in range(12)]
+    urgent = make_job("urgent", priority=1, arrival_s=1.0)
+    driver, recorder = driver_on(FakeCluster(num_nodes=2), [*long, urgent])
+    driver.run()
+    outcome = recorder.outcomes[0]
+    assert outcome.info.job_id == "urgent"
+    assert outcome.ended_s - outcome.arrival_s < JOB_S + 2 * STEP_S
+
+
+def test_the_last_jobs_are_split_evenly():
+    driver, recorder = driver_on(FakeCluster(num_nodes=2), [make_job(f"job-{n}") for n in range(4)])
+    driver.run()
+    islands = Counter(driver.backend._fleet.slot_of(d.layout.ranks[0]) for d in recorder.dispatches)
+    assert islands == {0: 2, 1: 2}
+
+
+def test_a_dead_node_gives_its_jobs_back():
+    cluster = FakeCluster(num_nodes=2)
+    driver, recorder = driver_on(cluster, [make_job(f"job-{n}") for n in range(4)])
+    driver.begin()
+    while len(recorder.dispatches) < 4:
+        driver.turn()
+    cluster.kill("node 1")
+    while not driver.state.finished:
+        driver.turn()
+    assert driver.metrics.summary().num_done == 4
+    assert len(recorder.dispatches) == 6
+    again = [outcome for outcome in recorder.outcomes if outcome.warnings]
+    assert len(again) == 2
+    assert "node node 1 is gone: killed" in again[0].warnings[0]
+
+
+def test_a_late_result_of_a_lost_node_is_dropped(caplog):
+    cluster = FakeCluster(num_nodes=2)
+    driver, recorder = driver_on(cluster, [make_job("job")])
+    driver.begin()
+    while not recorder.dispatches:
+        driver.turn()
+    cluster.kill("node 1")
+    cluster.report(JobEnded("node 1", 1, recorder.outcomes), cluster.clock.now_s + 0.1)
+    with caplog.at_level("INFO"):
+        while not driver.state.finished:
+            driver.turn()
+    assert [d.number for d in recorder.dispatches] == [1, 2]
+    assert recorder.outcomes[0].status == "done"
+    assert "a late result of attempt 1 on node 1 is dropped" in caplog.text
+
+
+def test_a_timeout_stops_a_job_on_its_node():
+    driver, recorder = driver_on(FakeCluster(num_nodes=1), [make_job("slow", steps=100, timeout_s=1.0)])
+    driver.run()
+    (outcome,) = recorder.outcomes
+    assert outcome.error == "timed out 1 s after its arrival"
+    assert outcome.ended_s < 1.0 + 2 * STEP_S
