@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from gfgen.errors import InputError, JobError, Problem
 from gfgen.job.reader import parse_job, read_jobs, to_mapping
 from gfgen.job.shared import parse_overrides
 from gfgen.job.spec import JobSpec, default_seed, input_files, spec_hash
+from gfgen.models.families.pictures import load_video
 from gfgen.models.geometry.model import shipped_geometry
 from gfgen.runtime.files.metadata import describe, parameters_text
 
@@ -140,6 +142,18 @@ class TestFiles:
         assert (found.field, found.value) == ("files.video", '"b.mp4"')
         assert found.accepted.endswith("is not a video that ffmpeg can read")
 
+    @pytest.mark.filterwarnings("ignore::ResourceWarning")  # imageio leaves a pipe to the collector
+    def test_a_run_reads_every_video_that_admission_accepts(self, tmp_path: Path) -> None:
+        for suffix in ("mp4", "m4v", "gif"):
+            path = video(tmp_path / f"a.{suffix}")
+            job(tmp_path, files={"video": path.name})
+            assert len(load_video(path)) == 4
+
+    def test_a_playlist_is_no_video_because_it_names_other_files(self, tmp_path: Path) -> None:
+        video(tmp_path / "own.mp4")
+        (tmp_path / "a.mp4").write_text("ffconcat version 1.0\nfile own.mp4\n")
+        assert "not a video" in problem(tmp_path, files={"video": "a.mp4"}).accepted
+
     def test_every_missing_file_is_a_problem_of_its_argument(self, tmp_path: Path) -> None:
         _, problems = parse_job(
             {"prompt": "a fox", "files": {"a": ["x.png", "y.png"], "b": "z.png"}}, folder=tmp_path
@@ -199,3 +213,13 @@ def test_the_metadata_of_a_file_names_inputs_without_their_folders(tmp_path: Pat
     assert found["files"] == {"image": ["a.png"], "mask_image": "a.png"}
     assert len(found["args"]["prompt_2"]) < 4100
     assert '{"image": ["a.png"], "mask_image": "a.png"}' in parameters_text(found)
+
+
+class TestLora:
+    def test_files_that_are_no_loras_are_problems(self, tmp_path: Path) -> None:
+        for name, header in (("number", b"123456"), ("list", b"[1, 2]"), ("deep", b"[" * 100_000)):
+            (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header)
+        (tmp_path / "loop").symlink_to("loop")
+        os.mkfifo(tmp_path / "pipe")
+        for name in ("number", "list", "deep", "loop", "pipe", "~no-such-user/a", "x" * 300):
+            assert problem(tmp_path, lora=name).field == "lora"

@@ -17,6 +17,8 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 """Only these decoders open the file, so other formats cannot reach less safe decoders."""
 VIDEO_FORMATS = ("MP4", "M4V", "MOV", "MKV", "WEBM", "AVI", "GIF")
 """Endings of the names of videos; any other file is a picture."""
+DEMUXERS = ("-format_whitelist", "mov,matroska,avi,gif")
+"""Options of ffmpeg. It goes by content, and a playlist (HLS, concat) would make it read other files."""
 MAX_VIDEO_BYTES = 2**30
 FFMPEG_TIMEOUT_S = 60.0
 
@@ -75,7 +77,7 @@ def first_frame(path: Path) -> bytes:
     try:
         import imageio_ffmpeg
 
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-nostdin"]
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-nostdin", *DEMUXERS]
         command += ["-i", f"file:{path.absolute()}", "-map", "0:v:0", "-frames:v", "1"]
         command += ["-f", "image2pipe", "-c:v", "png", "pipe:1"]
         done = subprocess.run(command, capture_output=True, check=False, timeout=FFMPEG_TIMEOUT_S)

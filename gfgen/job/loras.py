@@ -37,6 +37,9 @@ class LoraFiles:
                 self._checked[key] = (path, _check_file(path))
             except LoraError as error:
                 self._checked[key] = error
+            except (OSError, RuntimeError) as error:  # a loop of links, an unknown ~user, a name too long
+                reason = getattr(error, "strerror", None) or error
+                self._checked[key] = LoraError(f"{name[:80]} cannot be read ({reason})")
         outcome = self._checked[key]
         if isinstance(outcome, LoraError):
             raise LoraError(str(outcome))
@@ -88,12 +91,17 @@ def _from_hub(repository: str, file: str) -> Path:
 def _check_file(path: Path) -> str:
     """SHA-256 of a file with tensors of a LoRA."""
     try:
+        if not path.is_file():  # a pipe or a device could block or never end
+            raise LoraError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
             header_bytes = int.from_bytes(file.read(8), "little")
             if not 2 <= header_bytes <= min(num_bytes, MAX_HEADER_BYTES):
                 raise LoraError(f"{path} is not a safetensors file")
-            names = [name for name in json.loads(file.read(header_bytes)) if name != "__metadata__"]
+            header = json.loads(file.read(header_bytes))
+            if not isinstance(header, dict):
+                raise LoraError(f"{path} is not a safetensors file")
+            names = [name for name in header if name != "__metadata__"]
             if not any(mark in name for name in names for mark in MARKS):
                 example = f", but such as {names[0]}" if names else ""
                 raise LoraError(f"{path} is no LoRA: none of its tensors is named like one{example}")
@@ -101,7 +109,7 @@ def _check_file(path: Path) -> str:
                 raise LoraError(f"{path} has more than {MAX_LORA_BYTES // 2**30} GiB")
             file.seek(0)
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, LoraError):
             raise
         reason = getattr(error, "strerror", None) or "not a safetensors file"

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from gfgen.errors import JobError, Problem
+from gfgen.errors import JobError, Problem, in_one_line
 from gfgen.job.fields import MAX_VOLUME_PIXELS
+from gfgen.job.images import DEMUXERS
 
 
 def load_image(path: str | Path, *, sha256: str | None = None) -> Image.Image:
@@ -46,16 +47,19 @@ def load_video(path: str | Path, *, sha256: str | None = None) -> list[Image.Ima
     """
     import imageio.v3 as imageio
 
-    content = _content(path, sha256=sha256)
     frames: list[Image.Image] = []
     try:
-        for frame in imageio.imiter(content, extension=Path(path).suffix.lower(), plugin="FFMPEG"):
+        content = _content(path, sha256=sha256)
+        # imageio refuses the endings of some formats; ffmpeg goes by content.
+        options: dict[str, Any] = {"extension": ".mp4", "plugin": "FFMPEG", "input_params": list(DEMUXERS)}
+        for frame in imageio.imiter(content, **options):
             frames.append(Image.fromarray(frame))
             if len(frames) * frame.shape[0] * frame.shape[1] > MAX_VOLUME_PIXELS:
                 accepted = f"has too many frames; width x height x frames of at most {MAX_VOLUME_PIXELS:,}"
                 raise JobError(Problem.of("files", str(path), accepted))
     except (OSError, ValueError, RuntimeError) as error:
-        raise JobError(Problem.of("files", str(path), f"cannot be read as a video ({error})")) from None
+        reason = f"cannot be read as a video ({in_one_line(error)})"
+        raise JobError(Problem.of("files", str(path), reason)) from None
     return frames
 
 

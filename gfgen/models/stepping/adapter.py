@@ -71,6 +71,7 @@ class PipelineAdapter:
         return prompt
 
     def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
+        self._loras.merge(spec)  # some calls encode their prompts here
         condition, latents = self._call(spec).prepare(prompt)
         condition.scalars[UNCHECKED] = True
         return condition, latents
