@@ -205,7 +205,18 @@ def test_options_of_the_other_commands():
         "-o",
     ]
     assert options_of(subcommand("simulate")) == sorted(
-        ["--json", "--memory", "--model", "--output", "--policy", "--profile", "--ranks", "-o", *JOBS]
+        [
+            "--json",
+            "--memory",
+            "--model",
+            "--nodes",
+            "--output",
+            "--policy",
+            "--profile",
+            "--ranks",
+            "-o",
+            *JOBS,
+        ]
     )
     assert options_of(subcommand("plan")) == sorted(
         [

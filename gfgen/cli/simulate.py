@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gfgen.cli.options import JobOptions, configure_log, job_options, model_opti
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
 from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
+from gfgen.cluster.simulated import MAX_NODES, simulate_nodes
 from gfgen.errors import InputError, OutputError, RunError
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.decider import FALLBACK
@@ -49,6 +51,12 @@ TRACE_NAME = "trace.json"
     help="NAME[,option=value...]; 'gfgen policies' lists them. Repeat to compare.",
 )
 @click.option("--ranks", type=RankCounts(), metavar="N", help="Numbers of ranks: 4, 1,2,4 or 1..8. [4]")
+@click.option(
+    "--nodes",
+    type=RankCounts("nodes", most=MAX_NODES),
+    metavar="N",
+    help="Numbers of machines that each have this many ranks (docs/cluster.md). [one]",
+)
 @profile_option
 @model_option
 @simulated_memory_option
@@ -64,6 +72,7 @@ def simulate(
     jobs: JobOptions,
     policies: tuple[str, ...],
     ranks: tuple[int, ...] | None,
+    nodes: tuple[int, ...] | None,
     profile_path: Path | None,
     model: str,
     memory: str | None,
@@ -75,6 +84,9 @@ def simulate(
     The simulation uses the scheduler and the policies of a real run. Only task times are predicted.
     """
     configure_log("warning")
+    if nodes and (memory or output):
+        option = "--memory" if memory else "--output"
+        raise click.UsageError(f"{option} goes with one machine; leave out --nodes")
     named = [load_policy(text) for text in dict.fromkeys(policies)]
     source = jobs.source()
     admitted = admit_weightless(source, default_model=model, has_bar=has_cursor(sys.stderr))
@@ -84,22 +96,23 @@ def simulate(
     now = time.time()  # the same for all policies, since deadlines may be times of day
     warn_of_passed_deadlines(admitted, now=now)
     asked = [
-        (policy, num_ranks, policy.name + (f" on {num_ranks}" if len(counts) > 1 else ""))
-        for policy, num_ranks in itertools.product(named, counts)
+        _Asked(policy, num_ranks, num_nodes, policy.name + _place(num_ranks, counts, num_nodes, nodes))
+        for policy, num_ranks, num_nodes in itertools.product(named, counts, nodes or (None,))
     ]
-    folders = [_folder(output, name, is_only=len(asked) == 1) for _, _, name in asked]
+    folders = [_folder(output, each.name, is_only=len(asked) == 1) for each in asked]
     runs, failures = [], []
     with _held(output, folders):
-        for place, ((policy, num_ranks, name), folder) in enumerate(zip(asked, folders, strict=True)):
+        for place, (each, folder) in enumerate(zip(asked, folders, strict=True)):
             try:
-                done = _simulate(room, policy, num_ranks, profile, folder, started_at=now, place=place)
-                runs.append((name, done))
+                done = _simulate(room, each, profile, folder, started_at=now, place=place)
+                runs.append((each.name, done))
             except OutputError:
                 raise
             except RunError as error:
-                failures.append(f"{name}: {error}")
+                failures.append(f"{each.name}: {error}")
     closer = closer_profile(profile_path, admitted, counts=counts)
-    _report(runs, profile, counts, room=room, as_json=as_json, failures=failures, closer=closer)
+    on = _machines(counts, nodes)
+    _report(runs, profile, on, most=max(counts), room=room, as_json=as_json, failures=failures, closer=closer)
     for failure in failures:
         click.echo(f"gfgen: {failure}", err=True)
     if output is not None and runs and not as_json:
@@ -107,16 +120,50 @@ def simulate(
     return 1 if failures else 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A run to simulate; `num_nodes` None: one machine without a driver."""
+
+    policy: NamedPolicy
+    num_ranks: int
+    num_nodes: int | None
+    name: str
+
+
+def _place(num_ranks: int, counts: Sequence[int], num_nodes: int | None, nodes: Sequence[int] | None) -> str:
+    """What tells this run from others of its policy, such as ' on 4 x 8'."""
+    if nodes and len(nodes) > 1:
+        return f" on {num_nodes} x {num_ranks}"
+    return f" on {num_ranks}" if len(counts) > 1 else ""
+
+
+def _machines(counts: Sequence[int], nodes: Sequence[int] | None) -> str:
+    """Such as '4 ranks', or '1 and 2 nodes with 8 ranks'."""
+    ranks = counted(counts[0], "rank") if len(counts) == 1 else f"{_listed(counts)} ranks"
+    if nodes is None:
+        return ranks
+    return f"{counted(nodes[0], 'node') if len(nodes) == 1 else f'{_listed(nodes)} nodes'} with {ranks}"
+
+
 def _simulate(
     room: SimulatedMemory,
-    policy: NamedPolicy,
-    num_ranks: int,
+    asked: _Asked,
     profile: Profile,
     folder: Path | None,
     *,
     started_at: float,
     place: int,
 ) -> Simulated:
+    policy, num_ranks = asked.policy, asked.num_ranks
+    if asked.num_nodes is not None:
+        return simulate_nodes(
+            room.jobs,
+            policy=policy,
+            num_nodes=asked.num_nodes,
+            num_ranks=num_ranks,
+            profile=profile,
+            started_at=started_at,
+        )
     with contextlib.ExitStack() as stack:
         writers = _observers(folder, place=place)
         observers = [stack.enter_context(contextlib.closing(each)) for each in writers]
@@ -197,21 +244,21 @@ def _folder(output: Path | None, name: str, *, is_only: bool) -> Path | None:
 def _report(
     runs: Sequence[tuple[str, Simulated]],
     profile: Profile,
-    counts: Sequence[int],
+    on: str,
     *,
+    most: int,
     room: SimulatedMemory,
     as_json: bool,
     failures: Sequence[str],
     closer: str | None,
 ) -> None:
-    turns = room.in_words(max(counts))
+    turns = room.in_words(most)
     found = sorted({doubt for _, run in runs for doubt in run.doubts})
     doubts = uncertain(found, has_writes=profile.has_writes) if runs else None
     if as_json:
         said = {"memory": turns, "doubts": doubts, "closer_profile": closer, "failures": list(failures)}
         click.echo(json.dumps(_as_json(runs, profile) | said, indent=1))
         return
-    on = counted(counts[0], "rank") if len(counts) == 1 else f"{_listed(counts)} ranks"
     click.echo(f"{counted(len(room.jobs), 'job')} on {on}, simulated with {describe(profile)}\n")
     if runs:
         click.echo("\n".join(table([(name, run.summary) for name, run in runs])) + "\n")

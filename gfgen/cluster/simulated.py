@@ -28,6 +28,7 @@ from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.simulate.profiled import profiled_times
 from gfgen.runtime.simulate.simulation import OutcomeRecorder, Simulated
 
+MAX_NODES = 64
 LATENCY_S = 0.005
 """Of a message between driver and node."""
 
@@ -51,11 +52,12 @@ class SimulatedNode(Observer):
         self._waiting: list[AdmittedJob] = []
         self._attempts: dict[str, int] = {}
         """The last attempt at each job."""
+        self.costs = CostModel(profile)
         self._backend = SimulatedBackend(self._clock, num_ranks=num_ranks, times=times)
         start = RunStart(num_ranks=num_ranks, lookahead_s=LOOKAHEAD_S)
         self.control = Control(
             (),
-            state=State((), start, clock=self._clock, costs=CostModel(profile)),
+            state=State((), start, clock=self._clock, costs=self.costs),
             backend=self._backend,
             policy=policy,
             observers=[self],
@@ -202,7 +204,11 @@ def simulate_nodes(
     )
     summary = _with_ranks(driver.run(), [node.control.metrics.summary() for node in cluster.nodes])
     return Simulated(
-        summary=summary, policy=policy.name, outcomes=kept.outcomes, num_ranks=num_nodes * num_ranks
+        summary=summary,
+        policy=policy.name,
+        doubts=sorted({doubt for node in cluster.nodes for doubt in node.costs.doubts}),
+        outcomes=kept.outcomes,
+        num_ranks=num_nodes * num_ranks,
     )
 
 

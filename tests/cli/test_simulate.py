@@ -447,3 +447,14 @@ def test_the_plan_begins_with_the_answer_and_can_be_drawn(gfgen, folder):
     code, _, err = gfgen("plan", folder / "night.jsonl", "--by", "yesterday", "--profile", profile)
     assert code == 2
     assert "--by 'yesterday'" in err
+
+
+def test_several_machines_are_simulated_with_their_driver(gfgen, folder):
+    command = ["simulate", folder / "night.jsonl", "--profile", folder / "profile.json", "--ranks", 2]
+    code, out, _ = gfgen(*command, "--nodes", "1,2", "--policy", "srtf", "--json")
+    assert code == 0
+    runs = json.loads(out)["runs"]
+    assert [(run["name"], run["num_ranks"]) for run in runs] == [("srtf on 1 x 2", 2), ("srtf on 2 x 2", 4)]
+    code, _, err = gfgen(*command, "--nodes", 2, "--output", folder / "out")
+    assert code == 2
+    assert "--output goes with one machine; leave out --nodes" in err

@@ -4,11 +4,14 @@ from collections import Counter
 
 import pytest
 from builders import STEP_S, make_job
-from cluster.fake_cluster import FakeCluster, FaultyCluster, driver_on
+from fake_cluster import FakeCluster, FaultyCluster, driver_on
 
 from gfgen.cluster.node import JobEnded
-from gfgen.cluster.simulated import LATENCY_S
+from gfgen.cluster.simulated import LATENCY_S, simulate_nodes
+from gfgen.graph import Stage
+from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.events import TaskDone, TaskFailed
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 
 JOB_S = 7 * STEP_S
 """Encode, prepare, four steps, decode."""
@@ -111,3 +114,24 @@ def test_a_timeout_stops_a_job_on_its_node():
     (outcome,) = recorder.outcomes
     assert outcome.error == "timed out 1 s after its arrival"
     assert outcome.ended_s < 1.0 + 2 * STEP_S
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4])
+def test_the_work_is_split_nearly_perfectly(num_nodes):
+    profile = profile_of(shapes={"small": 1.0, "large": 5.0})
+    jobs = [make_job(f"job-{n}", shape="large" if n % 4 == 0 else "small") for n in range(30 * num_nodes)]
+    run = simulate_nodes(
+        jobs, policy=load_policy("makespan"), num_nodes=num_nodes, num_ranks=2, profile=profile
+    )
+    assert run.summary.num_done == len(jobs)
+    assert run.summary.num_tasks == 7 * len(jobs)
+    assert run.summary.utilisation > 0.97
+
+
+def profile_of(*, shapes):
+    rows = [
+        ProfileRow("fake", shape, stage, (1, 1, 1), seconds, flops=1e9)
+        for shape, seconds in shapes.items()
+        for stage in Stage
+    ]
+    return Profile("a machine", "2026-11-20", "a test", num_ranks=2, rows=tuple(rows))

@@ -24,9 +24,10 @@ DEFAULT_RANKS = 4
 
 
 class RankCounts(click.ParamType[tuple[int, ...]]):
-    """Numbers of ranks, such as 4, 1,2,4 or 1..8."""
+    """Numbers of ranks, or of others, such as 4, 1,2,4 or 1..8."""
 
-    name = "ranks"
+    def __init__(self, name: str = "ranks", *, most: int = MAX_RANKS) -> None:
+        self.name, self._most = name, most
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
@@ -38,10 +39,9 @@ class RankCounts(click.ParamType[tuple[int, ...]]):
                 counts += range(int(first), int(last or first if dots else first) + 1)
         except ValueError:
             counts = []
-        if not counts or min(counts) < 1 or max(counts) > MAX_RANKS:
-            self.fail(
-                f"{value!r}: give 1 to {MAX_RANKS} ranks, such as 4, 1,2,4 or 1..{MAX_RANKS}", param, ctx
-            )
+        if not counts or min(counts) < 1 or max(counts) > self._most:
+            most = self._most
+            self.fail(f"{value!r}: give 1 to {most} {self.name}, such as 4, 1,2,4 or 1..{most}", param, ctx)
         return tuple(sorted(set(counts)))
 
 
