@@ -4,7 +4,7 @@
 
 serves `fake-video` and `fake-image` on two ranks. A step takes `flow_shift` seconds if a job gives it,
 and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key`, `ranks`,
-`strict`, `alias`, `public_url`, `origin` and `access_log`. With
+`strict`, `alias`, `public_url`, `origin`, `access_log`, `webhook_host` and `webhook_secret`. With
 FAKE_HASTE in the environment jobs have eight steps at most, which take no time.
 """
 
@@ -168,6 +168,8 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         public_url=options.pop("public_url", None),
         access_log=bool(options.pop("access_log", "")),
         allowed_origins=tuple(filter(None, [options.pop("origin", "")])),
+        webhook_hosts=tuple(filter(None, [options.pop("webhook_host", "")])),
+        webhook_secret=options.pop("webhook_secret", None),
     )
     limits = ServerLimits(
         **{name: float(value) if name.endswith("_s") else int(value) for name, value in options.items()}

@@ -238,11 +238,14 @@ def _settings(
     for text, option in options_of(command).items():
         for variable in _variables(option):
             if value := os.environ.get(variable):
-                shown = "(hidden)" if "key" in text else value
-                yield text, (shown, variable)
+                yield text, ("(hidden)" if _is_secret(text) else value, variable)
                 break
         else:
             for file in files:
                 if text in (values := file.values_for(name)):
-                    yield text, ("(hidden)" if "key" in text else values[text], str(file.path))
+                    yield text, ("(hidden)" if _is_secret(text) else values[text], str(file.path))
                     break
+
+
+def _is_secret(option: str) -> bool:
+    return "key" in option or "secret" in option or option == "webhook"

@@ -46,6 +46,7 @@ from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.server.bridge.loop_hooks import SwitchableChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
+from gfgen.server.jobs.webhooks import secret_bytes
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.schemas import ServedModel
@@ -98,15 +99,16 @@ class _Size(click.ParamType[int]):
 
 
 class _Pattern(click.ParamType[str]):
-    """Text that matches a pattern; a slash at its end is dropped."""
+    """Text that matches a pattern; a slash at its end is dropped unless it `keeps_slash`."""
 
-    def __init__(self, name: str, pattern: str, *, accepted: str) -> None:
+    def __init__(self, name: str, pattern: str, *, accepted: str, keeps_slash: bool = False) -> None:
         self.name = name
+        self._dropped = "" if keeps_slash else "/"
         self._pattern = pattern
         self._accepted = accepted
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        text = str(value).rstrip("/")
+        text = str(value).rstrip(self._dropped)
         if not re.fullmatch(self._pattern, text):
             self.fail(f"{value!r}: {self._accepted} is accepted", param, ctx)
         return text
@@ -149,6 +151,24 @@ _api_options = taken_as(
         help="Site whose pages may use the API from a browser. Repeatable.",
     ),
     click.option("--access-log", is_flag=True, help="Log a line for each request."),
+    click.option(
+        "--webhook",
+        "webhook_url",
+        type=_Pattern("url", r"https?://[!-~]+", accepted="a URL like https://host/path", keeps_slash=True),
+        help="URL to which the server sends each job when it has ended.",
+    ),
+    click.option(
+        "--webhook-host",
+        "webhook_hosts",
+        multiple=True,
+        type=_Pattern("host", r"[a-z0-9.\-\[\]:]+", accepted="HOST or HOST:PORT in small letters"),
+        help="Host that a job's own `webhook` may name; HOST alone stands for ports 80 and 443. Repeatable.",
+    ),
+    click.option(
+        "--webhook-secret",
+        help="Secret that signs requests to webhooks, whsec_BASE64. Prefer the environment variable "
+        "GFGEN_WEBHOOK_SECRET.",
+    ),
 )
 
 
@@ -267,6 +287,7 @@ def serve(
     for alias, name in api.aliases.items():
         if name not in (models or (DEFAULT_MODEL,)):
             raise InputError(f"--served-model-name {alias}={name}: {name} is not served; add --model {name}")
+    _check_webhooks(api)
     check_packages(SERVING)
     options = ServeOptions(
         output_dir=output,
@@ -417,6 +438,15 @@ def _check_exposure(host: str, api_key: str | None, *, no_key: bool) -> None:
         raise InputError(
             f"--host {host}: other machines can reach this address; give --api-key (or {KEY_VARIABLE}), "
             "or --no-key to allow requests without a key"
+        )
+
+
+def _check_webhooks(api: ApiOptions) -> None:
+    is_good = api.webhook_secret is not None and secret_bytes(api.webhook_secret) is not None
+    if (api.webhook_url or api.webhook_hosts or api.webhook_secret) and not is_good:
+        raise InputError(
+            "--webhook-secret: webhooks need a secret of whsec_ and 24 to 64 bytes in base64; "
+            "'echo whsec_$(openssl rand -base64 32)' makes a good one, for GFGEN_WEBHOOK_SECRET"
         )
 
 

@@ -29,6 +29,7 @@ SERVING: Mapping[str, str] = {
     "uvicorn": "uvicorn",
     "pydantic": "pydantic",
     "httptools": "httptools",
+    "httpx": "httpx",
     "python-multipart": "python_multipart",
     "prometheus_client": "prometheus_client",
 }

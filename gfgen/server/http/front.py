@@ -31,6 +31,7 @@ from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.jobs.service import FORECAST_S, JobService
 from gfgen.server.jobs.store import STORE_NAME, Store
+from gfgen.server.jobs.webhooks import Webhooks
 from gfgen.server.protocol.limits import BACKLOG
 from gfgen.server.protocol.link import FrontSettings, MessageDecoder, pack
 from gfgen.system.signals import leave_to_the_run
@@ -92,6 +93,7 @@ class Front:
                 store.close()
                 os._exit(1)
             await asyncio.wait({serving}, timeout=2 * DRAIN_S)
+            await self._webhooks.close(patience_s=DRAIN_S)
             for helper in helpers:
                 helper.cancel()
         finally:
@@ -108,6 +110,8 @@ class Front:
             store=store, mirror=mirror, folder=folder, limits=limits, api=settings.api, send=self._send
         )
         folder.prepare(store)
+        self._webhooks = Webhooks(settings.api)
+        service.on_end = self._webhooks.send
         self._service, self._feed = service, StateFeed(mirror)
         app = make_app(
             service,

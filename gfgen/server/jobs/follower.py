@@ -90,8 +90,7 @@ class RunFollower:
                     step=facts.steps,
                 )
             )
-        if endings:
-            await self._end_all(endings)
+        await self._end_unseen(endings)
 
     async def _refuse(self, facts: JobFacts, problems: Sequence[Problem]) -> None:
         """Fail a job that an earlier server accepted and this one cannot run."""
@@ -104,7 +103,14 @@ class RunFollower:
             error_code="cannot_be_done",
             error_message=self._public(text),
         )
-        await self._end_all([ending])
+        await self._end_unseen([ending])
+
+    async def _end_unseen(self, endings: Sequence[Ending]) -> None:
+        """Record ends of jobs that only the store knows."""
+        firsts = await self._end_all(endings) if endings else []
+        for ending, is_first in zip(endings, firsts, strict=True):
+            if is_first and (record := self._service.job(ending.id)) is not None:
+                self._service.on_end(record)
 
     async def _note_ends(self, outcomes: Sequence[JobOutcome]) -> None:
         endings = [self._ending(outcome) for outcome in outcomes]

@@ -84,6 +84,7 @@ class RequestedJob:
     """The request's name of a job file field, where they differ."""
     ignored: list[str] | None = None
     """Collects a warning for each field that the model does not use; None refuses such fields."""
+    webhook: str | None = None
 
     @property
     def has_inputs(self) -> bool:
@@ -106,7 +107,8 @@ def video_job(
     A video model may make a single frame, a picture: warm-up requests ask for that.
     """
     model = chosen_model(request.model, models, kind="video")
-    values = _job_words(request, _VIDEO_WORDS, leave_out=("seconds", "model", "num_outputs_per_prompt"))
+    left_out = ("seconds", "model", "num_outputs_per_prompt", "webhook")
+    values = _job_words(request, _VIDEO_WORDS, leave_out=left_out)
     if request.seconds is not None:
         if request.num_frames is not None:
             raise ApiError(400, "num_frames and seconds exclude each other; give one", param="seconds")
@@ -114,7 +116,7 @@ def video_job(
     words = {ours: theirs for theirs, ours in _VIDEO_WORDS.items()} | {"image": "input_reference"}
     spec = _spec(values | {"model": model.root or model.id}, "video", words)
     must_be: schemas.MediaKind | None = None if model.kind == "video" else "video"
-    return RequestedJob(spec, must_be=must_be, words=words, ignored=ignored)
+    return RequestedJob(spec, must_be=must_be, words=words, ignored=ignored, webhook=request.webhook)
 
 
 def image_jobs(
@@ -174,13 +176,13 @@ def plain_job(
 ) -> RequestedJob:
     """The job of a request that uses the job file's fields."""
     model = chosen_model(request.model, models, kind=None)
-    values = _job_words(request, {}, leave_out=("model",))
+    values = _job_words(request, {}, leave_out=("model", "webhook"))
     kind = "image" if model.kind == "image" or request.frames == 1 else "video"
     if num_pictures(request.args) != 1:
         accepted = "a job over HTTP makes one file; send one request for each picture"
         raise ApiError(400, f"args.num_images_per_prompt: {accepted}", param="args")
     spec = _spec(values | {"model": model.root or model.id}, kind, {})
-    return RequestedJob(spec, uploads=uploads)
+    return RequestedJob(spec, uploads=uploads, webhook=request.webhook)
 
 
 def batch_jobs(
@@ -395,6 +397,7 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         custom_id=requested.custom_id,
         deadline_at=deadline_at,
         input_file=job.job_id if requested.has_inputs else None,
+        webhook=requested.webhook,
     )
     stored = replace(spec, deadline_s=None, deadline_at=deadline_at, seed=run.seed, line=None, image=None)
     if spec.files is not None:  # the folder may move

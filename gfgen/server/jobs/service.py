@@ -21,6 +21,7 @@ from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.store import Ending, KeyTakenError, RequestKey, Store, StoredJob
 from gfgen.server.jobs.uploads import Uploads
+from gfgen.server.jobs.webhooks import check_webhook
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.link import Admit, CancelJobs, RunInfo, SetPolicy, SubmitJobs
@@ -57,6 +58,8 @@ class JobService:
         self.uploads = Uploads(folder.path, most_bytes=10 * limits.body_bytes)
         self.hidden_folders = {str(folder.path)}
         """Paths of this server and its models; clients do not see them."""
+        self.on_end: Callable[[ServedJob], None] = lambda record: None
+        """Called with each job that has ended."""
         self._num_reserved = 0
         """Jobs that are being written to the store."""
 
@@ -142,6 +145,8 @@ class JobService:
         key: RequestKey | None,
     ) -> None:
         """Store jobs and submit them to the run."""
+        for url in {one.webhook for one, _ in jobs if one.webhook is not None}:
+            check_webhook(url, self.api.webhook_hosts)
         now = self.now()
         accepted = [job_requests.accepted(one, job, now=now) for one, job in jobs]
         await self.store.accept(accepted, batch_id=batch_id, key=key, now=now)
@@ -219,7 +224,10 @@ class JobService:
     def note_end(self, ending: Ending) -> None:
         """The store has recorded this end of a job."""
         record = self.mirror.end(ending.id, ending, expires_at=ending.completed_at + self.limits.keep_s)
-        if record is not None and record.facts.input_file is not None:
+        if record is None:
+            return
+        self.on_end(record)
+        if record.facts.input_file is not None:
             self.folder.remove_input(record.facts.input_file)
 
     async def remove(self, stored: Sequence[StoredJob]) -> None:

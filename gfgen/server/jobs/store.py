@@ -108,6 +108,8 @@ class JobFacts:
     deadline_at: float | None = None
     input_file: str | None = None
     """Name of its input picture, which the server keeps until the job ends."""
+    webhook: str | None = None
+    """Where it is sent at its end, if its request said so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 BACKLOG = 2048
@@ -55,6 +55,12 @@ class ApiOptions:
     """Sites whose pages may send requests; "*" stands for all."""
     access_log: bool = False
     """Log a line for each request."""
+    webhook_url: str | None = None
+    """Where every job is sent at its end."""
+    webhook_hosts: tuple[str, ...] = ()
+    """HOST or HOST:PORT of webhooks that jobs may name themselves."""
+    webhook_secret: str | None = field(default=None, repr=False)
+    """By which requests to webhooks are signed, as whsec_BASE64."""
 
     @property
     def aliases(self) -> dict[str, str]:

@@ -77,6 +77,13 @@ Seed = Annotated[int, JobField("seed")]
 Deadline = Annotated[float | str, JobField("deadline")]
 Priority = Annotated[int, JobField("priority")]
 Tag = Annotated[str, JobField("tag")]
+Webhook = Annotated[
+    str,
+    Field(
+        max_length=2000,
+        description="URL to which the server sends the job when it has ended, on a host of --webhook-host.",
+    ),
+]
 Unused = Annotated[Any, Field(description="Accepted and ignored.", exclude=True)]
 """A field of OpenAI's API without a meaning here; `model_dump` leaves it out."""
 
@@ -256,6 +263,7 @@ class VideoRequest(OpenRequest):
     deadline: Deadline | None = None
     priority: Priority | None = None
     tag: Tag | None = None
+    webhook: Webhook | None = None
 
 
 class JobRequest(RequestModel):
@@ -289,6 +297,7 @@ class JobRequest(RequestModel):
     )
     priority: Priority | None = None
     tag: Tag | None = None
+    webhook: Webhook | None = None
 
 
 class PictureRequest(OpenRequest):
