@@ -4,7 +4,8 @@
 
 serves `fake-video` and `fake-image` on two ranks. A step takes `flow_shift` seconds if a job gives it,
 and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key`, `ranks`,
-`strict`, `alias`, `public_url`, `origin`, `access_log`, `webhook_host` and `webhook_secret`. With
+`keys` (NAME:KEY,...), `strict`, `alias`, `public_url`, `origin`, `access_log`, `webhook_host` and
+`webhook_secret`. With
 FAKE_HASTE in the environment jobs have eight steps at most, which take no time.
 """
 
@@ -162,6 +163,7 @@ def _write_all(channel: Channel) -> None:
 def serve_fakes(port: int, folder: Path, **options: str) -> None:
     """Until a signal comes."""
     ranks, key = int(options.pop("ranks", "2")), options.pop("key", None)
+    keys = dict(pair.split(":") for pair in options.pop("keys", "").split(",") if pair)
     api = ApiOptions(
         strict=bool(options.pop("strict", "")),
         served_names=tuple(filter(None, [options.pop("alias", "")])),
@@ -182,6 +184,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         host="127.0.0.1",
         port=port,
         api_key=key,
+        keys=keys,
         limits=limits,
         api=api,
     )

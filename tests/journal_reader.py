@@ -157,7 +157,9 @@ class _TasksByRank:
         parts = [self._ends[number][rank] for rank in ranks]
         del self._ends[number]
         if not (failures := [part for part in parts if part["event"] == events.TaskFailed.__name__]):
-            times = [events.RankTimes(*[part[name] for name in events.RankTimes._fields]) for part in parts]
+            times = [
+                events.RankTimes(*[part.get(name) for name in events.RankTimes._fields]) for part in parts
+            ]
             return entry["turn"], events.TaskDone(entry["time_s"], number, tuple(times))
         void, lost = (any(part[name] for part in failures) for name in ("void", "lost"))
         return entry["turn"], events.TaskFailed(entry["time_s"], number, failures[0]["reason"], void, lost)

@@ -155,12 +155,14 @@ def test_options_of_serve():
         "--host",
         "--keep",
         "--keep-bytes",
+        "--key-file",
         "--log-file",
         "--log-json",
         "--lookahead",
         "--max-body",
         "--max-frames",
         "--max-open",
+        "--max-per-address",
         "--max-pixels",
         "--max-step-time",
         "--max-steps",
@@ -341,7 +343,15 @@ def test_exit_codes():
 
 def test_events_of_the_journal():
     assert journal.VERSION == 2
-    assert events.RankTimes._fields == ("rank", "started_s", "ended_s", "waited_s", "moved_s", "idle_s")
+    assert events.RankTimes._fields == (
+        "rank",
+        "started_s",
+        "ended_s",
+        "waited_s",
+        "moved_s",
+        "idle_s",
+        "peak_bytes",
+    )
     assert {
         kind.__name__: [field.name for field in dataclasses.fields(kind)]
         for kind in vars(events).values()

@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,6 +47,7 @@ from gfgen.server.bridge.loop_hooks import SwitchableChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.jobs.webhooks import secret_bytes
+from gfgen.server.protocol.keys import check_key, read_keys
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.schemas import ServedModel
@@ -73,6 +74,7 @@ class ServeOptions(SessionOptions):
     host: str
     port: int
     api_key: str | None
+    keys: Mapping[str, str] = field(default_factory=dict)
     limits: ServerLimits
     api: ApiOptions = field(default_factory=ApiOptions)
     models: tuple[str, ...] = (DEFAULT_MODEL,)
@@ -180,7 +182,13 @@ _api_options = taken_as(
 @click.option(
     "--api-key",
     envvar=KEY_VARIABLE,
-    help=f"Key that every request must send. Prefer the environment variable {KEY_VARIABLE}.",
+    help=f"Key that every request must send. Prefer the environment variable {KEY_VARIABLE}. "
+    "With --key-file, the key that sees all jobs and may change the policy.",
+)
+@click.option(
+    "--key-file",
+    type=NamedPath(),
+    help="File of keys, each on a line with a name and the key. Each sees its own jobs.",
 )
 @click.option(
     "--no-key", is_flag=True, help="Allow requests without a key even if other machines can reach --host."
@@ -242,6 +250,13 @@ _api_options = taken_as(
     show_default=True,
     help="Most event streams open at once.",
 )
+@click.option(
+    "--max-per-address",
+    type=click.IntRange(1),
+    default=DEFAULTS.connections_per_address,
+    show_default=True,
+    help="Most connections of one address, for example of a proxy.",
+)
 @click.option("--max-body", type=_Size(), default="64M", show_default=True, help="Largest request in bytes.")
 @click.option(
     "--keep", type=Duration(), default="7d", show_default=True, help="Remove finished jobs after this time."
@@ -259,6 +274,7 @@ def serve(
     port: int,
     host: str,
     api_key: str | None,
+    key_file: Path | None,
     no_key: bool,
     output: Path,
     models: tuple[str, ...],
@@ -273,6 +289,7 @@ def serve(
     max_steps: int,
     max_open: int,
     max_streams: int,
+    max_per_address: int,
     max_body: int,
     keep: float,
     keep_bytes: int,
@@ -283,7 +300,12 @@ def serve(
     SIGTERM stops the server within --grace. After a restart it continues every accepted job.
     """
     logs.configure(file=logs.log_file)
-    _check_exposure(host, api_key, no_key=no_key)
+    if api_key is not None:
+        check_key(api_key, where="--api-key")
+    keys = {} if key_file is None else read_keys(key_file)
+    if api_key in keys.values():
+        raise InputError(f"--api-key: it is also in {key_file}; give the admin a key of its own")
+    _check_exposure(host, has_key=bool(api_key or keys), no_key=no_key)
     for alias, name in api.aliases.items():
         if name not in (models or (DEFAULT_MODEL,)):
             raise InputError(f"--served-model-name {alias}={name}: {name} is not served; add --model {name}")
@@ -298,9 +320,11 @@ def serve(
         host=host,
         port=port,
         api_key=api_key,
+        keys=keys,
         limits=ServerLimits(
             open_jobs=max_open,
             streams=max_streams,
+            connections_per_address=max_per_address,
             body_bytes=max_body,
             keep_s=keep,
             keep_bytes=keep_bytes,
@@ -414,6 +438,7 @@ def settings_of(options: ServeOptions) -> FrontSettings:
     return FrontSettings(
         output_dir=options.output_dir.absolute(),
         api_key=options.api_key,
+        keys=options.keys,
         is_loopback=_is_loopback(options.host),
         limits=options.limits,
         version=_own_version(),
@@ -424,17 +449,8 @@ def settings_of(options: ServeOptions) -> FrontSettings:
     )
 
 
-def _check_exposure(host: str, api_key: str | None, *, no_key: bool) -> None:
-    if api_key is not None and len(api_key) < 8:
-        raise InputError("--api-key: give at least 8 characters; 'openssl rand -hex 24' makes a good key")
-    if api_key is not None and not (
-        api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()
-    ):
-        raise InputError(
-            "--api-key: give printable ASCII without spaces at its ends, since it is sent in a header; "
-            "'openssl rand -hex 24' makes a good key"
-        )
-    if not (_is_loopback(host) or api_key or no_key):
+def _check_exposure(host: str, *, has_key: bool, no_key: bool) -> None:
+    if not (_is_loopback(host) or has_key or no_key):
         raise InputError(
             f"--host {host}: other machines can reach this address; give --api-key (or {KEY_VARIABLE}), "
             "or --no-key to allow requests without a key"

@@ -20,7 +20,8 @@ from starlette.responses import Response, StreamingResponse
 
 from gfgen.server.http import routes_server
 from gfgen.server.http.app import install_errors
-from gfgen.server.http.guard import COOKIE, ApiKeys, RequestGuard
+from gfgen.server.http.guard import COOKIE, RequestGuard
+from gfgen.server.http.keys import ApiKeys
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.problems import ApiError
@@ -145,10 +146,10 @@ class FakeServer:
     async def _session(self, request: Request) -> Response:
         given = (await request.json())["api_key"]
         self.asked.append(RequestedJob("POST", "/v1/session"))
-        if not self._keys.is_right(given):
+        if (access := self._keys.by_key(given)) is None:
             raise ApiError(401, "the key is wrong")
         response = Response(status_code=204)
-        response.set_cookie(COOKIE, self._keys.cookie, httponly=True, samesite="strict")
+        response.set_cookie(COOKIE, self._keys.cookie(access), httponly=True, samesite="strict")
         return response
 
     async def _set_policy(self, request: Request) -> Response:

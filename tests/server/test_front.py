@@ -408,7 +408,7 @@ def test_whatever_keeps_a_job_from_being_accepted_its_picture_goes(ready, store,
         asyncio.run(ready.take([asked()]))
     assert inputs(tmp_path) == []
     asyncio.run(ready.remove_expired())
-    assert ready._num_reserved == 0
+    assert ready._num_reserved.total() == 0
 
 
 def test_a_request_that_came_before_leaves_no_second_picture(ready, tmp_path, store, monkeypatch):

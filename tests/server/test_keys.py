@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from urllib.parse import urlsplit
 
@@ -10,13 +11,17 @@ import httpx
 import pytest
 from serving import fake_server
 
+from gfgen.errors import InputError
+from gfgen.server.http.keys import MAX_ADDRESSES, Access, ApiKeys, WrongKeys
+from gfgen.server.protocol.keys import read_keys
+
 KEY = "a key of 20 letters."
 SLOW = {"prompt": "slowly", "flow_shift": 0.05, "num_inference_steps": 1000}
 
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory):
-    running = fake_server(tmp_path_factory.mktemp("locked"), key=KEY, open_jobs=3)
+    running = fake_server(tmp_path_factory.mktemp("locked"), key=KEY, open_jobs=3, wrong_key_s=0.001)
     try:
         yield running.wait_ready()
     finally:
@@ -118,3 +123,164 @@ def test_a_host_name_is_not_asked_for_where_there_is_a_key(locked):
     with contextlib.closing(httpx.Client(base_url=locked.url)) as client:
         headers = {"Host": "gfgen.example", "Authorization": f"Bearer {KEY}"}
         assert client.get("/v1/models", headers=headers).status_code == 200
+
+
+# Several keys ---------------------------------------------------------------------------------------
+
+ANN, BOB = "key-of-ann", "key-of-bob"
+QUICK = {"prompt": "a fox", "steps": 1}
+JSONL = {"Content-Type": "application/jsonl"}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    keys = f"ann:{ANN},bob:{BOB}"
+    running = fake_server(
+        tmp_path_factory.mktemp("shared"), key=KEY, keys=keys, open_jobs=8, wrong_key_s=0.001
+    )
+    try:
+        yield running.wait_ready()
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def clients(shared):
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                httpx.Client(base_url=shared.url, headers={"Authorization": f"Bearer {key}"}, timeout=30)
+            )
+            for key in (ANN, BOB)
+        ]
+
+
+def test_each_key_sees_its_own_jobs_files_and_batches_and_the_admin_all(shared, clients):
+    ann, bob = clients
+    job = ann.post("/v1/jobs", json=QUICK, headers={"Idempotency-Key": "same"}).json()
+    batch = ann.post("/v1/batches", content=b'{"prompt": "x", "steps": 1}', headers=JSONL).json()
+    file = ann.post("/v1/files", files={"file": ("a.jsonl", b"{}")}, data={"purpose": "batch"}).json()
+    shared.wait_for(job["id"])
+    paths = [
+        f"/v1/jobs/{job['id']}",
+        f"/v1/jobs/{job['id']}/content",
+        f"/v1/jobs/{job['id']}/events",
+        f"/v1/batches/{batch['id']}",
+        f"/v1/batches/{batch['id']}/manifest",
+        f"/v1/files/{file['id']}",
+        f"/v1/files/{file['id']}/content",
+    ]
+    for path in paths:
+        assert [client.get(path).status_code for client in (ann, shared.http, bob)] == [200, 200, 404], path
+    for path in ("/v1/jobs", "/v1/batches", "/v1/files"):
+        seen = [len(client.get(path).json()["data"]) for client in (ann, shared.http, bob)]
+        assert seen == [2 if path == "/v1/jobs" else 1] * 2 + [0], path
+    for path in (f"/v1/jobs/{job['id']}/cancel", f"/v1/batches/{batch['id']}/cancel"):
+        assert bob.post(path).status_code == 404
+    for path in (f"/v1/jobs/{job['id']}", f"/v1/files/{file['id']}"):
+        assert bob.delete(path).status_code == 404
+    assert bob.get("/v1/jobs", params={"after": job["id"]}).status_code == 400
+    other = bob.post("/v1/jobs", json=QUICK, headers={"Idempotency-Key": "same"}).json()
+    assert other["id"] != job["id"]
+    assert (other["owner"], shared.job(job["id"])["owner"]) == ("bob", "ann")
+
+
+def test_the_live_state_has_the_jobs_of_the_key_alone(shared, clients):
+    ann, bob = clients
+    ids = {client: client.post("/v1/videos", json=SLOW).json()["id"] for client in clients}
+    for job_id in ids.values():
+        shared.wait_for(job_id, "in_progress")
+    for client, other in ((ann, bob), (bob, ann)):
+        text = client.get("/v1/state").text
+        assert ids[client] in text
+        assert ids[other] not in text
+    everything = shared.http.get("/v1/state").json()
+    assert {bar["job_id"] for bar in everything["timeline"]} >= set(ids.values())
+    with bob.stream("GET", "/v1/state/events") as stream:
+        first = next(line for line in stream.iter_lines() if line.startswith("data"))
+    assert ids[ann] not in first
+    for client in clients:
+        client.delete(f"/v1/videos/{ids[client]}")
+
+
+def test_a_key_leaves_room_for_the_jobs_of_others(shared, clients):
+    ann, bob = clients
+    statuses = [ann.post("/v1/videos", json=SLOW).status_code for _ in range(5)]
+    assert statuses == [200, 200, 200, 200, 429]
+    assert [bob.post("/v1/videos", json=SLOW).status_code for _ in range(3)] == [200, 200, 429]
+    for client in clients:
+        for job in client.get("/v1/jobs", params={"ended": False}).json()["data"]:
+            client.delete(f"/v1/jobs/{job['id']}")
+
+
+def test_only_the_admin_changes_the_policy_and_reads_metrics_which_count_each_key(shared, clients):
+    ann, _ = clients
+    assert ann.post("/v1/policy", json={"policy": "edf"}).status_code == 403
+    assert ann.get("/metrics").status_code == 403
+    assert ann.get("/v1/policy").status_code == 200
+    job = ann.post("/v1/jobs", json=QUICK | {"steps": 5, "flow_shift": 0.02}).json()
+    ended = shared.wait_for(job["id"])
+    assert ended["rank_s"] >= 0.1
+    assert ended["peak_memory_mb"] is None
+    metrics = shared.http.get("/metrics").text
+    (used,) = (line for line in metrics.splitlines() if 'rank_seconds_total{owner="ann"}' in line)
+    assert float(used.split()[1]) >= ended["rank_s"] - 0.001
+    assert "gfgen_gpu_memory_peak_bytes{" not in metrics
+
+
+def test_a_signed_link_opens_for_a_while(shared, clients, stranger):
+    values = {"prompt": "a fox", "response_format": "url", "num_inference_steps": 1}
+    (image,) = clients[0].post("/v1/images/generations", json=values).json()["data"]
+    assert stranger.get(image["url"]).status_code == 200
+    later = stranger.get(image["url"].replace("signature=", "signature=9"))
+    assert later.status_code == 401
+    assert "link has expired" in later.json()["error"]["message"]
+    now = 1000.0
+    keys = ApiKeys(None, {"ann": ANN}, link_s=60.0, now=lambda: now)
+    signature = keys.signature(Access("ann"), "a")
+    assert keys.by_signature(signature, "a") == Access("ann")
+    assert keys.by_signature(signature, "b") is None
+    now = 1061.0
+    assert keys.by_signature(signature, "a") is None
+
+
+def test_wrong_keys_are_logged_a_few_times_and_slowed_down(shared):
+    for _ in range(5):
+        answer = shared.http.get("/v1/jobs", headers={"Authorization": "Bearer guess"})
+        assert answer.status_code == 401
+    assert "wrong API key from 127.0.0.1 (4 in a row)" in shared.log
+    assert "(5 in a row)" not in shared.log
+    now_s = 0.0
+    wrong = WrongKeys(longest_s=1.0, now=lambda: now_s)
+    assert [wrong.note("a") for _ in range(6)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
+    assert wrong.note("b") == 0.05
+    now_s = 61.0
+    assert wrong.note("a") == 0.05
+    for number in range(2000):
+        wrong.note(str(number))
+    assert len(wrong._seen) == MAX_ADDRESSES
+
+
+def test_two_host_headers_are_refused(shared):
+    with socket.create_connection(("127.0.0.1", shared.port)) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        assert raw.recv(1000).startswith(b"HTTP/1.1 400")
+
+
+def test_a_key_file_has_a_name_and_a_key_on_each_line(tmp_path):
+    path = tmp_path / "keys"
+    path.touch(mode=0o600)
+    path.write_text("# of the team\nann 12345678\n\nbob  87654321\n")
+    assert read_keys(path) == {"ann": "12345678", "bob": "87654321"}
+    for content, words in [
+        ("ann", "line 1: give a name"),
+        ("a/b 12345678", "line 1: give a name"),
+        ("ann short", "line 1: give at least 8"),
+        ("ann 12345678\nann 87654321", "line 2: its name or key is also"),
+        ("ann 12345678\nbob 12345678", "line 2: its name or key is also"),
+        ("# none", "has no keys"),
+    ]:
+        path.write_text(content)
+        with pytest.raises(InputError, match=words) as error:
+            read_keys(path)
+        assert "12345678" not in str(error.value)

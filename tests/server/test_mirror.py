@@ -135,7 +135,7 @@ def test_a_job_goes_from_the_queue_through_its_stages_to_its_end(mirror):
     assert [body["progress"] for body in told(record, "step")] == [42, 57, 71]
     assert record.job().status == "completed"
     assert mirror.records == {}
-    assert [job.id for job in mirror.finished] == ["a"]
+    assert [job.id for job in mirror.state().finished] == ["a"]
     statuses = [state.ranks[0].status for state in audience.shown]
     assert set(statuses) == {"busy"}
     assert mirror.state().ranks[0].status == "idle"
@@ -258,7 +258,7 @@ def test_a_change_has_what_is_new_and_nothing_else(mirror):
     seen = mirror.state()
     mirror.remove(["a"])
     assert change_between(seen, mirror.state()).removed == ["a"]
-    assert list(mirror.finished) == []
+    assert list(mirror.state().finished) == []
 
 
 def test_frames_are_made_for_readers_alone_and_those_who_lag_start_anew(mirror):

@@ -12,7 +12,7 @@ import pytest
 
 from gfgen.errors import OutputError
 from gfgen.server.jobs import store as store_module
-from gfgen.server.jobs.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, _Work
+from gfgen.server.jobs.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, Work, _Work
 
 
 @pytest.fixture
@@ -91,9 +91,9 @@ def test_what_a_run_tells_of_an_end_is_added_to_one_that_was_noted_without_it(st
 
 def test_an_ended_job_has_the_times_of_its_manifest_entry(store):
     accept(store, "a")
-    entry = {"timings": {"busy_s": 3.0, "stages_s": {"encode": 0.5, "denoise": 2.5}}}
-    run(store.end_all([Ending("a", "completed", 105.0, manifest=entry, stages_s={"told": 1.0})]))
-    assert store.job("a").ending.stages_s == {"encode": 0.5, "denoise": 2.5}
+    entry = {"timings": {"busy_s": 3.0, "stages_s": {"encode": 0.5, "denoise": 2.5}}, "shape": {"width": 64}}
+    run(store.end_all([Ending("a", "completed", 105.0, manifest=entry)]))
+    assert store.job("a").ending.work == Work(entry["timings"], {"width": 64})
 
 
 def test_nothing_can_end_a_job_twice_not_even_a_mistake_of_ours(store, tmp_path):

@@ -110,6 +110,8 @@ class Usage:
     busy_s: float = 0.0
     rank_s: float = 0.0
     """Seconds of each of its ranks: GPU-seconds."""
+    peak_bytes: int | None = None
+    """The most that torch had allocated on one of its GPUs."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds by stage."""
     layouts: list[str] = field(default_factory=list)
@@ -128,6 +130,8 @@ class Usage:
             self.started_s = event.started_s
         self.busy_s += busy_s
         self.rank_s += event.rank_s
+        if peaks := [each.peak_bytes for each in event.times if each.peak_bytes is not None]:
+            self.peak_bytes = max(self.peak_bytes or 0, *peaks)
         self.timings[stage] = self.timings.get(stage, 0.0) + busy_s
         if self.last_layout != layout:
             self.last_layout = layout
@@ -236,6 +240,7 @@ class JobRecord:
             deadline_s=None if self.deadline_s == math.inf else self.deadline_s,
             busy_s=usage.busy_s,
             rank_s=usage.rank_s,
+            peak_bytes=usage.peak_bytes,
             layouts=tuple(usage.layouts),
             error=error,
             warnings=tuple(trouble.warnings),

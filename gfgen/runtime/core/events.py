@@ -72,6 +72,8 @@ class RankTimes(NamedTuple):
     """Copy of the input, before `started_s`."""
     idle_s: float | None = None
     """From the end of the rank's last task to `started_s`, by the GPU's clock."""
+    peak_bytes: int | None = None
+    """Peak of torch's memory on its GPU."""
 
     @property
     def busy_s(self) -> float:

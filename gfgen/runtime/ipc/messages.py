@@ -241,6 +241,8 @@ class TaskReport(NamedTuple):
     """Its frames are still being copied to the writer's memory; `FramesStored` follows."""
     idle_s: float | None = None
     """On a GPU, by its clock: from the end of the previous task to the start of this one."""
+    peak_bytes: int | None = None
+    """On a GPU: the most that torch had allocated while the task was launched."""
 
 
 @dataclass(frozen=True, slots=True)

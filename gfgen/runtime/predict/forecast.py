@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -60,7 +61,8 @@ def predict(
         rest_s = 0.0 if view is None else view.remaining_s / len(its_ranks)
         ends_s[job_id] = max(now_s, task.predicted_end_s) + rest_s
         free_at |= dict.fromkeys(its_ranks, ends_s[job_id])
-    queue = sorted((view for job_id, view in views.items() if job_id not in ends_s), key=_order(policy))
+    waiting = (view for job_id, view in views.items() if job_id not in ends_s)
+    queue = _by_turns(sorted(waiting, key=_order(policy)))
     free = list(free_at.values()) or [now_s]
     heapq.heapify(free)
     for view in queue:
@@ -69,6 +71,18 @@ def predict(
         heapq.heapreplace(free, ends_s[view.job_id])
     late = (job_id for job_id, view in views.items() if view.deadline_s < ends_s[job_id])
     return Forecast(ends_s, frozenset(late), starts_s)
+
+
+def _by_turns(queue: Sequence[JobView]) -> Sequence[JobView]:
+    """The first jobs of each owner, then the second ones, and so on: owners share the ranks."""
+    num_before: Counter[str | None] = Counter()
+    places = []
+    for view in queue:
+        places.append(num_before[view.owner])
+        num_before[view.owner] += 1
+    if len(num_before) < 2:
+        return queue
+    return [view for _, view in sorted(zip(places, queue, strict=True), key=lambda pair: pair[0])]
 
 
 def _order(policy: str) -> Callable[[JobView], Any]:

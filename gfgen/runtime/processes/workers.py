@@ -286,6 +286,7 @@ class ProcessBackend:
             waited_s=report.waited_s,
             moved_s=report.moved_s,
             idle_s=report.idle_s,
+            peak_bytes=report.peak_bytes,
         )
         self._attempts.report(report.number, times, now_s=now_s, do_frames_follow=report.do_frames_follow)
         for attempt in self._attempts.take_done(report.number, given_up=self._rounds.numbers):

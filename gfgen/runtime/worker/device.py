@@ -48,6 +48,8 @@ class Run:
     """By the device's clock: from the end of the previous task to the start of this one."""
     is_there: Any = None
     """The device's event, if the output is only enqueued."""
+    peak_bytes: int | None = None
+    """The most that was allocated on a GPU while the task was launched."""
 
 
 class Device(Protocol):

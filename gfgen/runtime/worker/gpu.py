@@ -319,7 +319,7 @@ class GpuDevice:
             made = {name: _dense(fields) for name, fields in made.items()}
             if (total := sum_of(made)) is not None:  # copied to where the watcher reads it
                 total = next(self._sums).copy_(total, non_blocking=True)
-        outcome = None
+        outcome, peak_bytes = None, self._memory.last_peak_bytes
         if group is not None or message.transfers:
             sources = {transfer.source for transfer in message.transfers}
             outcome = self.endpoint.outcome(message.number, sources=sources)
@@ -333,6 +333,7 @@ class GpuDevice:
             entered=entered,
             outcome=outcome,
             arrival=arrival,
+            peak_bytes=peak_bytes,
         )
 
     def _watch_of(self, message: RunTask) -> stop_checks.Watch:

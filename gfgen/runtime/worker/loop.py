@@ -387,6 +387,7 @@ class Worker:
             moved_s=run.moved_s,
             do_frames_follow=frames is not None and ahead,
             idle_s=run.idle_s,
+            peak_bytes=run.peak_bytes,
         )
         self._channel.send(report)
         if frames is not None and ahead:

@@ -66,6 +66,8 @@ class DeviceMemory:
         self._needed: dict[Hashable, int] = {}
         """By familiar kind of task: the bytes that its launch took at once."""
         self._peaks: dict[str, int] = {}
+        self.last_peak_bytes = 0
+        """Of the last launch."""
 
     def is_familiar(self, kinds: Collection[Hashable]) -> bool:
         """Whether a task that is of all of these kinds is likely to be launched without asking the device."""
@@ -96,6 +98,7 @@ class DeviceMemory:
         before = self._look()
         yield
         after = self._look()
+        self.last_peak_bytes = after.peak_bytes
         if model is not None:
             self._peaks[model] = max(self._peaks.get(model, 0), after.peak_bytes)
         for kind in kinds:

@@ -14,8 +14,9 @@ from starlette.routing import compile_path
 
 from gfgen.errors import OutputError
 from gfgen.server.http import routes_batches, routes_files, routes_images, routes_jobs, routes_server
-from gfgen.server.http.guard import ApiKeys, RequestGuard
-from gfgen.server.http.streams import StateFeed
+from gfgen.server.http.guard import RequestGuard
+from gfgen.server.http.keys import ApiKeys, WrongKeys
+from gfgen.server.http.streams import StateFeeds
 from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import schemas
@@ -31,7 +32,7 @@ _OTHER_MODELS = (schemas.JobEvent, schemas.LiveState, schemas.Change, schemas.Ch
 def make_app(
     service: JobService,
     *,
-    feed: StateFeed,
+    feeds: StateFeeds,
     metrics: ServerMetrics,
     keys: ApiKeys,
     is_loopback: bool,
@@ -49,8 +50,9 @@ def make_app(
         responses=responses(401, 403),
         root_path=service.api.root_path,
     )
-    app.state.service, app.state.feed, app.state.metrics = service, feed, metrics
+    app.state.service, app.state.feeds, app.state.metrics = service, feeds, metrics
     app.state.keys, app.state.page = keys, routes_server.read_page()
+    app.state.wrong_keys = WrongKeys(longest_s=service.limits.wrong_key_s)
     for routes in (routes_jobs, routes_images, routes_batches, routes_files, routes_server):
         for router in routes.ROUTERS:
             app.include_router(router)
@@ -61,6 +63,7 @@ def make_app(
         limits=service.limits,
         api=service.api,
         metrics=metrics,
+        wrong_keys=app.state.wrong_keys,
         is_loopback=is_loopback,
     )
     if service.api.allowed_origins:

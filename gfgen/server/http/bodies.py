@@ -21,6 +21,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.datastructures import UploadFile
 
+from gfgen.server.http.keys import Access
 from gfgen.server.jobs.job_requests import MAX_UPLOADS, Upload, data_url_content
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import RequestKey
@@ -158,7 +159,8 @@ def request_key(request: Request, fingerprint: str) -> RequestKey | None:
         raise ApiError(
             400, f"1 to {MAX_KEY_CHARS} printable characters are accepted", param="Idempotency-Key"
         )
-    return RequestKey(f"{request.url.path} {key}", fingerprint)
+    owner = Access.of(request.scope).owner
+    return RequestKey(" ".join(filter(None, (owner, request.url.path, key))), fingerprint)
 
 
 def documented(model: type[BaseModel], *, picture: str | None = None, is_json: bool = True) -> dict[str, Any]:

@@ -25,24 +25,32 @@ ANSWERED_BEYOND = 64
 def within_descriptors(limits: ServerLimits) -> ServerLimits:
     """Raise this process's descriptor limit; returns the limits with as many connections as fit it."""
     room = allow_most() - OWN_DESCRIPTORS
-    return replace(limits, connections=int(max(1, min(limits.connections, room))))
+    number = int(max(1, min(limits.connections, room)))
+    per_address = min(limits.connections_per_address, max(1, number // 2))
+    return replace(limits, connections=number, connections_per_address=per_address)
 
 
 def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
     """uvicorn's connection with limits that uvicorn leaves to a proxy.
 
     Headers must be complete within `header_s`. TCP_USER_TIMEOUT drops a peer that acknowledges nothing, or
-    keeps its window closed, for `unread_s`.
+    keeps its window closed, for `unread_s`. An address with too many connections gets a new one in place of
+    its oldest one without a request, if there is one.
     """
+    by_address: dict[str, dict[Any, None]] = {}
 
     class Connection(HttpToolsProtocol):
         _header_timer: asyncio.TimerHandle | None = None
         _header_bytes = 0
         """Received since the end of the last request."""
+        _address = ""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.connections) > limits.connections + ANSWERED_BEYOND:
+                transport.abort()
+                return
+            if not self._is_admitted(transport):
                 transport.abort()
                 return
             own = transport.get_extra_info("socket")
@@ -70,7 +78,32 @@ def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget_timer()
+            self._leave_address()
             super().connection_lost(exc)
+
+        @property
+        def is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def _is_admitted(self, transport: Any) -> bool:
+            """Whether its address may have this connection."""
+            peer = transport.get_extra_info("peername")
+            self._address = str(peer[0]) if isinstance(peer, tuple) else ""
+            others = by_address.setdefault(self._address, {})
+            if len(others) >= limits.connections_per_address:
+                idle = next((other for other in others if other.is_idle), None)
+                if idle is None:
+                    return False
+                idle._leave_address()
+                idle._close()
+            by_address.setdefault(self._address, {})[self] = None
+            return True
+
+        def _leave_address(self) -> None:
+            others = by_address.get(self._address, {})
+            others.pop(self, None)
+            if not others:
+                by_address.pop(self._address, None)
 
         def _await_headers(self) -> None:
             self._header_timer = self.loop.call_later(limits.header_s, self._close)

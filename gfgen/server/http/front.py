@@ -23,8 +23,8 @@ from gfgen import log
 from gfgen.errors import GfgenError, OutputError
 from gfgen.server.http.app import make_app
 from gfgen.server.http.connections import ACCEPTED_AT_ONCE, connection_class, within_descriptors
-from gfgen.server.http.guard import ApiKeys
-from gfgen.server.http.streams import FEED_S, StateFeed
+from gfgen.server.http.keys import ApiKeys
+from gfgen.server.http.streams import FEED_S, StateFeeds
 from gfgen.server.jobs.folder import JobFolder
 from gfgen.server.jobs.follower import RunFollower
 from gfgen.server.jobs.mirror import RunMirror
@@ -107,17 +107,23 @@ class Front:
         metrics.mirror = mirror
         folder = JobFolder(settings.output_dir)
         service = JobService(
-            store=store, mirror=mirror, folder=folder, limits=limits, api=settings.api, send=self._send
+            store=store,
+            mirror=mirror,
+            folder=folder,
+            limits=limits,
+            api=settings.api,
+            owners=tuple(settings.keys),
+            send=self._send,
         )
         folder.prepare(store)
         self._webhooks = Webhooks(settings.api)
         service.on_end = self._webhooks.send
-        self._service, self._feed = service, StateFeed(mirror)
+        self._service, self._feeds = service, StateFeeds(mirror)
         app = make_app(
             service,
-            feed=self._feed,
+            feeds=self._feeds,
             metrics=metrics,
-            keys=ApiKeys(settings.api_key),
+            keys=ApiKeys(settings.api_key, settings.keys, link_s=limits.link_s),
             is_loopback=settings.is_loopback,
             version=settings.version,
         )
@@ -148,8 +154,8 @@ class Front:
             messages = await self._next(reader, framing)
         self._is_lost = self._service.mirror.status != "draining"
         self._service.mirror.drain()
-        self._feed.tick()
-        self._feed.updates.notify()
+        self._feeds.tick()
+        self._feeds.notify()
 
     async def _next(self, reader: asyncio.StreamReader, framing: MessageDecoder) -> list[Any] | None:
         """The next messages; None if the socket is closed."""
@@ -176,7 +182,7 @@ class Front:
             await service.remove_expired()
 
         async def feed() -> None:
-            self._feed.tick()
+            self._feeds.tick()
 
         async def forecast() -> None:
             service.mirror.forecast()

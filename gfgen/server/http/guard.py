@@ -1,17 +1,16 @@
 """Access control and body limits for every path.
 
-API key         `Authorization: Bearer KEY`, compared in constant time; or the cookie of POST /v1/session
+API key         `Authorization: Bearer KEY`, or the cookie of POST /v1/session; wrong keys wait (keys.py)
 request id      X-Request-ID of the client, or a new one, in every response and the access log
 cross-site      requests from pages of other sites are refused (Origin, Sec-Fetch-Site); a loopback server
-                without a key also refuses foreign Host headers, against DNS rebinding
+                without a key also refuses foreign Host headers, against DNS rebinding; two Host headers
+                are refused, because a proxy may have looked at the other one
 bodies          limits on size and time
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import ipaddress
 import logging
 import re
@@ -24,6 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gfgen import log
+from gfgen.server.http.keys import Access, ApiKeys, WrongKeys
 from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.problems import ApiError
@@ -48,43 +48,6 @@ _SECURITY = [
 ]
 
 
-class ApiKeys:
-    """The server's API key, if it has one, and the cookie and links signed with it."""
-
-    def __init__(self, api_key: str | None) -> None:
-        self._key = None if api_key is None else api_key.encode()
-
-    @property
-    def is_needed(self) -> bool:
-        return self._key is not None
-
-    def is_right(self, given: str) -> bool:
-        """Whether this is the key, compared in constant time."""
-        if self._key is None:
-            return True
-        return hmac.compare_digest(_digest(given.encode("utf-8", "replace")), _digest(self._key))
-
-    @property
-    def cookie(self) -> str:
-        """The session cookie, which the browser keeps instead of the key."""
-        return self._signed(b"session")
-
-    def is_cookie(self, given: str) -> bool:
-        return self._key is not None and hmac.compare_digest(given.encode(), self.cookie.encode())
-
-    def signature(self, job_id: str) -> str | None:
-        """A signature that gives access to one job's file; None if no key is needed."""
-        return None if self._key is None else self._signed(b"content " + job_id.encode())
-
-    def is_signature(self, given: str, job_id: str) -> bool:
-        expected = self.signature(job_id)
-        return expected is not None and hmac.compare_digest(given.encode(), expected.encode())
-
-    def _signed(self, what: bytes) -> str:
-        assert self._key is not None
-        return hmac.new(self._key, b"gfgen " + what, hashlib.sha256).hexdigest()
-
-
 class RequestGuard:
     """ASGI middleware: refuses unauthorised requests, limits bodies, adds security headers."""
 
@@ -97,8 +60,10 @@ class RequestGuard:
         is_loopback: bool,
         api: ApiOptions | None = None,
         metrics: ServerMetrics | None = None,
+        wrong_keys: WrongKeys | None = None,
     ) -> None:
         api = api or ApiOptions()
+        self._wrong_keys = wrong_keys or WrongKeys(longest_s=limits.wrong_key_s)
         self._metrics = metrics
         self._app = app
         self._keys = keys
@@ -136,6 +101,7 @@ class RequestGuard:
     async def _answer(self, scope: Scope, receive: Receive, headers: Headers, sending: _Secured) -> None:
         try:
             self._check(scope, headers)
+            (await self._access(scope, headers)).note_in(scope)
             body = _BoundedBody(receive, headers, self._limits)
         except ApiError as error:
             await error.response()(scope, receive, sending)
@@ -149,20 +115,32 @@ class RequestGuard:
             await stopping.response()(scope, receive, sending)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
+        if len(hosts := headers.getlist("host")) > 1:
+            raise ApiError(400, f"{len(hosts)} Host headers; send one", headers={"Connection": "close"})
         host = headers.get("host", "")
         if self._checks_host and not (host in self._hosts or _is_of_this_machine(host)):
             raise ApiError(403, f"host {host[:80]!r} is not this machine; use localhost, or serve with a key")
         if scope["method"] not in _SAFE_METHODS and self._is_of_another_site(headers, host):
             raise ApiError(403, "requests from pages of other sites are refused")
+
+    async def _access(self, scope: Scope, headers: Headers) -> Access:
+        """What the request may see. Raises: ApiError after a while if its key is wrong."""
         path = self._path(scope)
         if not self._keys.is_needed or path in _OPEN_PATHS or path.startswith(_OPEN_PREFIXES):
-            return
-        if not (self._has_key(headers) or self._has_signature(scope)):
-            raise ApiError(
-                401,
-                "the key is missing or wrong: send it as 'Authorization: Bearer KEY'",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            return Access()
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        key = key.strip() if kind.lower() == "bearer" else ""
+        found = self._keys.by_key(key) if key else None
+        found = found or self._keys.by_cookie(_cookie(headers)) or self._by_signature(scope)
+        if found is not None:
+            return found
+        if key:
+            await self._wrong_keys.slow_down(scope)
+        raise ApiError(
+            401,
+            "the key is missing or wrong, or the link has expired: send a key as 'Authorization: Bearer KEY'",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
     def _path(self, scope: Scope) -> str:
         """The path without the prefix, which a proxy may or may not have removed."""
@@ -179,13 +157,7 @@ class RequestGuard:
             return site in ("cross-site", "same-site")
         return origin is not None and origin.partition("://")[2] != host
 
-    def _has_key(self, headers: Headers) -> bool:
-        kind, _, key = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and self._keys.is_right(key.strip()):
-            return True
-        return self._keys.is_cookie(_cookie(headers))
-
-    def _has_signature(self, scope: Scope) -> bool:
+    def _by_signature(self, scope: Scope) -> Access | None:
         """/v1/jobs/ID/content?signature=..."""
         parts = self._path(scope).split("/")
         if (
@@ -193,12 +165,12 @@ class RequestGuard:
             or parts[:3] != ["", "v1", "jobs"]
             or parts[4:] != ["content"]
         ):
-            return False
+            return None
         for pair in scope.get("query_string", b"").split(b"&"):
             name, _, value = pair.partition(b"=")
             if name == b"signature":
-                return self._keys.is_signature(value.decode("ascii", "replace"), parts[3])
-        return False
+                return self._keys.by_signature(value.decode("ascii", "replace"), parts[3])
+        return None
 
 
 class _BoundedBody:
@@ -279,7 +251,3 @@ def _cookie(headers: Headers) -> str:
     except CookieError:
         return ""
     return "" if morsel is None else morsel.value
-
-
-def _digest(value: bytes) -> bytes:
-    return hashlib.sha256(value).digest()

@@ -67,7 +67,7 @@ async def create_batch(
     batch_id, key = new_id("batch"), request_key(request, fingerprint)
     if (values := uploaded_batch(content, most_bytes=service.limits.json_bytes)) is not None:
         batch_id = await create_of_upload(service, values, batch_id=batch_id, key=key)
-        return _answer(service, service.store.batch(batch_id), batch_id)
+        return _answer(service, service.batch(batch_id), batch_id)
     skipped: list[Problem] = []
     try:
         requested, problems = await asyncio.to_thread(
@@ -85,7 +85,7 @@ async def create_batch(
     except JobFileError as error:
         raise ApiError(400, str(error), code="invalid_job_file", param=error.problems[0].field) from None
     lines = listed(skipped, limit=len(skipped)) if taken_id == batch_id else None
-    return _answer(service, service.store.batch(taken_id), taken_id, skipped=lines)
+    return _answer(service, service.batch(taken_id), taken_id, skipped=lines)
 
 
 @router.get(
@@ -95,9 +95,9 @@ async def create_batch(
     response_model=schemas.BatchList,
 )
 async def list_batches(service: Service, limit: Limit = 20, after: After = None) -> Response:
-    if after is not None and service.store.batch(after) is None:
+    if after is not None and service.batch(after) is None:
         raise ApiError(400, f"after: there is no batch {after!r}", param="after")
-    rows = service.store.batches(limit=limit + 1, after=after)
+    rows = service.store.batches(limit=limit + 1, after=after, owner=service.owner)
     data = [_batch(service, row) for row in rows[:limit]]
     return schemas.BatchList(
         data=data,
@@ -114,7 +114,7 @@ async def list_batches(service: Service, limit: Limit = 20, after: After = None)
     summary="Get a batch",
 )
 async def get_batch(service: Service, batch_id: JobId) -> Response:
-    return _answer(service, service.store.batch(batch_id), batch_id)
+    return _answer(service, service.batch(batch_id), batch_id)
 
 
 @router.get(
@@ -129,7 +129,7 @@ async def get_batch(service: Service, batch_id: JobId) -> Response:
 async def get_manifest(service: Service, batch_id: JobId) -> Response:
     """One line per ended job, as `gfgen run` writes it: `id` is that of the job file, `job` the server's id,
     `file` the path of the result."""
-    if service.store.batch(batch_id) is None:
+    if service.batch(batch_id) is None:
         raise _no_batch(batch_id)
     content = await asyncio.to_thread(manifest, service.store, batch_id)
     return Response(content, media_type="application/jsonl")
@@ -142,14 +142,14 @@ async def get_manifest(service: Service, batch_id: JobId) -> Response:
     summary="Cancel the open jobs of a batch",
 )
 async def cancel_batch(service: Service, batch_id: JobId) -> Response:
-    if service.store.batch(batch_id) is None:
+    if service.batch(batch_id) is None:
         raise _no_batch(batch_id)
     service.check_ready()
     open_ids = [r.facts.id for r in service.mirror.records.values() if r.facts.batch_id == batch_id]
     if open_ids:
         await service.store.cancel_batch(batch_id)
         await service.cancel(open_ids)
-    return _answer(service, service.store.batch(batch_id), batch_id)
+    return _answer(service, service.batch(batch_id), batch_id)
 
 
 def _answer(

@@ -174,7 +174,7 @@ def _batch_of(file_id: str) -> str | None:
 
 
 def _ended_batch(service: JobService, batch_id: str, file_id: str) -> tuple[BatchRow, schemas.BatchInput]:
-    row, made_of = service.store.batch(batch_id), service.uploads.batch(batch_id)
+    row, made_of = service.batch(batch_id), service.uploads.batch(batch_id)
     if row is None or made_of is None or row.completed_at is None:
         raise no_file(file_id)
     return row, made_of

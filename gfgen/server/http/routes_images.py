@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from gfgen.server.http.bodies import MESSAGES, Body, documented, read_body, request_key
+from gfgen.server.http.keys import Access
 from gfgen.server.http.routes_jobs import Service, log_ignored, results
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import image_jobs
@@ -82,7 +83,7 @@ def images(
         created=int(pictures[0].facts.created_at),
         data=data,
         output_format=output_format,
-        size=pictures[0].facts.size,
+        size=service.served(pictures[0]).job().size,
         **_durations(service, pictures),
     )
 
@@ -140,15 +141,19 @@ async def _pictures(
 
 
 def _durations(service: JobService, pictures: Sequence[StoredJob]) -> dict[str, Any]:
-    """The times of the picture that took longest."""
+    """The times of the picture that took longest, and the memory of the one that took most."""
     jobs = [service.served(stored).job() for stored in pictures]
     slowest = max(jobs, key=lambda job: job.inference_time_s or 0.0)
-    return {"inference_time_s": slowest.inference_time_s, "stage_durations": slowest.stage_durations}
+    return {
+        "inference_time_s": slowest.inference_time_s,
+        "stage_durations": slowest.stage_durations,
+        "peak_memory_mb": max((job.peak_memory_mb or 0.0 for job in jobs), default=0.0) or None,
+    }
 
 
 def _done(service: JobService, job_id: str) -> StoredJob:
     """The ended job; raises ApiError if it has no result."""
-    stored = service.store.job(job_id)
+    stored = service.stored(job_id)
     if stored is None or stored.ending is None:
         raise ApiError(409, f"{job_id} was removed meanwhile", code="job_removed")
     if stored.ending.status == "cancelled":
@@ -166,7 +171,7 @@ async def _image(
     job_id, kind = stored.facts.id, asked_for.output_format
     if asked_for.response_format == "url":
         query = [f"format={kind}"] if kind != "png" else []
-        if signature := request.app.state.keys.signature(job_id):
+        if signature := request.app.state.keys.signature(Access(service.owner), job_id):
             query.append(f"signature={signature}")
         base = (service.api.public_url or str(request.base_url)).rstrip("/")
         url = f"{base}/v1/jobs/{job_id}/content" + ("?" + "&".join(query) if query else "")

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from gfgen.server.http.bodies import Body, documented, read_body, request_key
+from gfgen.server.http.keys import Access
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import RequestedJob, plain_job, taken_uploads, video_job
@@ -30,8 +31,9 @@ ROUTERS = (jobs, videos)
 
 
 async def _service_of(request: Request) -> JobService:
+    """The service as the request's key sees it."""
     service: JobService = request.app.state.service
-    return service
+    return service.seen_by(Access.of(request.scope).owner)
 
 
 Service = Annotated[JobService, Depends(_service_of)]
@@ -305,7 +307,7 @@ def _found(service: JobService, job_id: str, *, only_videos: bool = False) -> Se
 
 
 def _stored(service: JobService, job_id: str, *, only_videos: bool = False) -> StoredJob:
-    stored = service.store.job(job_id)
+    stored = service.stored(job_id)
     if stored is None or (only_videos and not _is_video(stored.facts)):
         raise ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
     return stored
@@ -324,8 +326,9 @@ def _completed(service: JobService, job_id: str, *, only_videos: bool = False) -
 
 
 def _list(service: JobService, *, limit: int, order: str, after: str | None, **which: Any) -> schemas.JobList:
-    if after is not None and service.store.job(after) is None:
+    if after is not None and service.stored(after) is None:
         raise ApiError(400, f"after: there is no job {after!r}", param="after")
+    which["owner"] = service.owner
     stored = service.store.jobs(limit=limit + 1, is_ascending=order == "asc", after=after, **which)
     data = [service.served(one).job() for one in stored[:limit]]
     return schemas.JobList(

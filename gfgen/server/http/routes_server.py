@@ -14,6 +14,7 @@ from gfgen.server.http.guard import COOKIE
 from gfgen.server.http.routes_jobs import Service
 from gfgen.server.http.streams import state_stream
 from gfgen.server.jobs.prometheus import CONTENT_TYPE
+from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, responses
 from gfgen.server.protocol.validation import checked
@@ -77,7 +78,8 @@ async def ready(service: Service) -> Response:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     summary="Metrics for Prometheus",
 )
-async def metrics(request: Request) -> Response:
+async def metrics(request: Request, service: Service) -> Response:
+    _check_admin(service)
     return Response(request.app.state.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
@@ -128,6 +130,7 @@ async def get_policy(service: Service) -> Response:
 )
 async def set_policy(request: Request, service: Service) -> Response:
     """Accepts a built-in policy with its options. Running steps finish; the new policy decides the next."""
+    _check_admin(service)
     service.check_ready()
     requested = checked(schemas.PolicyRequest, await read_json(request, most_bytes=service.limits.json_bytes))
     name = requested.policy.partition(",")[0].strip()
@@ -147,7 +150,7 @@ async def set_policy(request: Request, service: Service) -> Response:
     summary="Get the live state",
 )
 async def get_state(service: Service) -> Response:
-    return service.mirror.state().response()
+    return service.mirror.state(service.owner).response()
 
 
 @router.get(
@@ -158,7 +161,7 @@ async def get_state(service: Service) -> Response:
 )
 async def follow_state(request: Request, service: Service) -> Response:
     """Server-sent events: `state` with a `LiveState`, then `change` with a `Change`."""
-    return state_stream(service, request.app.state.feed)
+    return state_stream(service, request.app.state.feeds.of(service.owner))
 
 
 @router.post(
@@ -180,14 +183,15 @@ async def open_session(request: Request, service: Service) -> Response:
     requested = checked(
         schemas.SessionRequest, await read_json(request, most_bytes=service.limits.json_bytes)
     )
-    if not keys.is_right(requested.api_key):
+    if (access := keys.by_key(requested.api_key)) is None:
+        await request.app.state.wrong_keys.slow_down(request.scope)
         raise ApiError(401, "the key is wrong")
     response = Response(status_code=204)
     if keys.is_needed:
         secure = request.url.scheme == "https"
         response.set_cookie(
             COOKIE,
-            keys.cookie,
+            keys.cookie(access),
             httponly=True,
             samesite="strict",
             secure=secure,
@@ -204,6 +208,11 @@ async def page(request: Request) -> Response:
 @router.get("/page/{name}", include_in_schema=False)
 async def page_file(request: Request, name: str) -> Response:
     return _page_file(request, name)
+
+
+def _check_admin(service: JobService) -> None:
+    if service.owner is not None:
+        raise ApiError(403, "only the admin key may do this (gfgen serve --api-key)")
 
 
 def _page_file(request: Request, name: str) -> Response:

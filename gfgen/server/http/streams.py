@@ -26,10 +26,11 @@ _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class StateFeed:
-    """Changes of the live state, encoded once for all readers."""
+    """Changes of the live state as one owner sees it, encoded once for all of its readers."""
 
-    def __init__(self, mirror: RunMirror) -> None:
+    def __init__(self, mirror: RunMirror, owner: str | None = None) -> None:
         self._mirror = mirror
+        self._owner = owner
         self._changes: deque[tuple[int, bytes]] = deque(maxlen=MAX_CHANGES)
         self._seen: schemas.LiveState | None = None
         """The state to which the next change refers; None while there are no readers."""
@@ -44,7 +45,7 @@ class StateFeed:
             self._changes.clear()
             self._seen = None
             return
-        state = self._mirror.state()
+        state = self._mirror.state(self._owner)
         change = change_between(self._seen, state)
         if change is None:
             return
@@ -62,9 +63,30 @@ class StateFeed:
 
     def whole(self) -> bytes:
         """The current state as an event; later changes build on it."""
-        state = self._mirror.state()
+        state = self._mirror.state(self._owner)
         self._seen = self._seen or state
         return _event(b"state", state.model_dump_json().encode())
+
+
+class StateFeeds:
+    """The feed of each owner that has asked for one."""
+
+    def __init__(self, mirror: RunMirror) -> None:
+        self._mirror = mirror
+        self._feeds: dict[str | None, StateFeed] = {}
+
+    def of(self, owner: str | None) -> StateFeed:
+        if owner not in self._feeds:
+            self._feeds[owner] = StateFeed(self._mirror, owner)
+        return self._feeds[owner]
+
+    def tick(self) -> None:
+        for feed in self._feeds.values():
+            feed.tick()
+
+    def notify(self) -> None:
+        for feed in self._feeds.values():
+            feed.updates.notify()
 
 
 def change_between(before: schemas.LiveState, after: schemas.LiveState) -> schemas.Change | None:

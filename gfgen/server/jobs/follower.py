@@ -15,7 +15,7 @@ from gfgen.server.jobs import job_requests
 from gfgen.server.jobs.mirror import MAX_SHOWN_FINISHED
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import Ended, Ending, JobFacts
+from gfgen.server.jobs.store import Ended, Ending, JobFacts, Work
 from gfgen.server.protocol.link import OpenJobIds, OutcomesStored, RunInfo
 from gfgen.server.protocol.problems import without_folders
 from gfgen.system.wording import counted
@@ -61,8 +61,9 @@ class RunFollower:
             else:
                 records.append(ServedJob(facts))
                 jobs.append(admitted[0])
-        for stored in reversed(self._store.last_ended(MAX_SHOWN_FINISHED)):
-            self._mirror.finished.appendleft(self._service.served(stored).shown())
+        for owner in (None, *self._service.owners):
+            ended = self._store.last_ended(MAX_SHOWN_FINISHED, owner)
+            self._mirror.show_finished(owner, [self._service.served(stored).shown() for stored in ended])
         self._mirror.add(records)
         self._service.submit(jobs)
         self._service.send(OpenJobIds(tuple(job.job_id for job in jobs)))
@@ -150,7 +151,7 @@ class RunFollower:
             error_code=None if outcome.error is None else _code(outcome),
             error_message=outcome.error,
             manifest=(entry := manifest_entry(outcome, written_at=self._service.now())),
-            stages_s=entry["timings"]["stages_s"],
+            work=Work.of(entry),
         )
 
     async def _drop_unwanted(self, outcome: JobOutcome) -> None:

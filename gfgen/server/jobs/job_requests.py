@@ -388,7 +388,6 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         arrives_at=arrives_at,
         file=job.info.file,
         num_tasks=job.info.num_tasks,
-        seconds=_length((run.frames or 0) / (run.fps or 1)) if is_video else None,
         frames=run.frames if is_video else None,
         fps=run.fps if is_video else None,
         priority=run.priority,
@@ -398,8 +397,11 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         deadline_at=deadline_at,
         input_file=job.job_id if requested.has_inputs else None,
         webhook=requested.webhook,
+        owner=run.owner,
     )
-    stored = replace(spec, deadline_s=None, deadline_at=deadline_at, seed=run.seed, line=None, image=None)
+    stored = replace(
+        spec, owner=run.owner, deadline_s=None, deadline_at=deadline_at, seed=run.seed, line=None, image=None
+    )
     if spec.files is not None:  # the folder may move
         stored = replace(stored, files=_each_path(spec.files, lambda path: Path(path).name))
     return NewJob(facts, {name: value for name, value in asdict(stored).items() if value is not None})
@@ -462,11 +464,6 @@ def _frames(seconds: str | float, fps: int) -> int:
 
 def _default_fps(model: schemas.ServedModel) -> int:
     return (model.defaults.fps if model.defaults else None) or 16
-
-
-def _length(seconds: float) -> str:
-    """A length as OpenAI's clients read it, for example "5.063" or "4"."""
-    return f"{seconds:.3f}".rstrip("0").rstrip(".")
 
 
 def _check_kind(requested: RequestedJob, job: AdmittedJob) -> None:

@@ -42,8 +42,11 @@ class MirrorObserver:
     def task_done(self, dispatch: Dispatch, model: str, busy_s: float) -> None:
         """A task ended on all of its ranks."""
 
-    def used(self, rank: int, busy_s: float) -> None:
-        """A rank was busy for this long."""
+    def used(self, times: events.RankTimes) -> None:
+        """A rank has done its part of a task."""
+
+    def served(self, owner: str | None, rank_s: float) -> None:
+        """Ranks have worked for a job of this owner."""
 
     def rank_lost(self, rank: int) -> None:
         """A worker process died."""
@@ -71,8 +74,8 @@ class RunMirror:
         self.records: dict[str, ServedJob] = {}
         """Open jobs in the order of acceptance."""
         self.recent: OrderedDict[str, ServedJob] = OrderedDict()
-        self.finished: deque[schemas.Job] = deque(maxlen=MAX_SHOWN_FINISHED)
-        """Most recent first."""
+        self._finished: dict[str | None, deque[schemas.Job]] = {}
+        """The last jobs of each owner, and of all as None; most recent first."""
         self.lanes = RankLanes(0, started_at=self.began_at)
         self.policy = schemas.PolicyState(policy="", deciding="", available=list(BUILT_IN))
         self.num_streams = 0
@@ -141,7 +144,8 @@ class RunMirror:
     # Tasks ------------------------------------------------------------------------------------------
 
     def _dispatched(self, dispatch: Dispatch) -> None:
-        self.lanes.dispatched(dispatch)
+        record = self.find(dispatch.task.job_id)
+        self.lanes.dispatched(dispatch, owner=None if record is None else record.facts.owner)
         record = self.records.get(dispatch.task.job_id)
         if record is not None:
             self._job_dispatched(record, dispatch)
@@ -173,9 +177,13 @@ class RunMirror:
         if dispatch is None or not isinstance(event, events.TaskDone):
             return
         for each in event.times:
-            self._observer.used(each.rank, each.busy_s)
-        task, record = dispatch.task, self.records.get(dispatch.task.job_id)
+            self._observer.used(each)
+        task, record = dispatch.task, self.find(dispatch.task.job_id)
         if record is None:
+            return
+        record.rank_s += event.rank_s
+        self._observer.served(record.facts.owner, event.rank_s)
+        if record.has_ended:
             return
         self._observer.task_done(dispatch, record.facts.model, event.busy_s)
         record.next_index, at = task.index + 1, self.lanes.at(event.ended_s)
@@ -217,6 +225,7 @@ class RunMirror:
             num_tasks=facts.num_tasks,
             remaining_s=remaining_s,
             last_layout=layout,
+            owner=facts.owner,
         )
         self._is_forecast_due = True
 
@@ -246,7 +255,8 @@ class RunMirror:
         self.recent[job_id] = record
         while len(self.recent) > MAX_RECENT:
             self.recent.popitem(last=False)
-        self.finished.appendleft(record.shown())
+        for owner in {None, record.facts.owner}:
+            self._finished_of(owner).appendleft(record.shown())
         self._observer.ended(record)
         self._is_forecast_due = True
         return record
@@ -255,8 +265,16 @@ class RunMirror:
         """Ended jobs were removed."""
         for job_id in job_ids:
             self.recent.pop(job_id, None)
-        stored = [job for job in self.finished if job.id not in set(job_ids)]
-        self.finished = deque(stored, maxlen=MAX_SHOWN_FINISHED)
+        gone = set(job_ids)
+        for owner, jobs in self._finished.items():
+            self._finished[owner] = deque((job for job in jobs if job.id not in gone), MAX_SHOWN_FINISHED)
+
+    def show_finished(self, owner: str | None, jobs: Iterable[schemas.Job]) -> None:
+        """Jobs of this owner, or of all, that ended before; most recent first."""
+        self._finished_of(owner).extend(jobs)
+
+    def _finished_of(self, owner: str | None) -> deque[schemas.Job]:
+        return self._finished.setdefault(owner, deque(maxlen=MAX_SHOWN_FINISHED))
 
     def forecast(self) -> None:
         """Update the predicted ends of open jobs if anything has happened since the last call."""
@@ -286,9 +304,13 @@ class RunMirror:
 
     # Responses -------------------------------------------------------------------------------------
 
-    def state(self) -> schemas.LiveState:
-        """The whole state. Jobs and bars that have not changed are the same objects as before."""
+    def state(self, owner: str | None = None) -> schemas.LiveState:
+        """The whole state, with the jobs of one owner or of all.
+
+        Jobs and bars that have not changed are the same objects as before.
+        """
         now = self.now()
+        opened = [r for r in self.records.values() if owner in (None, r.facts.owner)]
         return schemas.LiveState(
             server_time=round(now, 3),
             started_at=round(self.began_at, 3),
@@ -298,32 +320,35 @@ class RunMirror:
             device="" if self.run_info is None else self.run_info.device,
             policy=self.policy,
             models=self.models(),
-            ranks=self.ranks(now),
-            timeline=self.lanes.bars(now),
-            open=[record.shown() for record in self._shown_open()],
-            num_open=len(self.records),
+            ranks=self.ranks(now, owner),
+            timeline=self.lanes.bars(now, owner),
+            open=[record.shown() for record in _shown_open(opened)],
+            num_open=len(opened),
             max_open=self._max_open,
-            finished=list(self.finished),
+            finished=list(self._finished_of(owner)),
             streams=self.num_streams,
         )
 
-    def _shown_open(self) -> list[ServedJob]:
-        """Started jobs in the order of their start, then the queue."""
-        started = [r for r in self.records.values() if r.status == "in_progress"]
-        queued = [r for r in self.records.values() if r.status == "queued"]
-        started.sort(key=lambda r: r.started_at or 0.0)
-        queued.sort(key=lambda r: r.position or 10**9)
-        return [*started, *queued][:MAX_SHOWN_OPEN]
+    def ranks(self, now: float, owner: str | None = None) -> list[schemas.Rank]:
+        """The ranks, with their tasks for one owner or for all."""
 
-    def ranks(self, now: float) -> list[schemas.Rank]:
         def num_steps(job_id: str) -> int:
             record = self.find(job_id)
             return 0 if record is None else record.facts.steps
 
-        return list(self.lanes.ranks(now, since=self.began_at, num_steps=num_steps))
+        return list(self.lanes.ranks(now, owner, since=self.began_at, num_steps=num_steps))
 
     def models(self) -> list[schemas.ServedModel]:
         return [] if self.run_info is None else list(self.run_info.models)
+
+
+def _shown_open(records: Sequence[ServedJob]) -> list[ServedJob]:
+    """Started jobs in the order of their start, then the queue."""
+    started = [r for r in records if r.status == "in_progress"]
+    queued = [r for r in records if r.status == "queued"]
+    started.sort(key=lambda r: r.started_at or 0.0)
+    queued.sort(key=lambda r: r.position or 10**9)
+    return [*started, *queued][:MAX_SHOWN_OPEN]
 
 
 def _is_notable(before: float | None, after: float, now: float) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     ProcessCollector,
     generate_latest,
@@ -18,6 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import RankTimes
 from gfgen.server.jobs.mirror import MirrorObserver, RunMirror
 from gfgen.server.jobs.served_job import ServedJob
 
@@ -72,6 +74,18 @@ class ServerMetrics(MirrorObserver, Collector):
         self._busy_s = Counter(
             "gfgen_rank_busy_seconds", "Time of tasks on a rank.", ["rank"], registry=registry
         )
+        self._owner_s = Counter(
+            "gfgen_owner_rank_seconds",
+            "Time of ranks for the jobs of an API key; owner is its name, empty for the admin key.",
+            ["owner"],
+            registry=registry,
+        )
+        self._peak_bytes = Gauge(
+            "gfgen_gpu_memory_peak_bytes",
+            "Memory that torch had allocated on a rank's GPU during its last task, at its peak.",
+            ["rank"],
+            registry=registry,
+        )
         self._wait_s = Histogram(
             "gfgen_queue_seconds",
             "From a completed job's acceptance to its start.",
@@ -107,8 +121,13 @@ class ServerMetrics(MirrorObserver, Collector):
         stage, ranks = dispatch.task.stage.value, str(dispatch.layout.degree)
         self._task_s.labels(model, stage, ranks).observe(busy_s)
 
-    def used(self, rank: int, busy_s: float) -> None:
-        self._busy_s.labels(str(rank)).inc(max(0.0, busy_s))
+    def used(self, times: RankTimes) -> None:
+        self._busy_s.labels(str(times.rank)).inc(max(0.0, times.busy_s))
+        if times.peak_bytes is not None:
+            self._peak_bytes.labels(str(times.rank)).set(times.peak_bytes)
+
+    def served(self, owner: str | None, rank_s: float) -> None:
+        self._owner_s.labels(owner or "").inc(max(0.0, rank_s))
 
     def rank_lost(self, rank: int) -> None:
         self._lost.labels(str(rank)).inc()

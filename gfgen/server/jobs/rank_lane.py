@@ -56,8 +56,12 @@ class RankLanes:
         self.lanes = [RankLane(rank) for rank in range(num_ranks)]
         self._started_at = started_at
         self._running: dict[int, Dispatch] = {}
+        self._owners: dict[int, str | None] = {}
+        """Of running dispatches."""
         self._bars: dict[str, schemas.TimelineBar] = {}
         """Oldest first. A bar is replaced when it changes, so an identical object is an unchanged bar."""
+        self._owner_of: dict[str, str | None] = {}
+        """By bar."""
 
     def at(self, time_s: float) -> float:
         """Convert seconds of the run to Unix time."""
@@ -65,8 +69,8 @@ class RankLanes:
 
     # Events -----------------------------------------------------------------------------------------
 
-    def dispatched(self, dispatch: Dispatch) -> None:
-        self._running[dispatch.number] = dispatch
+    def dispatched(self, dispatch: Dispatch, *, owner: str | None = None) -> None:
+        self._running[dispatch.number], self._owners[dispatch.number] = dispatch, owner
         for rank in dispatch.layout.ranks:
             lane = self.lanes[rank]
             lane.queue.append(dispatch.number)
@@ -85,6 +89,7 @@ class RankLanes:
                 at = self.at(times[rank].ended_s)
                 lane.note_use(times[rank].busy_s, at)
             self._leave(lane, dispatch.number, at)
+        del self._owners[dispatch.number]
         return dispatch
 
     def renew_ends(self, ends: Sequence[tuple[int, float]]) -> None:
@@ -125,6 +130,7 @@ class RankLanes:
             if last.ended_at is None:
                 self._set(last, ended_at=round(at, 4))
         lane.bar_key = f"{dispatch.number}-{lane.rank}"
+        self._owner_of[lane.bar_key] = self._owners[dispatch.number]
         self._bars[lane.bar_key] = schemas.TimelineBar(
             key=lane.bar_key,
             rank=lane.rank,
@@ -137,7 +143,8 @@ class RankLanes:
             ended_at=None,
         )
         if len(self._bars) > MAX_BARS:
-            del self._bars[next(iter(self._bars))]
+            oldest = next(iter(self._bars))
+            del self._bars[oldest], self._owner_of[oldest]
 
     def _leave(self, lane: RankLane, number: int, at: float) -> None:
         """A rank is free of a dispatch; the next one in its queue starts."""
@@ -164,20 +171,27 @@ class RankLanes:
         """The running tasks with their predicted ends in Unix time."""
         return [RunningTask(d.task, d.layout, self.at(d.predicted_end_s)) for d in self._running.values()]
 
-    def ranks(self, now: float, *, since: float, num_steps: Callable[[str], int]) -> Iterator[schemas.Rank]:
-        """`since`: utilisation counts from this moment; `num_steps` returns the steps of a job."""
+    def ranks(
+        self, now: float, owner: str | None = None, *, since: float, num_steps: Callable[[str], int]
+    ) -> Iterator[schemas.Rank]:
+        """The ranks, with their tasks for one owner or for all.
+
+        `since`: utilisation counts from this moment; `num_steps` returns the steps of a job.
+        """
         since = max(since, self._started_at)
         for lane in self.lanes:
             yield schemas.Rank(
                 rank=lane.rank,
                 status=lane.status,
-                task=self._task(lane, num_steps),
+                task=self._task(lane, owner, num_steps),
                 utilisation=round(lane.utilisation(now, since=since), 3),
                 restarts=lane.num_restarts,
             )
 
-    def _task(self, lane: RankLane, num_steps: Callable[[str], int]) -> schemas.RankTask | None:
-        if not lane.queue:
+    def _task(
+        self, lane: RankLane, owner: str | None, num_steps: Callable[[str], int]
+    ) -> schemas.RankTask | None:
+        if not lane.queue or owner not in (None, self._owners[lane.queue[0]]):
             return None
         dispatch = self._running[lane.queue[0]]
         return schemas.RankTask(
@@ -190,7 +204,8 @@ class RankLanes:
             predicted_end_at=round(self.at(dispatch.predicted_end_s), 4),
         )
 
-    def bars(self, now: float) -> list[schemas.TimelineBar]:
-        """The bars of the last two minutes, oldest first."""
+    def bars(self, now: float, owner: str | None = None) -> list[schemas.TimelineBar]:
+        """The bars of the last two minutes, of one owner or of all, oldest first."""
         since = now - TIMELINE_S
-        return [bar for bar in self._bars.values() if bar.ended_at is None or bar.ended_at > since]
+        bars = [bar for bar in self._bars.values() if bar.ended_at is None or bar.ended_at > since]
+        return [bar for bar in bars if owner in (None, self._owner_of[bar.key])]

@@ -75,6 +75,8 @@ class ServedJob:
     view: JobView | None = None
     """For predictions; None until the run has reported the job's progress."""
     expires_at: float | None = None
+    rank_s: float = 0.0
+    """Seconds of ranks so far, since this front started."""
     updates: Notifier = field(default_factory=Notifier)
     events: deque[EncodedEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     num_events: int = 0
@@ -139,6 +141,7 @@ class ServedJob:
 
     def _make_job(self) -> schemas.Job:
         facts, ending, url = self.facts, self.ending, self.content_url
+        work = None if ending is None else ending.work
         return schemas.Job(
             id=facts.id,
             object=facts.kind,
@@ -146,14 +149,11 @@ class ServedJob:
             prompt=facts.prompt,
             status=self.status,
             progress=self.progress,
-            size=facts.size,
-            seconds=facts.seconds,
+            **self._size(),
             created_at=int(facts.created_at),
             completed_at=None if ending is None else int(ending.completed_at),
             expires_at=None if self.expires_at is None else int(self.expires_at),
             error=_failure(ending),
-            frames=facts.frames,
-            fps=facts.fps,
             steps=facts.steps,
             step=self.step,
             stage="write" if self.is_writing else None if self.stage is None else self.stage.value,
@@ -170,10 +170,24 @@ class ServedJob:
             deadline_at=rounded(facts.deadline_at),
             will_meet_deadline=self.will_meet_deadline,
             inference_time_s=self._inference_s(),
-            stage_durations=None if ending is None else ending.stages_s,
+            stage_durations=None if work is None else work.timings["stages_s"],
+            rank_s=round(self.rank_s if work is None else work.timings.get("rank_s") or 0.0, 3),
+            peak_memory_mb=None if work is None else work.peak_memory_mb,
+            owner=facts.owner,
             content_url=url,
             thumbnail_url=None if url is None else f"{url}?variant=thumbnail",
         )
+
+    def _size(self) -> dict[str, Any]:
+        """The size of the file, or the one that it is to have."""
+        facts = self.facts
+        size: dict[str, Any] = {"size": facts.size, "frames": facts.frames, "fps": facts.fps}
+        if self.status == "completed" and self.ending is not None and (work := self.ending.work) is not None:
+            size["size"] = "{width}x{height}".format_map(work.shape)
+            size["frames"] = None if facts.frames is None else work.shape["frames"]
+        if (frames := size["frames"]) is not None:
+            size["seconds"] = length_text(frames / (facts.fps or 1))
+        return size
 
     def _inference_s(self) -> float | None:
         if self.status != "completed" or self.ending is None or self.ending.started_at is None:
@@ -206,6 +220,11 @@ class ServedJob:
 
     def events_after(self, number: int) -> list[EncodedEvent]:
         return [event for event in self.events if event.number > number]
+
+
+def length_text(seconds: float) -> str:
+    """A length as OpenAI's clients read it, for example "5.063" or "4"."""
+    return f"{seconds:.3f}".rstrip("0").rstrip(".")
 
 
 def layout_view(layout: Layout) -> schemas.LayoutView:

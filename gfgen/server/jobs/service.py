@@ -7,10 +7,13 @@ ended once the store records how. `RunMirror` is updated and the run is notified
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from gfgen.runtime.core.admission import AdmittedJob
@@ -19,7 +22,7 @@ from gfgen.server.jobs.folder import JobFolder
 from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.served_job import ServedJob
-from gfgen.server.jobs.store import Ending, KeyTakenError, RequestKey, Store, StoredJob
+from gfgen.server.jobs.store import BatchRow, Ending, KeyTakenError, RequestKey, Store, StoredJob
 from gfgen.server.jobs.uploads import Uploads
 from gfgen.server.jobs.webhooks import check_webhook
 from gfgen.server.protocol import schemas
@@ -45,6 +48,7 @@ class JobService:
         folder: JobFolder,
         limits: ServerLimits,
         api: ApiOptions | None = None,
+        owners: Sequence[str] = (),
         send: Callable[[Any], None],
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -60,8 +64,20 @@ class JobService:
         """Paths of this server and its models; clients do not see them."""
         self.on_end: Callable[[ServedJob], None] = lambda record: None
         """Called with each job that has ended."""
-        self._num_reserved = 0
-        """Jobs that are being written to the store."""
+        self.owner: str | None = None
+        """The key whose jobs are seen; None sees all."""
+        self.owners = tuple(owners)
+        """The names of the keys."""
+        self._num_reserved: Counter[str | None] = Counter()
+        """Jobs that are being written to the store, by owner."""
+
+    def seen_by(self, owner: str | None) -> JobService:
+        """This service for the requests of one key, which sees its own jobs, batches and files; None: all."""
+        if owner is None:
+            return self
+        service = copy.copy(self)
+        service.owner, service.uploads = owner, self.uploads.seen_by(owner)
+        return service
 
     # Requests ---------------------------------------------------------------------------------------
 
@@ -130,7 +146,7 @@ class JobService:
             return _same(taken)[0]
         run_info = self.check_ready()
         async with self._reserved(num_jobs):
-            jobs = await asyncio.to_thread(admitted, run_info.admit)
+            jobs = await asyncio.to_thread(admitted, self._owned(run_info.admit))
             try:
                 await self._accept(jobs, batch_id=batch_id, key=key)
             except KeyTakenError as taken:
@@ -149,7 +165,7 @@ class JobService:
             check_webhook(url, self.api.webhook_hosts)
         now = self.now()
         accepted = [job_requests.accepted(one, job, now=now) for one, job in jobs]
-        await self.store.accept(accepted, batch_id=batch_id, key=key, now=now)
+        await self.store.accept(accepted, batch_id=batch_id, key=key, owner=self.owner, now=now)
         self.mirror.add(ServedJob(one.facts) for one in accepted)
         self.submit([job for _, job in jobs])
 
@@ -164,33 +180,46 @@ class JobService:
     ) -> Sequence[tuple[RequestedJob, AdmittedJob]]:
         """The admitted jobs; their pictures are checked and saved."""
         if not any(one.has_inputs for one in requested):
-            return job_requests.admitted(requested, run_info.admit)
+            return job_requests.admitted(requested, self._owned(run_info.admit))
         with_pictures = [await self.folder.save_input(one) for one in requested]
-        return await asyncio.to_thread(job_requests.admitted, with_pictures, run_info.admit)
+        return await asyncio.to_thread(job_requests.admitted, with_pictures, self._owned(run_info.admit))
+
+    def _owned(self, admit: Admit) -> Admit:
+        """Admission that marks the jobs as those of this key."""
+        owner = self.owner
+        return lambda specs: admit([replace(spec, owner=owner) for spec in specs])
 
     def check_fits(self, num_jobs: int) -> None:
         """Raises ApiError if a request has more jobs than may ever be open."""
-        if num_jobs > self.limits.open_jobs:
-            raise ApiError(
-                413, f"{counted(num_jobs, 'job')}; {self.limits.open_jobs:,} may be open at once: split it"
-            )
+        most = self.limits.open_jobs // (2 if self.owners else 1)
+        if num_jobs > most:
+            raise ApiError(413, f"{counted(num_jobs, 'job')}; {most:,} may be open at once: split it")
 
     @asynccontextmanager
     async def _reserved(self, num_jobs: int) -> AsyncIterator[None]:
-        """Reserve room for this many jobs; raises ApiError if there is none."""
+        """Reserve room for this many jobs; raises ApiError if there is none.
+
+        With several keys, each may have half of the room that the others leave, so there is always some for
+        a key that has no jobs.
+        """
         self.check_fits(num_jobs)
-        num_open = len(self.mirror.records) + self._num_reserved
-        if num_open + num_jobs > self.limits.open_jobs:
+        num_open, most = len(self.mirror.records) + self._num_reserved.total(), self.limits.open_jobs
+        if self.owners:
+            own = sum(record.facts.owner == self.owner for record in self.mirror.records.values())
+            own += self._num_reserved[self.owner]
+            num_open, most = own, (most - (num_open - own)) // 2
+        if num_open + num_jobs > most:
+            whose = "of this key are open" if self.owners else "are open"
             raise ApiError(
                 429,
-                f"{num_open:,} of {self.limits.open_jobs:,} jobs are open; retry when some have ended",
+                f"{num_open:,} of {most:,} jobs {whose}; retry when some have ended",
                 retry_after_s=self._soonest_end_s(),
             )
-        self._num_reserved += num_jobs
+        self._num_reserved[self.owner] += num_jobs
         try:
             yield
         finally:
-            self._num_reserved -= num_jobs
+            self._num_reserved[self.owner] -= num_jobs
 
     def _soonest_end_s(self) -> float:
         now = self.now()
@@ -254,11 +283,24 @@ class JobService:
     # Responses --------------------------------------------------------------------------------------
 
     def job(self, job_id: str) -> ServedJob | None:
-        """The job, from memory or from the store; None if there is no such job."""
+        """The job, from memory or from the store; None if there is no such job, or it is another key's."""
         record = self.mirror.find(job_id)
-        if record is None and (stored := self.store.job(job_id)) is not None:
+        if record is None and (stored := self.stored(job_id)) is not None:
             record = self.served(stored)
-        return record
+        return record if record is not None and self._sees(record.facts.owner) else None
+
+    def stored(self, job_id: str) -> StoredJob | None:
+        """The job in the store; None if there is no such job, or it is another key's."""
+        stored = self.store.job(job_id)
+        return stored if stored is not None and self._sees(stored.facts.owner) else None
+
+    def batch(self, batch_id: str) -> BatchRow | None:
+        """None if there is no such batch, or it is another key's."""
+        row = self.store.batch(batch_id)
+        return row if row is not None and self._sees(row.owner) else None
+
+    def _sees(self, owner: str | None) -> bool:
+        return self.owner in (None, owner)
 
     def served(self, stored: StoredJob) -> ServedJob:
         """A job of the store. It counts as queued if it is open while the server is loading."""

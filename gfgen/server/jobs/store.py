@@ -14,7 +14,7 @@ import queue
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,7 +25,7 @@ from gfgen.errors import OutputError
 logger = logging.getLogger(__name__)
 
 STORE_NAME = "jobs.sqlite3"
-VERSION = 1
+VERSION = 2
 BUSY_S = 10.0
 """SQLite lock timeout: a front that was killed may still hold the file for a moment."""
 KEPT_REQUESTS_S = 86400.0
@@ -53,7 +53,8 @@ CREATE TABLE jobs (
     step INTEGER NOT NULL DEFAULT 0,
     error_code TEXT,
     error_message TEXT,
-    manifest TEXT
+    manifest TEXT,
+    owner TEXT
 );
 CREATE INDEX jobs_open ON jobs (seq) WHERE status = 'open';
 CREATE INDEX jobs_of_batch ON jobs (batch_id, seq) WHERE batch_id IS NOT NULL;
@@ -69,7 +70,8 @@ CREATE TABLE batches (
     completed INTEGER NOT NULL DEFAULT 0,
     failed INTEGER NOT NULL DEFAULT 0,
     cancelled INTEGER NOT NULL DEFAULT 0,
-    missed INTEGER NOT NULL DEFAULT 0
+    missed INTEGER NOT NULL DEFAULT 0,
+    owner TEXT
 );
 CREATE TABLE requests (
     key TEXT PRIMARY KEY,
@@ -80,6 +82,8 @@ CREATE TABLE requests (
 CREATE INDEX requests_by_age ON requests (created_at);
 CREATE TABLE lives (number INTEGER PRIMARY KEY AUTOINCREMENT, began_at REAL NOT NULL);
 """
+_OWNERS = "ALTER TABLE jobs ADD COLUMN owner TEXT; ALTER TABLE batches ADD COLUMN owner TEXT;"
+"""What version 1 lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,6 @@ class JobFacts:
     file: str
     """Name of its output, chosen by the server."""
     num_tasks: int
-    seconds: str | None = None
     frames: int | None = None
     fps: int | None = None
     priority: int = 0
@@ -110,6 +113,8 @@ class JobFacts:
     """Name of its input picture, which the server keeps until the job ends."""
     webhook: str | None = None
     """Where it is sent at its end, if its request said so."""
+    owner: str | None = None
+    """Name of the key that it came with; None for the admin's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,19 @@ class NewJob:
 
     facts: JobFacts
     spec: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a job took and made, as its manifest entry says."""
+
+    timings: Mapping[str, Any]
+    shape: Mapping[str, int | None]
+    peak_memory_mb: float | None = None
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> Work:
+        return cls(entry["timings"], entry["shape"], entry.get("peak_memory_mb"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +150,8 @@ class Ending:
     error_code: str | None = None
     error_message: str | None = None
     manifest: dict[str, Any] | None = None
-    stages_s: dict[str, float] | None = None
-    """Seconds of work by stage; the store reads them from the manifest entry."""
+    work: Work | None = None
+    """The store reads it from the manifest entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +174,7 @@ class BatchRow:
     failed: int
     cancelled: int
     missed: int
+    owner: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +227,7 @@ class Store:
         *,
         batch_id: str | None = None,
         key: RequestKey | None = None,
+        owner: str | None = None,
         now: float,
     ) -> None:
         """Store all of these jobs or none; returns when they are on the disk.
@@ -219,17 +239,15 @@ class Store:
             if key is not None:
                 _take_key(db, key, [batch_id] if batch_id else [job.facts.id for job in jobs], now)
             if batch_id is not None:
-                row = (batch_id, now, len(jobs))
-                db.execute("INSERT INTO batches (id, created_at, total) VALUES (?, ?, ?)", row)
+                row = (batch_id, now, len(jobs), owner)
+                db.execute("INSERT INTO batches (id, created_at, total, owner) VALUES (?, ?, ?, ?)", row)
             rows = [
-                (f.id, f.kind, f.batch_id, json.dumps(asdict(f)), json.dumps(job.spec), f.created_at)
+                (f.id, f.kind, f.batch_id, json.dumps(asdict(f)), json.dumps(job.spec), f.created_at, f.owner)
                 for job in jobs
                 for f in (job.facts,)
             ]
-            db.executemany(
-                "INSERT INTO jobs (id, kind, batch_id, facts, spec, created_at) VALUES (?, ?, ?, ?, ?, ?)",
-                rows,
-            )
+            names = "id, kind, batch_id, facts, spec, created_at, owner"
+            db.executemany(f"INSERT INTO jobs ({names}) VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
         await self._do(work)
 
@@ -301,13 +319,14 @@ class Store:
         kind: str | None = None,
         batch_id: str | None = None,
         has_ended: bool | None = None,
+        owner: str | None = None,
     ) -> list[StoredJob]:
         """Jobs in the order of acceptance, starting after job `after`."""
         tests, values = ["1"], []
         if after is not None:
             tests.append(f"seq {'>' if is_ascending else '<'} (SELECT seq FROM jobs WHERE id = ?)")
             values.append(after)
-        for name, value in (("kind", kind), ("batch_id", batch_id)):
+        for name, value in (("kind", kind), ("batch_id", batch_id), ("owner", owner)):
             if value is not None:
                 tests.append(f"{name} = ?")
                 values.append(value)
@@ -317,10 +336,12 @@ class Store:
         sql += f"{'' if is_ascending else ' DESC'} LIMIT {int(limit)}"
         return [_kept(row) for row in self._reader.execute(sql, values)]
 
-    def last_ended(self, limit: int) -> list[StoredJob]:
-        """The jobs that ended last, most recent first."""
-        sql = f"SELECT {_COLUMNS} FROM jobs WHERE status != 'open' ORDER BY completed_at DESC LIMIT ?"
-        return [_kept(row) for row in self._reader.execute(sql, (limit,))]
+    def last_ended(self, limit: int, owner: str | None = None) -> list[StoredJob]:
+        """The jobs that ended last, of one owner or of all, most recent first."""
+        sql = f"SELECT {_COLUMNS} FROM jobs WHERE status != 'open' AND (:owner IS NULL OR owner = :owner)"
+        values = {"owner": owner, "limit": limit}
+        rows = self._reader.execute(f"{sql} ORDER BY completed_at DESC LIMIT :limit", values)
+        return [_kept(row) for row in rows]
 
     def manifest(self, batch_id: str) -> list[tuple[StoredJob, dict[str, Any], dict[str, Any] | None]]:
         """The ended jobs of a batch, each with its spec and its manifest entry, if any."""
@@ -337,12 +358,12 @@ class Store:
         sql = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?"
         return next((_batch(row) for row in self._reader.execute(sql, (batch_id,))), None)
 
-    def batches(self, *, limit: int, after: str | None) -> list[BatchRow]:
-        """Most recent first, starting after batch `after`."""
-        sql = f"SELECT {_BATCH_COLUMNS} FROM batches"
+    def batches(self, *, limit: int, after: str | None, owner: str | None = None) -> list[BatchRow]:
+        """Those of one owner or all, most recent first, starting after batch `after`."""
+        sql = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE (:owner IS NULL OR owner = :owner)"
         if after is not None:
-            sql += " WHERE (created_at, id) < (SELECT created_at, id FROM batches WHERE id = :after)"
-        values = {"after": after, "limit": limit}
+            sql += " AND (created_at, id) < (SELECT created_at, id FROM batches WHERE id = :after)"
+        values = {"after": after, "limit": limit, "owner": owner}
         rows = self._reader.execute(f"{sql} ORDER BY created_at DESC, id DESC LIMIT :limit", values)
         return [_batch(row) for row in rows]
 
@@ -457,6 +478,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version == 0:
             db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+        elif version == 1:
+            db.executescript(f"BEGIN IMMEDIATE; {_OWNERS} PRAGMA user_version = {VERSION}; COMMIT;")
         elif version != VERSION:
             raise OutputError(
                 f"{path} belongs to another version of gfgen; move it away or choose another --output"
@@ -482,7 +505,7 @@ def _request(db: sqlite3.Connection, key: RequestKey, now: float) -> KeyTakenErr
 
 def _end(db: sqlite3.Connection, ending: Ending) -> bool:
     values = asdict(ending)
-    del values["stages_s"]
+    del values["work"]
     values["manifest"] = None if ending.manifest is None else json.dumps(ending.manifest)
     names = [name for name in values if name != "id"]
     sql = f"UPDATE jobs SET {', '.join(f'{name} = :{name}' for name in names)}"
@@ -514,20 +537,23 @@ def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> None:
 
 _COLUMNS = (
     "seq, facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, "
-    "error_message, json_extract(manifest, '$.timings.stages_s')"
+    "error_message, json_extract(manifest, '$.timings', '$.shape', '$.peak_memory_mb')"
 )
 _BATCH_COLUMNS = ", ".join(field.name for field in fields(BatchRow))
 
 
 def _facts(text: str) -> JobFacts:
-    return JobFacts(**json.loads(text))
+    values = json.loads(text)
+    values.pop("seconds", None)  # of stores of version 1
+    return JobFacts(**values)
 
 
 def _kept(row: Sequence[Any]) -> StoredJob:
-    seq, text, status, completed_at, started_at, size_bytes, met, step, code, message, stages = row
+    seq, text, status, completed_at, started_at, size_bytes, met, step, code, message, work = row
     facts = _facts(text)
     if status == "open":
         return StoredJob(seq, facts, None)
+    found = [None, None, None] if work is None else json.loads(work)
     return StoredJob(
         seq,
         facts,
@@ -541,7 +567,7 @@ def _kept(row: Sequence[Any]) -> StoredJob:
             step=step,
             error_code=code,
             error_message=message,
-            stages_s=None if stages is None else json.loads(stages),
+            work=None if found[0] is None else Work(*found),
         ),
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from gfgen.errors import OutputError
@@ -15,37 +17,64 @@ _FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 
 
+class _KeptFile(schemas.UploadedFile):
+    """The description of a file on the disk."""
+
+    owner: str | None = None
+    """Name of the key that it came with."""
+
+    @property
+    def public(self) -> schemas.UploadedFile:
+        return schemas.UploadedFile(**self.model_dump(exclude={"owner"}))
+
+
 class Uploads:
     """All methods read or write the disk. They raise OutputError if it is full."""
 
     def __init__(self, folder: Path, *, most_bytes: int) -> None:
         self._folder = folder / _NAME
         self._most_bytes = most_bytes
+        self._owner: str | None = None
+
+    def seen_by(self, owner: str) -> Uploads:
+        """The files of one key."""
+        uploads = copy.copy(self)
+        uploads._owner = owner
+        return uploads
 
     def add(self, content: bytes, *, filename: str, now: float) -> schemas.UploadedFile:
-        used_bytes = sum(path.stat().st_size for path in self._folder.glob("*"))
+        used_bytes = sum(file.bytes for file in self._kept())
         if used_bytes + len(content) > self._most_bytes:
             raise ApiError(413, f"the files exceed {self._most_bytes:,} bytes; delete some", param="file")
         file_id = f"file-{secrets.token_hex(12)}"
-        file = schemas.UploadedFile(
-            id=file_id, bytes=len(content), created_at=int(now), filename=filename[:200]
+        file = _KeptFile(
+            id=file_id, bytes=len(content), created_at=int(now), filename=filename[:200], owner=self._owner
         )
         self._write(f"{file_id}.jsonl", content)
         self._write(f"{file_id}.json", file.model_dump_json().encode())
-        return file
+        return file.public
 
     def all(self) -> list[schemas.UploadedFile]:
         """Most recent first."""
-        paths = (path for path in self._folder.glob("*.json") if _FILE_ID.fullmatch(path.stem))
-        files = [schemas.UploadedFile.model_validate_json(path.read_bytes()) for path in paths]
-        return sorted(files, key=lambda file: file.created_at, reverse=True)
+        return sorted((file.public for file in self._kept()), key=lambda file: file.created_at, reverse=True)
+
+    def _kept(self) -> Iterator[_KeptFile]:
+        for path in self._folder.glob("*.json"):
+            if _FILE_ID.fullmatch(path.stem):
+                file = _KeptFile.model_validate_json(path.read_bytes())
+                if self._owner in (None, file.owner):
+                    yield file
 
     def find(self, file_id: str) -> schemas.UploadedFile:
         """Raises: ApiError if there is no such file."""
-        return schemas.UploadedFile.model_validate_json(self._read(file_id, ".json"))
+        file = _KeptFile.model_validate_json(self._read(file_id, ".json"))
+        if self._owner not in (None, file.owner):
+            raise no_file(file_id)
+        return file.public
 
     def content(self, file_id: str) -> bytes:
         """Raises: ApiError if there is no such file."""
+        self.find(file_id)
         return self._read(file_id, ".jsonl")
 
     def remove(self, file_id: str) -> None:

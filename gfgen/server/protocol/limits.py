@@ -19,6 +19,8 @@ class ServerLimits:
     """Concurrent event streams; beyond it: 429."""
     connections: int = 2048
     """Beyond it: 503; far beyond it connections are closed. Lower if the system grants fewer descriptors."""
+    connections_per_address: int = 512
+    """Beyond it a connection without a request is closed for a new one of the same address."""
     body_bytes: int = 64_000_000
     """Size of one request with its picture; beyond it: 413."""
     json_bytes: int = 2**20
@@ -29,6 +31,10 @@ class ServerLimits:
     """Timeout for its body."""
     unread_s: float = 60.0
     """Timeout for a client that does not read what it was sent."""
+    wrong_key_s: float = 5.0
+    """Longest wait before the response to a wrong key."""
+    link_s: float = 86400.0
+    """How long signed links to files are valid."""
     waiting_s: float = 3600.0
     """Timeout for a request that waits for its result."""
     keep_s: float = 7 * 86400.0

@@ -20,7 +20,7 @@ import contextlib
 import pickle
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class FrontSettings:
     log_level: str = "info"
     log_json: bool = False
     log_file: Path | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Named keys, each of which sees its own jobs; `api_key` sees all."""
 
 
 @dataclass(frozen=True, slots=True)

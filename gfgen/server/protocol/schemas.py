@@ -185,6 +185,11 @@ class Job(ResponseModel):
     stage_durations: dict[str, float] | None = Field(
         None, description="Seconds of work by stage, of a job that has ended."
     )
+    rank_s: float = Field(0.0, description="Seconds of ranks that it has taken so far: GPU-seconds on GPUs.")
+    peak_memory_mb: float | None = Field(
+        None, description="Peak of torch's memory on one of its GPUs in MiB, of a job that has ended."
+    )
+    owner: str | None = Field(None, description="Name of the API key that it came with; null for the admin.")
     content_url: str | None = Field(None, description="Path of the finished file.")
     thumbnail_url: str | None = Field(None, description="Path of its thumbnail.")
 
@@ -351,6 +356,7 @@ class Images(ResponseModel):
     size: str
     inference_time_s: float | None = Field(None, description="Of the slowest picture, without the queue.")
     stage_durations: dict[str, float] | None = Field(None, description="Of the slowest picture.")
+    peak_memory_mb: float | None = Field(None, description="The most of any picture, in MiB; only on GPUs.")
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 
@@ -419,6 +425,7 @@ class ChatUsage(ResponseModel):
 class ChatMetrics(ResponseModel):
     inference_time_s: float | None = None
     stage_durations: dict[str, float] | None = None
+    peak_memory_mb: float | None = None
 
 
 class ChatCompletion(ResponseModel):
