@@ -94,6 +94,46 @@ def test_connections_that_are_too_many_are_told_so_and_far_too_many_are_closed_a
     assert asyncio.run(answers()) == [b"", b"", b"503", b"503", b"503", b"204"]
 
 
+def test_idle_connections_of_an_address_make_room_for_new_ones_of_it_and_busy_ones_stay():
+    has_request = asyncio.Event()
+
+    async def app(scope, receive, send):
+        has_request.set()
+        await receive()  # the body
+        await receive()  # that the client has left
+        has_request.clear()
+
+    async def opened(port, content=b""):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(content)
+        await asyncio.sleep(0)
+        return reader, writer
+
+    async def all_of_it():
+        made = connections.connection_class(ServerLimits(connections_per_address=3))
+        config = uvicorn.Config(app, http=made, log_config=None, access_log=False)
+        state = uvicorn.server.ServerState()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: made(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        )
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            busy = await opened(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await has_request.wait()
+            idle = [await opened(port) for _ in range(30)]
+            for reader, _ in idle[:-2]:
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert len(state.connections) <= 3
+            assert has_request.is_set()
+            for _, writer in (busy, *idle):
+                writer.close()
+            while state.connections:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(all_of_it())
+
+
 @pytest.mark.parametrize(("hard", "expected"), [(1024, 824), (10**6, 2048), (-1, 2048), (100, 1)])
 def test_there_are_no_more_connections_than_descriptors(monkeypatch, hard, expected):
     limits = []

@@ -80,10 +80,11 @@ def test_a_file_of_requests_becomes_files_of_results_and_errors(client):
         request_of(3, guidance_scale=13),
         request_of(4, size="huge"),
         request_of(5, url="/v1/videos"),
+        request_of(1, prompt="another with the same id"),
         "nonsense\n",
     )
     assert (file.filename, file.purpose, file.status) == ("night.jsonl", "batch", "processed")
-    assert client.files.content(file.id).text.count("custom_id") == 5
+    assert client.files.content(file.id).text.count("custom_id") == 6
     batch = client.batches.create(
         input_file_id=file.id,
         endpoint="/v1/images/generations",
@@ -103,7 +104,10 @@ def test_a_file_of_requests_becomes_files_of_results_and_errors(client):
     with Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))) as picture:
         assert picture.format == "PNG"
     errors = lines_of(client, batch.error_file_id)
-    assert set(errors) == {"r3", "r4", "r5", None}
+    assert set(errors) == {"r1", "r3", "r4", "r5", None}
+    assert "also on line 1" in errors["r1"]["error"]["message"]
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (8, 3, 5)
     assert "unlucky" in errors["r3"]["error"]["message"]
     assert "/v1/images/generations is accepted in this batch" in errors["r5"]["error"]["message"]
     assert batch.id in [each.id for each in client.batches.list(limit=1)]  # page by page

@@ -108,6 +108,7 @@ def test_no_url_is_followed_and_no_path_opened(server, url):
     error = error_of(server.post("/v1/videos", prompt="a fox", input_reference={"image_url": url}), 400)
     assert error["param"] == "input_reference"
     assert "not followed" in error["message"]
+    assert error_of(server.post("/v1/jobs", prompt="a fox", image=url), 400)["param"] == "image"
 
 
 @pytest.mark.parametrize("model", ["/etc", "../fake-video", "fake-vide", "https://x", "x" * 1000])

@@ -297,6 +297,20 @@ def test_a_store_that_cannot_be_begun_says_what_to_do(tmp_path):
         Store(tmp_path / "jobs.sqlite3", began_at=2.0)
 
 
+def test_a_store_of_version_1_is_upgraded(tmp_path):
+    with contextlib.closing(Store(tmp_path / "jobs.sqlite3", began_at=1.0)) as store:
+        accept(store, "a", batch_id="batch")
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite3")) as db, db:
+        for table in ("jobs", "batches"):
+            db.execute(f"ALTER TABLE {table} DROP COLUMN owner")
+        db.execute("UPDATE jobs SET facts = json_set(json_remove(facts, '$.owner'), '$.seconds', '4')")
+        db.execute("PRAGMA user_version = 1")
+    with contextlib.closing(Store(tmp_path / "jobs.sqlite3", began_at=2.0)) as upgraded:
+        assert upgraded.job("a").facts.owner is None
+        assert upgraded.jobs(limit=5, owner="ann") == upgraded.batches(limit=5, after=None, owner="ann") == []
+        assert upgraded.batch("batch").owner is None
+
+
 def test_a_store_of_another_version_is_left_alone(tmp_path):
     with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite3")) as db, db:
         db.execute("PRAGMA user_version = 99")

@@ -274,7 +274,7 @@ def _from_json(content: bytes, address: list[str], *, picture_name: str, json_by
         if url != token:  # the long string belongs to another field
             raise _too_large(json_bytes)
         url = _text(content[start:stop])
-    picture = None if url is None else data_url_content(url)
+    picture = None if url is None else data_url_content(url, param=picture_name)
     return Body(values, picture, _fingerprint(address, values, picture or b""))
 
 

@@ -164,6 +164,7 @@ def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = No
     is_over = row.completed_at is not None
     records = [] if is_over else [r for r in service.mirror.records.values() if r.facts.batch_id == row.id]
     made_of = service.uploads.batch(row.id)
+    num_refused = 0 if made_of is None else len(made_of.failures)
     ends = [r.predicted_end_at for r in records]
     known_ends = [end for end in ends if end is not None]
     return schemas.Batch(
@@ -172,7 +173,10 @@ def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = No
         created_at=int(row.created_at),
         completed_at=None if row.completed_at is None else int(row.completed_at),
         request_counts=schemas.RequestCounts(
-            total=row.total, completed=row.completed, failed=row.failed, cancelled=row.cancelled
+            total=row.total + num_refused,
+            completed=row.completed,
+            failed=row.failed + num_refused,
+            cancelled=row.cancelled,
         ),
         predicted_completion_at=max(known_ends) if ends and len(known_ends) == len(ends) else None,
         num_late=row.missed + sum(r.will_meet_deadline is False for r in records),

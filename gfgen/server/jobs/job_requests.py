@@ -219,6 +219,7 @@ def batch_lines(
     """The jobs of each valid line of an uploaded file of OpenAI's requests, and the other lines."""
     lines: list[list[RequestedJob]] = []
     failures: list[schemas.LineFailure] = []
+    first_lines: dict[str, int] = {}
     for number, text in enumerate(content.splitlines(), start=1):
         if not text.strip():
             continue
@@ -226,6 +227,8 @@ def batch_lines(
         try:
             line = checked(schemas.BatchLine, _json_object(text))
             custom_id = line.custom_id
+            if (first := first_lines.setdefault(custom_id, number)) != number:
+                raise ApiError(400, f"custom_id: also on line {first}; give each its own", param="custom_id")
             if line.url != endpoint:
                 raise ApiError(400, f"url = {line.url!r}: {endpoint} is accepted in this batch", param="url")
             jobs = _line_jobs(endpoint, line.body, models, is_strict=is_strict)
