@@ -202,11 +202,6 @@ def test_a_conversation_without_a_prompt_is_refused(server, fields, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_streaming_is_refused_because_a_client_would_wait_for_events(server):
-    error = server.post("/v1/images/generations", prompt="a fox", stream=True)
-    assert (error.status_code, error.json()["error"]["param"]) == (400, "stream")
-
-
 @pytest.mark.parametrize(
     ("fields", "warning"),
     [

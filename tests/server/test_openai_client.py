@@ -33,6 +33,15 @@ def test_images_are_generated(client):
     assert image.url.startswith("http://127.0.0.1:")
 
 
+def test_images_are_streamed(client):
+    stream = client.images.generate(prompt="a fox", n=2, model="fake-image", stream=True, partial_images=1)
+    events = list(stream)  # fake models have no previews
+    assert [event.type for event in events] == ["image_generation.completed"] * 2
+    with Image.open(io.BytesIO(base64.b64decode(events[0].b64_json))) as picture:
+        assert f"{picture.width}x{picture.height}" == "16x16"
+    assert events[0].usage.total_tokens == 0
+
+
 def test_images_are_edited(client):
     picture = (ROOT / "jobs/lighthouse.png").read_bytes()
     for image in (("x.png", picture), [("x.png", picture)]):

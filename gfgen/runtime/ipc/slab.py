@@ -36,7 +36,7 @@ import mmap
 import os
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,11 +78,22 @@ class SlabPlan:
 
 
 class Slab:
-    """One process's mapping of a job's slab."""
+    """One process's mapping of a job's slab.
 
-    def __init__(self, fd: int, plan: SlabPlan) -> None:
+    `loads` unpickles metas. They name torch's dtypes, so a process without torch needs one of its own.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        plan: SlabPlan,
+        *,
+        access: int = mmap.ACCESS_DEFAULT,
+        loads: Callable[[bytes], Any] = pickle.loads,
+    ) -> None:
         self._plan = plan
-        self._map = mmap.mmap(fd, plan.size_bytes)
+        self._map = mmap.mmap(fd, plan.size_bytes, access=access)
+        self._loads = loads
 
     @staticmethod
     def create(plan: SlabPlan, *, name: str) -> int:
@@ -166,7 +177,7 @@ class Slab:
         num_meta_bytes, _ = _LENGTHS.unpack_from(self._map, start)
         position = start + _LINE_BYTES
         end = position + num_meta_bytes
-        return pickle.loads(self._map[position:end]), end
+        return self._loads(self._map[position:end]), end
 
     def _bounds(self, region: int) -> tuple[int, int]:
         offsets = (*self._plan.offsets, self._plan.size_bytes)

@@ -25,7 +25,14 @@ from gfgen.server.protocol.validation import invalid
 
 TITLE = "gfgen"
 _TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error response is an `Error`."
-_OTHER_MODELS = (schemas.JobEvent, schemas.LiveState, schemas.Change, schemas.ChatMessage)
+_OTHER_MODELS = (
+    schemas.JobEvent,
+    schemas.LiveState,
+    schemas.Change,
+    schemas.PartialImage,
+    schemas.CompletedImage,
+    schemas.ChatMessage,
+)
 """Models of event streams, and parts of bodies that routes read themselves; FastAPI does not find them."""
 
 

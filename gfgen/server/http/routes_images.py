@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from gfgen.server.http.bodies import MESSAGES, Body, documented, read_body, request_key
+from gfgen.server.http.bodies import IDEMPOTENCY_KEY, MESSAGES, Body, documented, read_body, request_key
 from gfgen.server.http.keys import Access
+from gfgen.server.http.picture_stream import (
+    EventKind,
+    Streamed,
+    base64_of,
+    done_job,
+    image_content,
+    picture_events,
+)
 from gfgen.server.http.routes_jobs import Service, log_ignored, results
+from gfgen.server.http.streams import check_streams, event_stream
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import image_jobs
 from gfgen.server.jobs.service import JobService
@@ -25,29 +33,31 @@ router = APIRouter(prefix="/v1", tags=["images"])
 ROUTERS = (router,)
 
 _ERRORS = responses(400, 404, 408, 409, 413, 422, 429, 500, 503, 504, 507)
+_EVENTS: dict[int | str, dict[str, Any]] = {**_ERRORS, 200: {"content": {"text/event-stream": {}}}}
 
 
 @router.post(
     "/images/generations",
     response_model=schemas.Images,
-    responses=_ERRORS,
+    responses=_EVENTS,
     openapi_extra=documented(schemas.ImageRequest),
     summary="Make pictures and wait for them",
 )
 async def create_images(request: Request, service: Service) -> Response:
-    """Waits for the pictures. A client that disconnects cancels them, unless it sent an Idempotency-Key."""
+    """Waits for the pictures, or with `stream` sends them and previews as events. A client that disconnects
+    cancels them, unless it sent an Idempotency-Key."""
     body = await read_body(request, service=service)
     if body.picture is not None:
         raise ApiError(
             400, "input_reference: pictures begin with one at /v1/images/edits", param="input_reference"
         )
-    return await _images(request, service, body)
+    return await _images(request, service, body, of="image_generation")
 
 
 @router.post(
     "/images/edits",
     response_model=schemas.Images,
-    responses=_ERRORS,
+    responses=_EVENTS,
     openapi_extra=documented(schemas.ImageRequest, picture="image"),
     summary="Make pictures from a picture and wait for them",
 )
@@ -56,12 +66,20 @@ async def edit_images(request: Request, service: Service) -> Response:
     body = await read_body(request, service=service, picture_name="image")
     if body.picture is None:
         raise ApiError(400, "image: missing", param="image")
-    return await _images(request, service, body)
+    return await _images(request, service, body, of="image_edit")
 
 
-async def _images(request: Request, service: JobService, body: Body) -> Response:
+async def _images(request: Request, service: JobService, body: Body, *, of: EventKind) -> Response:
     asked_for, warnings = opened(schemas.ImageRequest, body.values, is_strict=service.api.strict)
-    pictures = await _pictures(request, service, body, asked_for, warnings)
+    if asked_for.stream:
+        check_streams(service)
+    ids = await _take(request, service, body, asked_for, warnings)
+    if asked_for.stream:
+        streamed = Streamed(
+            ids, asked_for, warnings, of=of, is_kept=IDEMPOTENCY_KEY["name"] in request.headers
+        )
+        return event_stream(service, lambda: picture_events(service, streamed))
+    pictures = await _finished(request, service, ids)
     answer = images(
         service,
         pictures,
@@ -101,7 +119,8 @@ async def complete_chat(request: Request, service: Service) -> Response:
     Earlier messages have no effect."""
     body = await read_body(request, service=service, picture_name=MESSAGES)
     asked_for, warnings = opened(schemas.ChatRequest, body.values, is_strict=service.api.strict)
-    pictures = await _pictures(request, service, body, asked_for, warnings)
+    ids = await _take(request, service, body, asked_for, warnings)
+    pictures = await _finished(request, service, ids)
     answer = await chat_completion(service, pictures, asked_for.output_format)
     answer.warnings = warnings or None
     return await asyncio.to_thread(answer.response)
@@ -112,7 +131,7 @@ async def chat_completion(
 ) -> schemas.ChatCompletion:
     """The answer of a conversation, without warnings."""
     kind = files.PICTURE_FORMATS[output_format]
-    urls = [f"data:{kind};base64,{await _base64(service, stored, output_format)}" for stored in pictures]
+    urls = [f"data:{kind};base64,{await base64_of(service, stored, output_format)}" for stored in pictures]
     content = [schemas.ImagePart(image_url=schemas.ImageUrl(url=url)) for url in urls]
     return schemas.ChatCompletion(
         id=f"chatcmpl-{pictures[0].facts.id}",
@@ -124,20 +143,24 @@ async def chat_completion(
     )
 
 
-async def _pictures(
+async def _take(
     request: Request,
     service: JobService,
     body: Body,
     asked_for: schemas.ImageRequest | schemas.ChatRequest,
     warnings: list[str],
-) -> Sequence[StoredJob]:
-    """The completed jobs of a request; adds to the warnings."""
+) -> list[str]:
+    """The accepted jobs of a request; adds to the warnings."""
     models, ignored = service.ready_models(), None if service.api.strict else warnings
     requested = image_jobs(asked_for, picture=body.picture, models=models, ignored=ignored)
     ids = await service.take(requested, key=request_key(request, body.fingerprint))
     log_ignored(ids, warnings)
+    return ids
+
+
+async def _finished(request: Request, service: JobService, ids: Sequence[str]) -> Sequence[StoredJob]:
     await results(request, service, ids)
-    return [_done(service, job_id) for job_id in ids]
+    return [done_job(service, job_id) for job_id in ids]
 
 
 def _durations(service: JobService, pictures: Sequence[StoredJob]) -> dict[str, Any]:
@@ -149,20 +172,6 @@ def _durations(service: JobService, pictures: Sequence[StoredJob]) -> dict[str, 
         "stage_durations": slowest.stage_durations,
         "peak_memory_mb": max((job.peak_memory_mb or 0.0 for job in jobs), default=0.0) or None,
     }
-
-
-def _done(service: JobService, job_id: str) -> StoredJob:
-    """The ended job; raises ApiError if it has no result."""
-    stored = service.stored(job_id)
-    if stored is None or stored.ending is None:
-        raise ApiError(409, f"{job_id} was removed meanwhile", code="job_removed")
-    if stored.ending.status == "cancelled":
-        raise ApiError(409, f"{job_id} was cancelled", code="cancelled")
-    if stored.ending.status == "failed":
-        raise ApiError(
-            500, f"{job_id} has failed: {stored.ending.error_message}", code=stored.ending.error_code
-        )
-    return stored
 
 
 async def _image(
@@ -177,13 +186,3 @@ async def _image(
         url = f"{base}/v1/jobs/{job_id}/content" + ("?" + "&".join(query) if query else "")
         return schemas.Image(url=url, id=job_id, seed=stored.facts.seed)
     return await image_content(service, stored, kind)
-
-
-async def image_content(service: JobService, stored: StoredJob, kind: str = "png") -> schemas.Image:
-    text = await _base64(service, stored, kind)
-    return schemas.Image(b64_json=text, id=stored.facts.id, seed=stored.facts.seed)
-
-
-async def _base64(service: JobService, stored: StoredJob, kind: str) -> str:
-    content = await files.picture_as(service.folder.result(stored.facts), kind)
-    return (await asyncio.to_thread(base64.b64encode, content)).decode()

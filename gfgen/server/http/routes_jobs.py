@@ -203,6 +203,26 @@ async def get_job_content(
     return Response(content, media_type=files.PICTURE_FORMATS[str(format)])
 
 
+@jobs.get(
+    "/{job_id}/preview",
+    response_class=Response,
+    responses={
+        **responses(400, 404),
+        200: {"content": {"image/webp": _BINARY}},
+        204: {"description": "There is none now."},
+    },
+    summary="Get a rough preview of a running job",
+)
+async def get_preview(service: Service, job_id: JobId) -> Response:
+    """The job after its last step, at most 320 pixels a side; of a video, the frame in the middle.
+    Models of the Wan, Qwen-Image, Flux.1 and SD3 pipelines have previews."""
+    _found(service, job_id)
+    content = await service.previews.picture(job_id)
+    if content is None:
+        return Response(status_code=204)
+    return Response(content, media_type="image/webp", headers={"Cache-Control": "no-store"})
+
+
 # Cancelling and removing ----------------------------------------------------------------------------
 
 _CANCEL = responses(400, 404, 503, 507)

@@ -52,7 +52,7 @@ class StateFeed:
         self._seen = state
         self.number += 1
         body = change.model_dump_json(include=change.model_fields_set).encode()
-        self._changes.append((self.number, _event(b"change", body)))
+        self._changes.append((self.number, event_bytes(b"change", body)))
         self.updates.notify()
 
     def after(self, number: int) -> list[tuple[int, bytes]] | None:
@@ -65,7 +65,7 @@ class StateFeed:
         """The current state as an event; later changes build on it."""
         state = self._mirror.state(self._owner)
         self._seen = self._seen or state
-        return _event(b"state", state.model_dump_json().encode())
+        return event_bytes(b"state", state.model_dump_json().encode())
 
 
 class StateFeeds:
@@ -120,7 +120,7 @@ def _without_use(rank: schemas.Rank) -> Any:
 
 def state_stream(service: JobService, feed: StateFeed) -> StreamingResponse:
     """The live state, then its changes, until the server stops; ApiError if there are too many streams."""
-    return _response(service, lambda: _state_events(service, feed))
+    return event_stream(service, lambda: _state_events(service, feed))
 
 
 def job_stream(service: JobService, job_id: str, last_event_id: str | None) -> StreamingResponse:
@@ -135,7 +135,7 @@ def job_stream(service: JobService, job_id: str, last_event_id: str | None) -> S
         if record is None or not record.has_ended:  # removed meanwhile, or the server is still loading
             raise service.not_ready()
         record.end_event()
-    return _response(service, lambda: _job_events(service, record, seen))
+    return event_stream(service, lambda: _job_events(service, record, seen))
 
 
 async def _state_events(service: JobService, feed: StateFeed) -> AsyncGenerator[bytes]:
@@ -165,7 +165,7 @@ async def _job_events(service: JobService, record: ServedJob, seen: int) -> Asyn
     while True:
         for event in (news := record.events_after(seen)):
             seen = event.number
-            yield _event(event.kind.encode(), event.body, b"%d-%d" % (epoch, seen))
+            yield event_bytes(event.kind.encode(), event.body, b"%d-%d" % (epoch, seen))
             if event.kind == "stopping":  # a step that ends now would follow it
                 return
         if news:
@@ -176,7 +176,8 @@ async def _job_events(service: JobService, record: ServedJob, seen: int) -> Asyn
             yield b": still here\n\n"
 
 
-def _response(service: JobService, events: Callable[[], AsyncGenerator[bytes]]) -> StreamingResponse:
+def check_streams(service: JobService) -> None:
+    """Raises ApiError if there are too many streams."""
     if service.mirror.num_streams >= service.limits.streams:
         raise ApiError(
             429,
@@ -184,6 +185,11 @@ def _response(service: JobService, events: Callable[[], AsyncGenerator[bytes]]) 
             code="too_many_streams",
             retry_after_s=5,
         )
+
+
+def event_stream(service: JobService, events: Callable[[], AsyncGenerator[bytes]]) -> StreamingResponse:
+    """A response of these events; ApiError if there are too many streams."""
+    check_streams(service)
 
     async def counted() -> AsyncGenerator[bytes]:
         service.mirror.num_streams += 1
@@ -197,7 +203,7 @@ def _response(service: JobService, events: Callable[[], AsyncGenerator[bytes]]) 
     return StreamingResponse(counted(), media_type="text/event-stream", headers=_HEADERS)
 
 
-def _event(kind: bytes, body: bytes, number: bytes | None = None) -> bytes:
+def event_bytes(kind: bytes, body: bytes, number: bytes | None = None) -> bytes:
     head = b"" if number is None else b"id: %s\n" % number
     return head + b"event: %s\ndata: %s\n\n" % (kind, body)
 

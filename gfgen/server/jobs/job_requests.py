@@ -269,6 +269,8 @@ def _line_jobs(
     kind = schemas.ImageRequest if endpoint == "/v1/images/generations" else schemas.ChatRequest
     asked_for: schemas.ImageRequest | schemas.ChatRequest
     asked_for, warnings = opened(kind, body, is_strict=is_strict)
+    if asked_for.stream:
+        raise ApiError(400, "stream: a batch has no streams; leave it out", param="stream")
     return image_jobs(asked_for, picture=None, models=models, ignored=None if is_strict else warnings)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from gfgen.graph import Stage, Task, Trajectory
 from gfgen.layout import Layout
+from gfgen.server.jobs.previews import FIRST_STEP
 from gfgen.server.jobs.store import Ending, JobFacts
 from gfgen.server.protocol import schemas
 from gfgen.snapshot import JobView
@@ -77,6 +78,7 @@ class ServedJob:
     expires_at: float | None = None
     rank_s: float = 0.0
     """Seconds of ranks so far, since this front started."""
+    has_previews: bool = False
     updates: Notifier = field(default_factory=Notifier)
     events: deque[EncodedEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     num_events: int = 0
@@ -176,6 +178,7 @@ class ServedJob:
             owner=facts.owner,
             content_url=url,
             thumbnail_url=None if url is None else f"{url}?variant=thumbnail",
+            preview_url=f"/v1/jobs/{facts.id}/preview" if self._has_preview else None,
         )
 
     def _size(self) -> dict[str, Any]:
@@ -188,6 +191,10 @@ class ServedJob:
         if (frames := size["frames"]) is not None:
             size["seconds"] = length_text(frames / (facts.fps or 1))
         return size
+
+    @property
+    def _has_preview(self) -> bool:
+        return self.has_previews and self.status == "in_progress" and self.step >= FIRST_STEP
 
     def _inference_s(self) -> float | None:
         if self.status != "completed" or self.ending is None or self.ending.started_at is None:

@@ -21,6 +21,7 @@ from gfgen.server.jobs import job_requests
 from gfgen.server.jobs.folder import JobFolder
 from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.mirror import RunMirror
+from gfgen.server.jobs.previews import Previews
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.store import BatchRow, Ending, KeyTakenError, RequestKey, Store, StoredJob
 from gfgen.server.jobs.uploads import Uploads
@@ -62,6 +63,7 @@ class JobService:
         self.uploads = Uploads(folder.path, most_bytes=10 * limits.body_bytes)
         self.hidden_folders = {str(folder.path)}
         """Paths of this server and its models; clients do not see them."""
+        self.previews = Previews()
         self.on_end: Callable[[ServedJob], None] = lambda record: None
         """Called with each job that has ended."""
         self.owner: str | None = None
@@ -172,6 +174,9 @@ class JobService:
     def submit(self, jobs: Sequence[AdmittedJob]) -> None:
         """Pass accepted jobs to the run."""
         self.hidden_folders |= {str(job.checkpoint) for job in jobs}
+        for job in jobs:
+            if (record := self.mirror.records.get(job.job_id)) is not None:
+                record.has_previews = self.previews.add(job)
         for start in range(0, len(jobs), SUBMITTED_AT_ONCE):
             self.send(SubmitJobs(tuple(jobs[start : start + SUBMITTED_AT_ONCE])))
 
@@ -252,6 +257,7 @@ class JobService:
 
     def note_end(self, ending: Ending) -> None:
         """The store has recorded this end of a job."""
+        self.previews.forget(ending.id)
         record = self.mirror.end(ending.id, ending, expires_at=ending.completed_at + self.limits.keep_s)
         if record is None:
             return

@@ -1,7 +1,7 @@
 // The open jobs: started ones, then the queue in its predicted order.
 
 import { dye } from "./colours.js";
-import { ask, parse } from "./live.js";
+import { ask, at, parse } from "./live.js";
 import { arrange, byId, make, mark, say, write } from "./words.js";
 import { clock, counted, countdown, doing, facts, ordinal, ranksOf, sharing } from "./words.js";
 
@@ -76,6 +76,7 @@ export class Queue {
   #row(job) {
     const name = job.prompt.slice(0, 80);
     const swatch = make("i", { class: "swatch none" });
+    const look = make("div", { class: "job-look" }, swatch);
     const prompt = make("p", { class: "job-prompt", title: job.prompt }, job.prompt);
     const what = make("p", { class: "job-facts" });
     const bar = make("progress", { max: 100, "aria-label": `Progress of ${name}` });
@@ -84,7 +85,7 @@ export class Queue {
     const whose = make("span", { class: "unseen" }, ` ${name}`);
     const button = make("button", { type: "button", class: "quiet" }, "Cancel", whose);
     const row = make("li", { class: "job", data: { id: job.id } },
-      make("div", { class: "job-look" }, swatch),
+      look,
       prompt,
       what,
       make("div", { class: "job-state" }, make("div", { class: "job-bar" }, bar, percent), where),
@@ -93,13 +94,14 @@ export class Queue {
     button.addEventListener("click", () => this.#cancel(job, button));
     row.addEventListener("pointerenter", () => this.#picked.touch(job.id));
     row.addEventListener("pointerleave", () => this.#picked.touch(null));
-    return { row, swatch, what, bar, percent, where, done, deadline };
+    return { row, look, swatch, what, bar, percent, where, done, deadline };
   }
 
-  #fill({ row, swatch, what, bar, percent, where, done, deadline }, job) {
+  #fill({ row, look, swatch, what, bar, percent, where, done, deadline }, job) {
     const now = this.#live.now();
     row.dataset.status = job.status;
     dye(swatch, job.status === "in_progress" ? this.#colours.of(job.id) : null);
+    this.#showPreview(row, look, job);
     write(what, facts(job));
     mark(what, "title", facts(job));
     bar.value = job.progress;
@@ -115,6 +117,21 @@ export class Queue {
     write(deadline, text);
     mark(deadline, "data-kind", kind);
     mark(deadline, "title", job.deadline_at === null ? null : clock(job.deadline_at, now));
+  }
+
+  /** A picture of the job after its last step; a new one only when the one before has come. */
+  #showPreview(row, look, job) {
+    if (!job.preview_url) return;
+    row.classList.add("seen");
+    let image = look.querySelector("img");
+    if (!image) {
+      image = make("img", { alt: "" });
+      image.addEventListener("load", () => image.classList.remove("broken"));
+      image.addEventListener("error", () => image.classList.add("broken"));
+      look.prepend(image);
+    }
+    const url = `${at(job.preview_url)}?step=${job.step}`;
+    if (image.getAttribute("src") !== url && image.complete) image.src = url;
   }
 
   #showPicked() {

@@ -64,10 +64,13 @@ class ApiError(Exception):
             self.headers["Retry-After"] = str(max(1, round(retry_after_s)))
 
     def response(self) -> Response:
+        return self.body().response(status=self.status, headers=self.headers)
+
+    def body(self) -> schemas.Error:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         body = schemas.ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)
-        return schemas.Error(error=body).response(status=self.status, headers=self.headers)
+        return schemas.Error(error=body)
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:

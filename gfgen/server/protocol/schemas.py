@@ -192,6 +192,9 @@ class Job(ResponseModel):
     owner: str | None = Field(None, description="Name of the API key that it came with; null for the admin.")
     content_url: str | None = Field(None, description="Path of the finished file.")
     thumbnail_url: str | None = Field(None, description="Path of its thumbnail.")
+    preview_url: str | None = Field(
+        None, description="Path of a rough preview, while it is in progress and its model has previews."
+    )
 
 
 class Video(Job):
@@ -327,9 +330,7 @@ class PictureRequest(OpenRequest):
     background: Unused = None
     moderation: Unused = None
     output_compression: Unused = None
-    partial_images: Unused = None
     input_fidelity: Unused = None
-    stream: NoStream = None
 
 
 class ImageRequest(PictureRequest):
@@ -337,6 +338,12 @@ class ImageRequest(PictureRequest):
 
     prompt: Prompt
     response_format: Literal["b64_json", "url"] = "b64_json"
+    stream: bool | None = Field(
+        None, exclude=True, description="Send events: `PartialImage` with previews, then `CompletedImage`."
+    )
+    partial_images: int | None = Field(
+        None, ge=0, le=3, exclude=True, description="Previews of each picture in a stream. [0]"
+    )
 
 
 class Image(ResponseModel):
@@ -357,6 +364,50 @@ class Images(ResponseModel):
     inference_time_s: float | None = Field(None, description="Of the slowest picture, without the queue.")
     stage_durations: dict[str, float] | None = Field(None, description="Of the slowest picture.")
     peak_memory_mb: float | None = Field(None, description="The most of any picture, in MiB; only on GPUs.")
+    warnings: list[str] | None = Field(None, description="Fields that were ignored.")
+
+
+class PartialImage(ResponseModel):
+    """An event of a stream of pictures: a rough preview of a picture in progress."""
+
+    type: Literal["image_generation.partial_image", "image_edit.partial_image"]
+    b64_json: str
+    created_at: int
+    id: str = Field(description="Its job in /v1/jobs.")
+    output_format: Literal["png", "jpeg", "webp"]
+    size: str
+    background: Literal["opaque"] = "opaque"
+    quality: Literal["auto"] = "auto"
+    partial_image_index: int = Field(description="From 0, for each picture.")
+
+
+class ImageTokens(ResponseModel):
+    """Pictures have no tokens."""
+
+    image_tokens: int = 0
+    text_tokens: int = 0
+
+
+class ImageUsage(ResponseModel):
+    input_tokens: int = 0
+    input_tokens_details: ImageTokens = ImageTokens()
+    output_tokens: int = 0
+    total_tokens: int = 0
+
+
+class CompletedImage(ResponseModel):
+    """An event of a stream of pictures: a finished picture."""
+
+    type: Literal["image_generation.completed", "image_edit.completed"]
+    b64_json: str
+    created_at: int
+    id: str = Field(description="Its job in /v1/jobs.")
+    seed: int
+    output_format: Literal["png", "jpeg", "webp"]
+    size: str
+    background: Literal["opaque"] = "opaque"
+    quality: Literal["auto"] = "auto"
+    usage: ImageUsage = ImageUsage()
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 
@@ -382,6 +433,8 @@ class ChatRequest(PictureRequest):
     """POST /v1/chat/completions: the last message of the user has the prompt and perhaps a picture."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
+    stream: NoStream = None
+    partial_images: Unused = None
     modalities: Unused = None
     response_format: Unused = None
     max_tokens: Unused = None

@@ -1,0 +1,196 @@
+"""Previews of running jobs: from latents in shared memory to pictures and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+from collections import deque
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import make_job
+from diffusers import QwenImagePipeline
+from PIL import Image
+
+from gfgen.graph import Artifact
+from gfgen.models.families.adapter import SAMPLE, Fields
+from gfgen.models.loading.colour_fit import fit_colours, random_pictures
+from gfgen.runtime.ipc.slab import Slab, SlabPlan
+from gfgen.runtime.worker.jobs import publish
+from gfgen.server.http.picture_stream import Streamed, picture_events
+from gfgen.server.jobs.latents import LatentColours, latent_picture
+from gfgen.server.jobs.previews import Previews
+from gfgen.server.jobs.served_job import Notifier
+from gfgen.server.protocol import schemas
+
+COLOURS = LatentColours(np.eye(3, dtype=np.float32), np.zeros(3, np.float32))
+"""Of latents whose channels are the colours."""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job of a Wan model with latents of 3 channels, and its checkpoint."""
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    colours = {"matrix": np.eye(3).tolist(), "offset": [0, 0, 0]}
+    (tmp_path / "vae/latent_colours.json").write_text(json.dumps(colours))
+    plain = make_job("fox")
+    latents = Artifact("latents", (("all", (1, 3, 8, 16, 16), "float32"),))
+    artifacts = tuple(latents if each.name == "latents" else each for each in plain.trajectory.artifacts)
+    return replace(plain, checkpoint=tmp_path, trajectory=replace(plain.trajectory, artifacts=artifacts))
+
+
+@pytest.fixture
+def fd(job):
+    """The job's slab, which this process owns as a run would."""
+    fd = Slab.create(SlabPlan.of(job.trajectory), name=job.job_id)
+    yield fd
+    os.close(fd)
+
+
+def put(fd: int, job: Any, version: int, **tensors: torch.Tensor) -> None:
+    slab = Slab(fd, SlabPlan.of(job.trajectory))
+    publish(slab, "latents", version, Fields(tensors, {"_step_index": version}), producer=10 + version)
+
+
+def drawn(fd: int, job: Any, *, width: int = 16, height: int = 16) -> Any:
+    return latent_picture(fd, SlabPlan.of(job.trajectory), COLOURS, width=width, height=height)
+
+
+def red(*shape: int) -> torch.Tensor:
+    latents = torch.full(shape, -1.0)
+    latents[:, 0] = 1.0
+    return latents
+
+
+def test_a_preview_is_the_middle_frame_of_what_the_solver_predicts(job, fd):
+    noise, predicted = torch.randn(1, 3, 3, 4, 4), -torch.ones(1, 3, 3, 4, 4)
+    predicted[:, 0, 1] = 1.0
+    put(fd, job, 3, sample=noise, model_output_0=noise, model_output_1=predicted.bfloat16())
+    previews = Previews(run_pid=os.getpid())
+    assert previews.add(job)
+    content = asyncio.run(previews.picture("fox"))
+    with Image.open(io.BytesIO(content)) as picture:
+        assert (picture.format, picture.size) == ("WEBP", (16, 16))
+    assert (drawn(fd, job) == (255, 0, 0)).all()
+    previews.forget("fox")
+    assert asyncio.run(previews.picture("fox")) is None
+
+
+def test_without_predictions_the_last_step_is_continued_to_the_end_of_the_noise(job, fd):
+    noise, torch_noise = torch.Generator().manual_seed(3), {"dtype": torch.float32}
+    end, begin = red(1, 3, 16, 16) * 0.8, torch.randn(1, 3, 16, 16, generator=noise, **torch_noise)
+    for version, sigma in ((2, 1.0), (3, 0.9), (4, 0.8)):
+        put(fd, job, version, **{SAMPLE: (1 - sigma) * end + sigma * begin})
+    expected = ((end[0].permute(1, 2, 0) + 1) * 127.5).numpy()
+    assert np.abs(drawn(fd, job) - expected).mean() < 5
+
+
+def test_latents_in_tokens_are_unpacked_as_their_pipeline_does(job, fd):
+    packed = torch.randn(1, 6 * 2, 12, generator=torch.Generator().manual_seed(4)).clamp(-1, 1)
+    put(fd, job, 3, sample=packed, model_output_1=packed)
+    unpacked = QwenImagePipeline._unpack_latents(packed, 96, 32, 8)[0, :, 0]
+    expected = (unpacked.permute(1, 2, 0) * 127.5 + 127.5).numpy().astype(np.uint8)
+    assert (drawn(fd, job, width=32, height=96) == expected).all()
+
+
+def test_there_is_none_before_the_first_step_and_of_other_models(job, fd, tmp_path):
+    assert drawn(fd, job) is None
+    put(fd, job, 2, sample=red(1, 3, 1, 4, 4))
+    assert drawn(fd, job) is None
+    (tmp_path / "model_index.json").write_text('{"_class_name": "SanaPipeline"}')
+    assert not Previews().add(job)
+
+
+def test_the_fit_finds_the_colours_of_a_linear_vae():
+    mixed = torch.tensor([[1.0, 0, 0, 0.5], [0, 1, 0, 0.5], [0, 0, 1, -1]])
+
+    def encode(batch: torch.Tensor) -> Any:
+        small = torch.nn.functional.avg_pool2d(batch, 8)
+        latents = torch.einsum("bchw,cd->bdhw", small, mixed) / 2 + 0.3
+        return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: latents))
+
+    vae = SimpleNamespace(encode=encode, config=SimpleNamespace(shift_factor=0.3, scaling_factor=2.0))
+    found = fit_colours(vae, random_pictures())
+    assert found["residual"] < 0.01
+    assert torch.allclose(mixed @ torch.tensor(found["matrix"]), torch.eye(3), atol=0.01)
+
+
+# Streams --------------------------------------------------------------------------------------------
+
+
+class StreamingService:
+    """One picture of eight steps, whose preview is its step; a step ends whenever the stream looks."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.cancelled: list[str] = []
+        self.fails = fails
+        self._steps = deque(range(1, 9))
+        facts = SimpleNamespace(id="image_1", steps=8, size="16x16")
+        self._record = SimpleNamespace(facts=facts, step=0, updates=Notifier())
+        self.mirror = SimpleNamespace(status="ready", records=SimpleNamespace(get=self._get))
+        self.previews = SimpleNamespace(picture=self._picture)
+        self.stored = self._stored
+
+    def now(self) -> float:
+        return 1.0
+
+    async def cancel(self, ids: list[str]) -> list[str]:
+        self.cancelled += ids
+        return ids
+
+    def _get(self, job_id: str) -> Any:
+        if not self._steps:
+            return None
+        self._record.step = self._steps.popleft()
+        return self._record
+
+    async def _picture(self, job_id: str, *, kind: str, is_small: bool) -> bytes:
+        return b"%d" % self._record.step
+
+    def _stored(self, job_id: str) -> Any:
+        status = "failed" if self.fails else "cancelled"
+        return SimpleNamespace(ending=SimpleNamespace(status=status, error_message="bad", error_code="x"))
+
+
+def streamed(partial_images: int) -> Streamed:
+    asked_for = schemas.ImageRequest(prompt="a fox", stream=True, partial_images=partial_images)
+    return Streamed(["image_1"], asked_for, [], of="image_edit", is_kept=False)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr("gfgen.server.http.picture_stream.WAIT_S", 0.0)
+
+
+def test_a_stream_has_previews_at_equal_distances_and_ends_with_the_error():
+    async def read() -> list[bytes]:
+        return [event async for event in picture_events(StreamingService(fails=True), streamed(3))]
+
+    *partial, error = asyncio.run(read())
+    bodies = [json.loads(event.split(b"data: ")[1]) for event in partial]
+    assert {body["type"] for body in bodies} == {"image_edit.partial_image"}
+    assert [body["partial_image_index"] for body in bodies] == [0, 1, 2]
+    steps = [int(base64.b64decode(body["b64_json"])) for body in bodies]
+    assert all(step >= place for step, place in zip(steps, (2, 4, 6), strict=True))
+    assert error.startswith(b"event: error\n")
+    assert json.loads(error.split(b"data: ")[1])["error"]["code"] == "x"
+
+
+def test_a_client_that_leaves_a_stream_cancels_its_pictures():
+    async def leave() -> list[str]:
+        service = StreamingService()
+        events = picture_events(service, streamed(1))
+        await anext(events)
+        await events.aclose()
+        await asyncio.sleep(0)
+        return service.cancelled
+
+    assert asyncio.run(leave()) == ["image_1"]
