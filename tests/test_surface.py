@@ -64,6 +64,7 @@ def test_options_of_run():
         "--log-file",
         "--log-json",
         "--lookahead",
+        "--lora",
         "--max-step-time",
         "--memory",
         "--model",
@@ -127,6 +128,7 @@ def test_check_has_the_options_of_run_that_decide_what_it_does():
 JOBS = [
     "--frames",
     "--limit",
+    "--lora",
     "--only",
     "--prompt",
     "--seed",
@@ -159,6 +161,7 @@ def test_options_of_serve():
         "--log-file",
         "--log-json",
         "--lookahead",
+        "--lora",
         "--max-body",
         "--max-frames",
         "--max-open",

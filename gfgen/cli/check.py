@@ -76,7 +76,7 @@ class _Memory:
     """Bytes that the jobs take at least: of each GPU, or of main memory."""
 
     weights: Mapping[str, int]
-    """By model; zero if the size is not known."""
+    """By model, with the copies of those that LoRAs change; zero if the size is not known."""
     largest_job: int
     room: int | None
     is_gpu: bool
@@ -92,10 +92,10 @@ def _memory(jobs: Sequence[AdmittedJob], admission: Admission) -> _Memory | None
     if not jobs:
         return None
     checkpoints = {job.checkpoint: job.spec.model or "" for job in jobs}
-    needed = admission.check(checkpoints)
+    needed, of_loras = admission.check(checkpoints), admission.lora_bytes(jobs)
     is_gpu = admission.devices.kind == CUDA
     largest = max(map(gpu_work_bytes if is_gpu else job_bytes, jobs))
-    weights = {checkpoints[path]: size for path, size in needed.items()}
+    weights = {checkpoints[path]: size + of_loras.get(path, 0) for path, size in needed.items()}
     return _Memory(weights, largest, admission.room_bytes, is_gpu)
 
 
@@ -200,6 +200,7 @@ class _Report:
             "again": again,
             "output": str(self.options.output_dir),
             "overrides": dict(self.source.overrides),
+            "fallbacks": dict(self.source.fallbacks),
             "defaults": {name: dict(defaults) for name, defaults in self.found.parsed.defaults},
             "rounded": {
                 job.job_id: job.info.rounding for job in self.found.jobs if job.info.rounding is not None
@@ -256,6 +257,8 @@ class _Report:
         """The fields of all jobs, in the order in which they count."""
         if self.source.overrides:
             yield f"fields    {_fields(self.source.overrides)} on all jobs, by options"
+        if self.source.fallbacks:
+            yield f"fields    {_fields(self.source.fallbacks)} where jobs have no value, by options"
         for name, defaults in self.found.parsed.defaults:
             yield f"fields    {_fields(defaults)} where a line of {name} has no value, by its defaults"
 

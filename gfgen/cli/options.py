@@ -18,7 +18,7 @@ from click.core import ParameterSource
 from gfgen import log
 from gfgen.errors import InputError
 from gfgen.job.fields import parse_duration
-from gfgen.job.shared import parse_overrides
+from gfgen.job.shared import parse_loras, parse_overrides
 from gfgen.job.source import JobSource
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL
@@ -330,6 +330,7 @@ class JobOptions:
     jobs: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
     vary: bool = False
     size: str | None = None
     steps: str | None = None
@@ -344,7 +345,7 @@ class JobOptions:
     def given(self) -> str | None:
         """The first of these options that was given."""
         named = {"--prompt": self.prompts, "--vary": self.vary, "--only": self.only, "--tag": self.tags}
-        named["--limit"] = self.limit
+        named |= {"--limit": self.limit, "--lora": self.loras}
         pairs = self._pairs
         return pairs[0][0] if pairs else next((name for name, value in named.items() if value), None)
 
@@ -358,6 +359,7 @@ class JobOptions:
             files=self.jobs,
             prompts=self.prompts,
             overrides=parse_overrides(self._pairs) | ({"vary": True} if self.vary else {}),
+            fallbacks={"lora": parse_loras(self.loras)} if self.loras else {},
             only=self.only,
             tags=self.tags,
             limit=self.limit,
@@ -401,6 +403,13 @@ job_options = taken_as(
     click.option("--steps", metavar="N", help="The same as --set steps=N."),
     click.option("--seed", metavar="N", help="The same as --set seed=N."),
     click.option("--frames", metavar="N", help="The same as --set frames=N."),
+    click.option(
+        "--lora",
+        "loras",
+        multiple=True,
+        metavar="FILE[:SCALE]",
+        help="LoRA for jobs that name none: a file, a folder or a hub id. May be repeated.",
+    ),
     click.option("--num-images", "-n", metavar="N", help="Make N of each job, with different seeds."),
     click.option(
         "--only",

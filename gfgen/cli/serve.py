@@ -52,6 +52,7 @@ from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.schemas import ServedModel
 from gfgen.server.protocol.served_model import served_model
+from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.packages import SERVING, check_packages
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import descriptors
@@ -78,6 +79,7 @@ class ServeOptions(SessionOptions):
     limits: ServerLimits
     api: ApiOptions = field(default_factory=ApiOptions)
     models: tuple[str, ...] = (DEFAULT_MODEL,)
+    loras: Mapping[str, ServedLora] = field(default_factory=dict)
     log_level: str = "info"
     log_json: bool = False
     log_file: Path | None = None
@@ -209,6 +211,14 @@ _api_options = taken_as(
     help="Model to serve: a name from 'gfgen models', a directory or a hub id. Repeatable. "
     f"[{DEFAULT_MODEL}]",
 )
+@click.option(
+    "--lora",
+    "loras",
+    multiple=True,
+    metavar="NAME=PATH",
+    type=_Pattern("lora", r"[A-Za-z0-9._-]{1,64}=.+", accepted="NAME=PATH"),
+    help="LoRA that requests can name: a file, a folder or a hub id. Repeatable.",
+)
 @_api_options
 @rank_options(ranks_per_gpu_option, memory_option, trust_code_option, compile_option)
 @policy_option
@@ -278,6 +288,7 @@ def serve(
     no_key: bool,
     output: Path,
     models: tuple[str, ...],
+    loras: tuple[str, ...],
     api: ApiOptions,
     ranks: RankOptions,
     policy: str,
@@ -333,6 +344,7 @@ def serve(
         job_bounds=JobBounds(max_pixels, max_frames, max_steps, max_step_time),
         model=(models or (DEFAULT_MODEL,))[0],
         models=models or (DEFAULT_MODEL,),
+        loras=find_loras(loras),
         log_level=logs.level,
         log_json=logs.log_json,
         log_file=logs.log_file,
@@ -361,12 +373,14 @@ def serve_models(options: ServeOptions) -> None:
         stack.callback(supervisor.stop)
         logger.info("listening on http://%s:%d; loading the models", options.host, options.port)
         found = [session.admission.find_model(name) for name in options.models]
+        session.admission.check_served_loras(options.loras, [model.checkpoint for model in found])
         try:
             session.load([], models=options.models)
             loaded = replace(
                 session.admission,
                 loaded=session.checkpoints,
                 help_="it is not served any more: start the server with --model NAME too",
+                served_loras=options.loras,
             )
             session.warm_up(usual_jobs(options.models, loaded))
         except InterruptedRunError:

@@ -59,7 +59,7 @@ MAX_SHOWN_CHARS = 80
 NUMBER = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)"
 MAX_LORAS = 16
 MAX_LORA_SCALE = 100
-LORA_NAMES = ("path", "file", "scale", "target")
+LORA_NAMES = ("path", "file", "name", "scale", "target")
 NUMBER_ALONE = re.compile(rf" *-?{NUMBER} *")
 DURATION = re.compile(rf"(?:{NUMBER}d)? *(?:{NUMBER}h)? *(?:{NUMBER}m)? *(?:{NUMBER}s)?")
 UNITS_S = (86_400, 3_600, 60, 1)
@@ -307,7 +307,10 @@ def _parse_lora(value: object) -> list[dict[str, Any]]:
 def _parse_one_lora(entry: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := [name for name in entry if name not in LORA_NAMES]:
         raise Refused(f"{plain_name(unknown[0])} is not one of {', '.join(LORA_NAMES)}")
-    parsed: dict[str, Any] = {"path": _parse_path("path", entry.get("path")), "scale": 1.0}
+    given = [name for name in ("path", "name") if entry.get(name) is not None]
+    if len(given) != 1:
+        raise Refused("give one of path and name" if given else "path is missing")
+    parsed: dict[str, Any] = {given[0]: _parse_path(given[0], entry[given[0]]), "scale": 1.0}
     if (scale := entry.get("scale")) is not None:
         if not -MAX_LORA_SCALE <= _number(scale) <= MAX_LORA_SCALE:
             raise Refused(f"scale is {shown(scale)}; from {-MAX_LORA_SCALE} to {MAX_LORA_SCALE} is accepted")
@@ -340,7 +343,7 @@ SCHEDULER_ACCEPTED = (
 )
 LORA_ACCEPTED = (
     f'a list of 1 to {MAX_LORAS} objects such as {{"path": "style.safetensors", "scale": 0.8}}; the path is '
-    'a file, a folder or a hub id, and "file" and "target" are optional'
+    'a file, a folder or a hub id, and "file" and "target" are optional; over HTTP, "name" in place of "path"'
 )
 SIGMAS_ACCEPTED = f"a list of 1 to {MAX_STEPS:,} falling numbers from 0 to {MAX_SIGMA:,}"
 
@@ -367,7 +370,7 @@ FIELDS: dict[str, Field] = {
         _object("args", ARGS_ACCEPTED, _parse_plain),
         _object("files", FILES_ACCEPTED, _parse_paths),
         _object("scheduler", SCHEDULER_ACCEPTED, _parse_plain),
-        Field("lora", LORA_ACCEPTED, _parse_lora, {"anyOf": [STRING, {"type": "object"}, {"type": "array"}]}),
+        Field("lora", LORA_ACCEPTED, _parse_lora, {"type": "array", "items": {"type": "object"}}),
         Field("sigmas", SIGMAS_ACCEPTED, _parse_sigmas, {"type": "array", "items": {"type": "number"}}),
         Field("deadline", DEADLINE_ACCEPTED, _parse_deadline, TIME),
         _duration("arrival", may_be_zero=True),
@@ -539,13 +542,17 @@ def _join_lora(values: dict[str, Any], images: ImageReader) -> Iterator[Problem]
     paths, used = [], []
     for entry in entries:
         try:
+            if "name" in entry:
+                images.loras.check_name(entry["name"])
+                used.append(entry)
+                continue
             path, sha256 = images.loras.check(entry.pop("path"), entry.pop("file", None))
         except LoraError as error:
             yield Problem(None, "lora", None, str(error))
         else:
             paths.append(str(path))
             used.append({"sha256": sha256, **entry})
-    values |= {"lora_files": paths, "lora": used}
+    values |= {"lora_files": paths, "lora": used} if paths else {"lora": used}
 
 
 def _join_sigmas(values: dict[str, Any]) -> Iterator[Problem]:

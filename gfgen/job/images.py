@@ -8,7 +8,7 @@ import subprocess
 import warnings
 from pathlib import Path
 
-from gfgen.job.loras import LoraFiles, NoLoras
+from gfgen.job.loras import LoraFiles, NamedLoras
 
 MAX_IMAGE_BYTES = 64 * 2**20
 MAX_IMAGE_PIXELS = 50_000_000
@@ -61,7 +61,7 @@ class NoImages(ImageReader):
     def __init__(self, advice: str) -> None:
         super().__init__(Path())
         self._advice = advice
-        self.loras = NoLoras(advice)
+        self.loras = NamedLoras()
 
     def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:
         raise ImageError(self._advice)

@@ -45,6 +45,10 @@ class LoraFiles:
             raise LoraError(str(outcome))
         return outcome
 
+    def check_name(self, name: str) -> None:
+        """Raises: LoraError unless jobs may give names of a server's LoRAs."""
+        raise LoraError(f"name {name!r} is for requests over HTTP; give a path")
+
     def _find(self, name: str, file: str | None) -> Path:
         path = (self._folder / Path(name).expanduser()).resolve()
         if path.is_dir():
@@ -58,15 +62,18 @@ class LoraFiles:
         return _from_hub(name, file or USUAL_NAME)
 
 
-class NoLoras(LoraFiles):
-    """Refuses all paths, for jobs that come from other machines."""
+class NamedLoras(LoraFiles):
+    """Refuses all paths, for jobs that come from other machines. The run knows the names."""
 
-    def __init__(self, advice: str) -> None:
+    def __init__(self) -> None:
         super().__init__(Path())
-        self._advice = advice
 
     def check(self, name: str, file: str | None) -> tuple[Path, str]:
-        raise LoraError(self._advice)
+        example = '{"name": "ink"}'
+        raise LoraError(f"paths are not accepted over HTTP; name a LoRA of the server, such as {example}")
+
+    def check_name(self, name: str) -> None:
+        """Accepts all names."""
 
 
 def _only_file(folder: Path) -> Path:

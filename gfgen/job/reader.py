@@ -66,17 +66,19 @@ def read_jobs(
     *files: Path | Literal["-"],
     prompts: Sequence[str] = (),
     overrides: Mapping[str, Any] = NOTHING,
+    fallbacks: Mapping[str, Any] = NOTHING,
     has_bar: bool = False,
 ) -> ParsedJobs:
     """Every job and every problem of job files, with "-" for standard input, and of single prompts.
 
-    `overrides` has fields that replace those of each line (shared.py).
+    `overrides` has fields that replace those of each line, `fallbacks` fields of lines and files without a
+    value (shared.py).
 
     With `has_bar`, a bar on the terminal counts the lines of a long file.
 
     Raises: InputError when a file cannot be read at all.
     """
-    jobs = _JobList(overrides)
+    jobs = _JobList(overrides, fallbacks)
     kinds: list[tuple[str, str]] = []
     defaults: list[tuple[str, Mapping[str, Any]]] = []
     are_several = len(files) + bool(prompts) > 1
@@ -147,7 +149,7 @@ def read_job_stream(
 
     `images` checks the images; by default an `ImageReader` does. With it, lines cannot vary.
     """
-    jobs = _JobList(NOTHING)
+    jobs = _JobList(NOTHING, NOTHING)
     with contextlib.suppress(_ListEnded):
         jobs.add_file(json_lines(raw_lines(stream)), source, folder=folder, images=images)
     return ParsedJobs(source, tuple(jobs.specs), tuple(jobs.problems))
@@ -192,6 +194,12 @@ def to_mapping(spec: JobSpec) -> dict[str, Any]:
     times = {"deadline": deadline, "arrival": spec.arrival_s or None, "timeout": spec.timeout_s}
     values = {name: times[name] if name in times else getattr(spec, name, None) for name in FIELDS}
     values["priority"] = spec.priority or None
+    if spec.lora is not None and spec.lora_files is not None:
+        given = [{name: lora.get(name) for name in ("scale", "target")} for lora in spec.lora]
+        values["lora"] = [
+            {"path": path} | {name: value for name, value in each.items() if value is not None}
+            for path, each in zip(spec.lora_files, given, strict=True)
+        ]
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -233,6 +241,7 @@ class _JobList:
     """Collects jobs line by line, and records which line uses which id and file name."""
 
     overrides: Mapping[str, Any]
+    fallbacks: Mapping[str, Any]
     images: ImageReader = field(default_factory=lambda: ImageReader(Path()))
     folder: Path | None = None
     """Of lists of texts; None for jobs that come from other machines, whose lines cannot vary."""
@@ -271,7 +280,8 @@ class _JobList:
         elif is_first and is_defaults(entry):
             self._take_defaults(line, entry["defaults"])
         else:
-            self._add_line_of_jobs(line, over(over(self.defaults, entry), self._overrides_of(entry)))
+            given = over(over(self.fallbacks, self.defaults), entry)
+            self._add_line_of_jobs(line, over(given, self._overrides_of(entry)))
 
     def _take_defaults(self, line: int, defaults: Any) -> None:
         if problems := check_defaults(defaults):

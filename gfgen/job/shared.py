@@ -1,6 +1,7 @@
 """Fields that several jobs share: the defaults of a file, and the overrides of a command line.
 
-overrides (--set) count before a line's own fields, and these before the file's defaults.
+overrides (--set) count before a line's own fields, these before the file's defaults, and these before
+fallbacks (--lora).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError, Problem
@@ -71,7 +73,7 @@ def check_defaults(defaults: object) -> list[Problem]:
     alone = {
         name: value
         for name, value in defaults.items()
-        if name not in ("image", "files", *VARIATION_FIELDS)
+        if name not in ("image", "files", "lora", *VARIATION_FIELDS)
         and (name not in OWN_FIELDS or is_template(name, value))
     }
     example_job = over({"prompt": "an example"}, alone)
@@ -110,6 +112,27 @@ def parse_overrides(options: Iterable[tuple[str, str]]) -> dict[str, Any]:
             field.parse(found[name])
         except Refused as refused:
             raise InputError(f"{option}: {field.refusal(found[name], str(refused))}") from None
+    return found
+
+
+def parse_loras(texts: Iterable[str]) -> list[dict[str, Any]]:
+    """`lora` of jobs of texts FILE[:SCALE]; relative paths count from the current folder.
+
+    Raises: InputError for an empty path or a scale that jobs cannot have.
+    """
+    found: list[dict[str, Any]] = []
+    for text in texts:
+        path, _, scale = text.rpartition(":")
+        number = number_of(scale)
+        if not path or isinstance(number, str):
+            path, number = text, 1
+        here = Path(path).expanduser().absolute()
+        found.append({"path": str(here) if here.exists() else path, "scale": number})
+    try:
+        if found:
+            FIELDS["lora"].parse(found)
+    except Refused as refused:
+        raise InputError(f"--lora {' '.join(texts)}: {refused}") from None
     return found
 
 

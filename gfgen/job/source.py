@@ -23,6 +23,8 @@ class JobSource:
     prompts: tuple[str, ...] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields of all jobs, whatever the files say."""
+    fallbacks: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of jobs where neither a line nor the defaults of its file have a value."""
     only: tuple[str, ...] = ()
     """Patterns of ids; a job needs to match one."""
     tags: tuple[str, ...] = ()
@@ -52,7 +54,13 @@ class JobSource:
         Raises: InputError when a file cannot be read, or when no job is selected.
         """
         files = ["-" if file == "-" else Path(file) for file in self.files]
-        parsed = read_jobs(*files, prompts=self.prompts, overrides=self.overrides, has_bar=has_bar)  # type: ignore[arg-type]
+        parsed = read_jobs(
+            *files,  # type: ignore[arg-type]
+            prompts=self.prompts,
+            overrides=self.overrides,
+            fallbacks=self.fallbacks,
+            has_bar=has_bar,
+        )
         if not (self.only or self.tags or self.limit):
             return parsed
         specs = [spec for spec in parsed.specs if self._has(spec)]

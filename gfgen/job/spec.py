@@ -80,7 +80,9 @@ class JobSpec:
     sigmas: list[float] | None = field(default=None, hash=False)
     """Noise levels of the steps, falling; as many as `steps`."""
     lora: list[Mapping[str, Any]] | None = field(default=None, hash=False)
-    """In the order in which they are merged: `sha256` of the file, `scale`, and `target` for one model."""
+    """In the order in which they are merged: `sha256` of the file, `scale`, and `target` for one model.
+
+    In a request over HTTP, `name` stands for the file until admission."""
     lora_files: list[str] | None = field(default=None, hash=False)
     """Their absolute paths."""
     deadline_s: float | None = None

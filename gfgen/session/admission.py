@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
+from gfgen.errors import InputError, JobError, JobFileError, ModelError, Problem, listed
 from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.job.reader import ParsedJobs, passed_deadlines, with_bar
 from gfgen.job.source import JobSource
@@ -25,6 +25,7 @@ from gfgen.models.families.registry import (
     resolve_configs,
 )
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
+from gfgen.models.lora.fit import LoraFits
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit, tell_of_rounding
 from gfgen.runtime.core.devices import CUDA, Devices
@@ -34,14 +35,24 @@ from gfgen.runtime.core.memory_check import (
     check_models,
     check_models_on_gpu,
     check_together,
+    gpu_job_bytes,
     gpu_work_bytes,
     job_bytes,
     refuse_large,
     refuse_large_on_gpu,
+    refuse_lora,
 )
 from gfgen.runtime.ipc.arenas import SIDE_BYTES, default_plan
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
-from gfgen.system.wording import counted, first_of, in_words
+from gfgen.session.loras import (
+    LoraMemory,
+    ServedLora,
+    check_fit,
+    loras_of,
+    split_by_loras,
+    with_served_loras,
+)
+from gfgen.system.wording import counted, first_of, in_words, size_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -225,12 +236,16 @@ class Admission:
     bounds: JobBounds | None = None
     step_times: StepTimes | None = None
     """For the bound of a step."""
+    lora_fits: LoraFits = field(default_factory=LoraFits)
+    served_loras: Mapping[str, ServedLora] = field(default_factory=dict)
+    """By the name that requests give."""
 
     def __call__(self, specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         admitted, refused = self._admit(specs)
         fitting, too_large = self._refuse_large(admitted, self._loaded_bytes)
+        fitting, without_room = self._refuse_loras(fitting, self._loaded_bytes)
         kept, beyond_bounds = self.keep_bounds(fitting)
-        return kept, (*refused, *too_large, *beyond_bounds)
+        return kept, (*refused, *too_large, *without_room, *beyond_bounds)
 
     def fitting(
         self, specs: Iterable[JobSpec], *, are_models_together: bool = False
@@ -244,7 +259,8 @@ class Admission:
         if are_models_together:
             check_together(models_bytes, available=self.room_bytes)
         fitting, too_large = self._refuse_large(admitted, models_bytes)
-        return fitting, (*refused, *too_large)
+        fitting, without_room = self._refuse_loras(fitting, models_bytes)
+        return fitting, (*refused, *too_large, *without_room)
 
     def keep_bounds(
         self,
@@ -298,7 +314,65 @@ class Admission:
         )
 
     def _admit(self, specs: Iterable[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-        return admit(specs, default_model=self.default_model, find_model=self.find_model)
+        unknown: list[Problem] = []
+        jobs, refused = admit(
+            self._with_files(specs, unknown), default_model=self.default_model, find_model=self.find_model
+        )
+        fitting, unfit = split_by_loras(jobs, self.lora_fits)
+        return fitting, (*unknown, *refused, *unfit)
+
+    def _with_files(self, specs: Iterable[JobSpec], unknown: list[Problem]) -> Iterator[JobSpec]:
+        """The jobs with files in place of names of LoRAs; appends problems of names that are not served."""
+        for spec in specs:
+            try:
+                yield with_served_loras(spec, self.served_loras)
+            except JobError as error:
+                unknown += error.at_line(spec.line)
+
+    def _refuse_loras(
+        self, jobs: Sequence[AdmittedJob], models_bytes: Mapping[Path, int]
+    ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+        """The jobs for whose LoRAs there is room beside the model and the LoRAs of earlier jobs."""
+        room_bytes = self.room_bytes
+        if room_bytes is None or not any(job.spec.lora for job in jobs):
+            return jobs, ()
+        memory = self._lora_memory()
+        refused: dict[str, Problem] = {}
+        for job in jobs:
+            if job.spec.lora:
+                beside = models_bytes.get(job.checkpoint, 0) + self._work_bytes(job)
+                lora_bytes = memory.add(job.checkpoint, loras_of(job), room_bytes=room_bytes - beside)
+                if lora_bytes + beside > room_bytes:
+                    refused[job.job_id] = refuse_lora(job, lora_bytes, beside=beside, available=room_bytes)
+        return [job for job in jobs if job.job_id not in refused], tuple(refused.values())
+
+    def lora_bytes(self, jobs: Iterable[AdmittedJob]) -> Mapping[Path, int]:
+        """By model, what the LoRAs of these jobs take: on each GPU, or in main memory on all ranks."""
+        memory = self._lora_memory()
+        for job in jobs:
+            if job.spec.lora:
+                memory.add(job.checkpoint, loras_of(job))
+        return memory.by_model()
+
+    def check_served_loras(self, served: Mapping[str, ServedLora], checkpoints: Sequence[Path]) -> None:
+        """Raises: InputError for a LoRA that fits no model, and if there is no room for all of them."""
+        check_fit(served, checkpoints, self.lora_fits)
+        memory, room_bytes = self._lora_memory(), self.room_bytes
+        for path in checkpoints if served else ():
+            shas = {lora.sha256 for lora in served.values()}
+            memory.add(path, {(sha, None) for sha in shas if self.lora_fits.of(path, sha).error is None})
+        need = sum(self.check(checkpoints).values()) + sum(memory.by_model().values()) if served else 0
+        if room_bytes is not None and need > room_bytes:
+            raise InputError(
+                "--lora: models and copies of the weights that LoRAs change take at least "
+                f"{size_in_words(need)}, {size_in_words(room_bytes)} available; name fewer LoRAs"
+            )
+
+    def _lora_memory(self) -> LoraMemory:
+        return LoraMemory(self.lora_fits, num_ranks=self.devices.num_ranks, is_gpu=self.devices.kind == CUDA)
+
+    def _work_bytes(self, job: AdmittedJob) -> int:
+        return gpu_job_bytes(job) if self.devices.kind == CUDA else job_bytes(job)
 
     def _refuse_large(
         self, jobs: Sequence[AdmittedJob], models_bytes: Mapping[Path, int]
@@ -333,9 +407,10 @@ class Admission:
         if room_bytes is None:
             return None
         checkpoints = {job.checkpoint for job in jobs} | set((names or {}).values())
+        of_loras = self.lora_bytes(jobs)
         found = Residency(
             jobs,
-            weights=self.check(checkpoints),
+            weights={path: size + of_loras.get(path, 0) for path, size in self.check(checkpoints).items()},
             work_bytes=gpu_work_bytes if self.devices.kind == CUDA else job_bytes,
             room_bytes=room_bytes,
             jobs_at_once=1 if self.devices.kind == CUDA else self.devices.num_ranks,

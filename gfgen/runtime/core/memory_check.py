@@ -154,6 +154,16 @@ def refuse_large_on_gpu(
     return tuple(job for job in jobs if needs[job.job_id] <= memory_bytes), problems
 
 
+def refuse_lora(job: AdmittedJob, lora_bytes: int, *, beside: int, available: int) -> Problem:
+    """The problem of a job whose LoRAs need too much beside its model and its state."""
+    accepted = (
+        f"at least {size_in_words(lora_bytes)} of memory needed for copies of the weights that LoRAs change, "
+        f"beside {size_in_words(beside)} for the model and the job, {size_in_words(available)} available; "
+        "fewer --ranks, or LoRAs of fewer layers would help"
+    )
+    return Problem(job.spec.line, "lora", None, accepted)
+
+
 def gpu_work_bytes(job: AdmittedJob) -> int:
     """A job's peak memory, for choosing the models that stay resident with it."""
     return max(gpu_job_bytes(job), job.state_bytes + _DECODE_BYTES * job.trajectory.frames_bytes)

@@ -30,7 +30,7 @@ _IN_WORDS = ("prompt", "negative_prompt", "width", "height")
 def describe(spec: JobSpec, *, weights: str | None = None) -> dict[str, Any]:
     """The metadata of a job as run: every field that determines the picture, and what names its weights."""
     fields = {name: value for name, value in to_mapping(spec).items() if name not in _LEFT_OUT}
-    for name in ("image", "files"):  # pictures are shared, folders are private
+    for name in ("image", "files", "lora"):  # pictures are shared, folders are private
         if name in fields:
             fields[name] = _texts_by(lambda path: PurePath(path).name, fields[name])
     found = {name: _texts_by(_shortened, value) for name, value in fields.items()}

@@ -84,6 +84,7 @@ Webhook = Annotated[
         description="URL to which the server sends the job when it has ended, on a host of --webhook-host.",
     ),
 ]
+Lora = Annotated[list[dict[str, Any]], JobField("lora")]
 Unused = Annotated[Any, Field(description="Accepted and ignored.", exclude=True)]
 """A field of OpenAI's API without a meaning here; `model_dump` leaves it out."""
 
@@ -266,6 +267,7 @@ class VideoRequest(OpenRequest):
     flow_shift: FlowShift | None = None
     true_cfg_scale: TrueCfg | None = None
     negative_prompt: NegativePrompt | None = None
+    lora: Lora | None = None
     num_outputs_per_prompt: int | None = Field(None, ge=1, le=1, description="One video per request.")
     seed: Seed | None = None
     deadline: Deadline | None = None
@@ -298,6 +300,7 @@ class JobRequest(RequestModel):
     args: Annotated[dict[str, Any], JobField("args")] | None = None
     scheduler: Annotated[dict[str, Any], JobField("scheduler")] | None = None
     sigmas: Annotated[list[float], JobField("sigmas")] | None = None
+    lora: Lora | None = None
     seed: Seed | None = None
     deadline: Deadline | None = None
     timeout: Annotated[float | str, JobField("timeout")] | None = Field(
@@ -321,6 +324,7 @@ class PictureRequest(OpenRequest):
     guidance_scale: Guidance | None = None
     guidance_scale_2: Guidance2 | None = None
     true_cfg_scale: TrueCfg | None = None
+    lora: Lora | None = None
     seed: Seed | None = Field(None, description="Seed of the first picture; further ones count up.")
     deadline: Deadline | None = None
     priority: Priority | None = None

@@ -1,0 +1,177 @@
+"""Refuse jobs whose LoRAs do not fit their model, and count the memory that LoRAs take."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import InputError, JobError, ModelError, Problem
+from gfgen.job.loras import LoraError, LoraFiles
+from gfgen.job.spec import JobSpec
+from gfgen.models.geometry.weights import footprint
+from gfgen.models.lora.fit import KEPT_FILES, LoraFits
+from gfgen.runtime.core.admission import AdmittedJob
+
+CPU_BYTES, GPU_BYTES = 4, 2
+"""Of a parameter: fp32 on CPU ranks, bf16 on GPUs."""
+
+
+def split_by_loras(
+    jobs: Sequence[AdmittedJob], fits: LoraFits
+) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+    """The jobs whose LoRAs fit their models, and problems for the others."""
+    asking = [job for job in jobs if job.spec.lora]
+    if not asking:
+        return jobs, ()
+    try:
+        fits.look(wanted for job in asking for wanted in _wanted(job))
+    except ModelError as error:
+        why = Problem.of("lora", None, str(error))
+        problems = {job.job_id: [replace(why, line=job.spec.line)] for job in asking}
+    else:
+        problems = {job.job_id: list(_problems(job, fits)) for job in asking}
+    kept = [job for job in jobs if not problems.get(job.job_id)]
+    return kept, [problem for found in problems.values() for problem in found]
+
+
+Lora = tuple[str, str | None]
+"""The hash of a LoRA, and the model that a job applies it to."""
+
+
+def loras_of(job: AdmittedJob) -> Set[Lora]:
+    return {(lora["sha256"], lora.get("target")) for lora in job.spec.lora or ()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What the LoRAs of one model's jobs need."""
+
+    loras: frozenset[Lora] = frozenset()
+    changed: Mapping[str, int] = field(default_factory=dict)
+    """Parameters by weight that they change."""
+    factors: Mapping[str, int] = field(default_factory=dict)
+    """Their own parameters, by hash."""
+
+
+class LoraMemory:
+    """Bytes that LoRAs take beside the models: copies of the weights that they change, and their factors.
+
+    Copies stay until the run ends, so they add up over jobs. `num_ranks` share one memory.
+    """
+
+    def __init__(self, fits: LoraFits, *, num_ranks: int, is_gpu: bool) -> None:
+        self._fits = fits
+        self._num_ranks = num_ranks
+        self._is_gpu = is_gpu
+        self._needs: dict[Path, _Need] = {}
+
+    def add(self, checkpoint: Path, loras: Set[Lora], *, room_bytes: float = math.inf) -> int:
+        """What these LoRAs and those that were added before take beside a model.
+
+        If that is more than `room_bytes`, they are not added.
+        """
+        need = self._with(self._needs.get(checkpoint, _Need()), checkpoint, loras)
+        size_bytes = self._bytes(checkpoint, need)
+        if size_bytes <= room_bytes:
+            self._needs[checkpoint] = need
+        return size_bytes
+
+    def by_model(self) -> Mapping[Path, int]:
+        return {checkpoint: self._bytes(checkpoint, need) for checkpoint, need in self._needs.items()}
+
+    def _with(self, need: _Need, checkpoint: Path, loras: Set[Lora]) -> _Need:
+        if loras <= need.loras:
+            return need
+        changed, factors = dict(need.changed), dict(need.factors)
+        for sha256, target in loras:
+            fit = self._fits.of(checkpoint, sha256)
+            changed.update(fit.changed_in(target))
+            factors[sha256] = fit.num_factors
+        return _Need(need.loras | loras, changed, factors)
+
+    def _bytes(self, checkpoint: Path, need: _Need) -> int:
+        num_base = sum(need.changed.values())
+        num_factors = sum(sorted(need.factors.values())[-KEPT_FILES:])
+        if self._is_gpu:
+            return GPU_BYTES * (num_base + num_factors)
+        # A mapped weight that changes becomes private to its rank.
+        num_base *= 2 if _is_mapped(checkpoint) else 1
+        return CPU_BYTES * (num_base + num_factors) * self._num_ranks
+
+
+@functools.cache
+def _is_mapped(checkpoint: Path) -> bool:
+    try:
+        return footprint(checkpoint).shared_bytes > 0
+    except ModelError:  # random weights have no files
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLora:
+    """A LoRA that requests name."""
+
+    path: Path
+    sha256: str
+
+
+def find_loras(options: Sequence[str]) -> Mapping[str, ServedLora]:
+    """The LoRAs of --lora NAME=PATH, by name. Raises: InputError for a file that is none."""
+    files, found = LoraFiles(Path()), dict[str, ServedLora]()
+    for option in options:
+        name, _, path = option.partition("=")
+        if name in found:
+            raise InputError(f"--lora {option}: the name is given twice; give each LoRA its own")
+        try:
+            found[name] = ServedLora(*files.check(path, None))
+        except LoraError as error:
+            raise InputError(f"--lora {option}: {error}") from None
+    return found
+
+
+def check_fit(served: Mapping[str, ServedLora], checkpoints: Sequence[Path], fits: LoraFits) -> None:
+    """Raises: InputError for a LoRA that fits none of these models."""
+    fits.look((path, lora.sha256, lora.path) for lora in served.values() for path in checkpoints)
+    for name, lora in served.items():
+        errors = [fits.of(path, lora.sha256).error for path in checkpoints]
+        if all(errors):
+            raise InputError(f"--lora {name}={errors[0]}")
+
+
+def with_served_loras(spec: JobSpec, served: Mapping[str, ServedLora]) -> JobSpec:
+    """The job with files in place of names. Raises: JobError for a name that is not served."""
+    if spec.lora is None or spec.lora_files is not None:
+        return spec
+    used: list[Mapping[str, Any]] = []
+    paths: list[str] = []
+    for entry in spec.lora:
+        if (lora := served.get(entry["name"])) is None:
+            there = f"there are {', '.join(served)}" if served else "start it with --lora NAME=PATH"
+            raise JobError(Problem.of("lora", entry["name"], f"is no LoRA of this server; {there}"))
+        used.append({"sha256": lora.sha256, **{name: entry[name] for name in entry if name != "name"}})
+        paths.append(str(lora.path))
+    return replace(spec, lora=used, lora_files=paths)
+
+
+def _wanted(job: AdmittedJob) -> Iterator[tuple[Path, str, Path]]:
+    for lora, path in zip(job.spec.lora or (), job.spec.lora_files or (), strict=True):
+        yield job.checkpoint, lora["sha256"], Path(path)
+
+
+def _problems(job: AdmittedJob, fits: LoraFits) -> Iterator[Problem]:
+    for lora, path in zip(job.spec.lora or (), job.spec.lora_files or (), strict=True):
+        fit, target = fits.of(job.checkpoint, lora["sha256"]), lora.get("target")
+        problem = None
+        if fit.error is not None:
+            problem = Problem.of("lora", None, fit.error)
+        elif target is not None and target not in fit.components:
+            accepted = f"{' or '.join(fit.components)} is accepted for {job.spec.model}"
+            problem = Problem.of("lora.target", target, accepted)
+        elif not fit.changed_in(target):
+            problem = Problem.of("lora.target", target, f"{path} changes no layer of it; leave it out")
+        if problem is not None:
+            yield replace(problem, line=job.spec.line)

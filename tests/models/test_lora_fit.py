@@ -1,0 +1,149 @@
+"""Whether a LoRA fits a model: headers and diffusers' own loaders give the same answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from gfgen.errors import ModelError
+from gfgen.job.fields import parse_fields
+from gfgen.job.images import NoImages
+from gfgen.job.reader import parse_job
+from gfgen.job.spec import JobSpec
+from gfgen.models.families.registry import resolve_checkpoint
+from gfgen.models.lora import fit
+from gfgen.models.lora.fit import LoraFit, LoraFits, by_headers
+from gfgen.models.lora.outlines import Outlines, changed_by, weightless_pipeline
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.devices import CPU, Devices
+from gfgen.runtime.core.memory_check import job_bytes
+from gfgen.session.admission import Admission
+from gfgen.session.loras import find_loras
+
+LAYER = "blocks.0.attn1.to_q"
+
+
+def lora(path: Path, layer: str = f"transformer.{LAYER}", *, width: int) -> Path:
+    factors = {"lora_A": torch.ones(2, width), "lora_B": torch.ones(width, 2)}
+    save_file({f"{layer}.{name}.weight": factor for name, factor in factors.items()}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def width() -> int:
+    """Of the built-in model."""
+    config = json.loads((resolve_checkpoint("shapes") / "transformer" / "config.json").read_text())
+    return int(config["num_attention_heads"] * config["attention_head_dim"])
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the child process does."""
+
+    def answers(pairs: list[tuple[Path, Path]]) -> list[LoraFit]:
+        found = []
+        for checkpoint, path in pairs:
+            outlines = Outlines(weightless_pipeline(checkpoint))
+            try:
+                changed = changed_by(outlines, path)
+                found.append(LoraFit(changed=changed, components=tuple(outlines.components)))
+            except ModelError as error:
+                found.append(LoraFit(error=str(error)))
+        return found
+
+    monkeypatch.setattr(fit, "_by_child", answers)
+
+
+@pytest.mark.parametrize("model", ["shapes", "tiny-wan-moe"])
+def test_headers_say_what_loaders_say(model: str, tmp_path: Path) -> None:
+    checkpoint = resolve_checkpoint(model)
+    outlines = Outlines(weightless_pipeline(checkpoint))
+    config = outlines._pipeline.transformer.config
+    path = lora(tmp_path / "a.safetensors", width=config.num_attention_heads * config.attention_head_dim)
+    found = by_headers(checkpoint, path)
+    assert found is not None
+    assert found.changed == changed_by(outlines, path)
+    assert list(found.components) == outlines.components
+
+
+def test_headers_leave_other_formats_and_misfits_to_the_loaders(tmp_path: Path, width: int) -> None:
+    checkpoint = resolve_checkpoint("shapes")
+    vendor = lora(tmp_path / "a.safetensors", "diffusion_model.blocks.0.self_attn.q", width=width)
+    narrow = lora(tmp_path / "b.safetensors", width=3)
+    assert by_headers(checkpoint, vendor) is None
+    assert by_headers(checkpoint, narrow) is None
+    fits = LoraFits()
+    fits.look([(checkpoint, "vendor", vendor), (checkpoint, "narrow", narrow)])
+    assert set(fits.of(checkpoint, "vendor").changed) == {f"transformer.{LAYER}.weight"}
+    assert f"other sizes of {LAYER}; this one is WanPipeline" in str(fits.of(checkpoint, "narrow").error)
+
+
+def admission(memory: int | None = None) -> Admission:
+    return Admission(default_model="shapes", devices=Devices(CPU, 2, memory_limit=memory))
+
+
+def problems_of(tmp_path: Path, *entries: dict[str, str], memory: int | None = None) -> list[str]:
+    specs = []
+    for idx, entry in enumerate(entries):
+        job = {"id": f"job{idx}", "prompt": "a red circle", "frames": 1, "lora": [entry]}
+        spec, refused = parse_job(job, line=idx + 1, folder=tmp_path)
+        assert spec is not None, refused
+        specs.append(spec)
+    _, problems = admission(memory).fitting(specs)
+    return [str(problem) for problem in problems]
+
+
+def test_jobs_are_refused_for_misfits_and_unknown_targets(tmp_path: Path, width: int) -> None:
+    lora(tmp_path / "ok.safetensors", width=width)
+    lora(tmp_path / "other.safetensors", "transformer.single_blocks.3.to_q", width=width)
+    found = problems_of(
+        tmp_path,
+        {"path": "ok.safetensors"},
+        {"path": "other.safetensors"},
+        {"path": "ok.safetensors", "target": "transformer_2"},
+    )
+    assert found == [
+        f"line 2: lora: {tmp_path}/other.safetensors: made for another model, which has "
+        "transformer.single_blocks.3.to_q; this one is WanPipeline",
+        "line 3: lora.target = transformer_2: transformer is accepted for shapes",
+    ]
+
+
+def test_jobs_are_refused_if_copies_of_changed_weights_do_not_fit(tmp_path: Path, width: int) -> None:
+    lora(tmp_path / "ok.safetensors", width=width)
+    spec, _ = parse_job({"prompt": "a red circle", "frames": 1, "lora": ["ok.safetensors"]}, folder=tmp_path)
+    assert spec is not None
+    roomy = admission()
+    (job,), _ = roomy.fitting([spec])
+    lora_bytes = roomy.lora_bytes([job])[job.checkpoint]
+    assert lora_bytes == 2 * 4 * (width * width + 2 * 2 * width)  # on two ranks: a copy, and the factors
+    need = roomy.check([job.checkpoint])[job.checkpoint] + job_bytes(job) + lora_bytes
+    for memory, is_refused in ((need, False), (need - 1, True)):
+        _, problems = admission(memory).fitting([spec])
+        assert ["copies of the weights that LoRAs change" in str(each) for each in problems] == [
+            True
+        ] * is_refused
+
+
+def test_a_request_names_a_lora_of_the_server(tmp_path: Path, width: int) -> None:
+    path = lora(tmp_path / "ink.safetensors", width=width)
+    served = find_loras([f"ink={path}"])
+    serving = replace(admission(), served_loras=served)
+
+    def requested(entry: dict[str, object]) -> tuple[Sequence[AdmittedJob], list[str]]:
+        values, problems = parse_fields({"prompt": "a red circle", "lora": [entry]}, images=NoImages("no"))
+        jobs, refused = serving([] if problems else [JobSpec(id="job", **values)])
+        return jobs, [str(problem) for problem in (*problems, *refused)]
+
+    ((job,), problems) = requested({"name": "ink", "scale": 0.5})
+    assert not problems
+    assert job.spec.lora == [{"sha256": served["ink"].sha256, "scale": 0.5}]
+    assert job.spec.lora_files == [str(path)]
+    assert requested({"name": "oil"})[1] == ["lora = oil: is no LoRA of this server; there are ink"]
+    assert "paths are not accepted over HTTP" in requested({"path": str(path)})[1][0]
