@@ -73,8 +73,8 @@ def sketch(scenes: Sequence[Scene]) -> Sketch:
     return Sketch(background_BC=background_BC, **tensors, rows=rows)
 
 
-def draw(sketch: Sketch, *, width: int, height: int, frames: int) -> Tensor:
-    """Videos of scenes, on the sketch's device.
+def draw(sketch: Sketch, *, width: int, height: int, frames: int, line: float | None = None) -> Tensor:
+    """Videos of scenes, on the sketch's device. With `line`, in radii, only outlines of this width.
 
     Shapes: -> [B, 3, T, H, W] float32 in [0, 1]; frame 0 shows the start, the last one the end.
     """
@@ -93,7 +93,10 @@ def draw(sketch: Sketch, *, width: int, height: int, frames: int) -> Tensor:
         centre = centre_BNTX[rows, n][:, :, None, None]
         x = (x_W - centre[..., 0]) / radius
         y = (y_H[:, None] - centre[..., 1]) / radius
-        covered_BTHW = (0.5 - DISTANCES[shape](x, y) * radius).clamp(0, 1)
+        distance = DISTANCES[shape](x, y)
+        if line is not None:
+            distance = (distance + line / 2).abs() - line / 2
+        covered_BTHW = (0.5 - distance * radius).clamp(0, 1)
         colour = sketch.colour_BNC[rows, n][:, :, None, None, None]
         video_BCTHW[rows] = torch.lerp(video_BCTHW[rows], colour, covered_BTHW[:, None])
     return video_BCTHW

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from training.codec import lay_out
 from training.flow_model import FlowModel
@@ -81,7 +81,7 @@ def train_flow(
     model.eval()
 
 
-def flow_loss(model: FlowModel, clean_BCTHW: Tensor, tokens_BL: Tensor) -> Tensor:
+def flow_loss(model: nn.Module, clean_BCTHW: Tensor, tokens_BL: Tensor) -> Tensor:
     """Squared error of the velocity, without frames that are given, over the root of its usual size.
 
     Where there is next to nothing but noise most of the error cannot be avoided: unweighted it would

@@ -65,7 +65,7 @@ MINIATURE_BUCKETS = (
 
 
 class Reservoir:
-    """The latents of one bucket's clips, with their prompts."""
+    """The latents of one bucket's clips, with their prompts; with `line`, of outlines (drawing.py)."""
 
     def __init__(
         self,
@@ -76,8 +76,10 @@ class Reservoir:
         recorder: Recorder,
         device: torch.device,
         seed: str,
+        line: float | None = None,
     ) -> None:
         self.bucket = bucket
+        self._line = line
         self._vae = parts.vae
         self._scale = LatentScale(parts.vae, device)
         self._device = device
@@ -111,7 +113,8 @@ class Reservoir:
     def _drawn(self, batch: Batch) -> Tensor:
         bucket = self.bucket
         strokes = sketch(batch.scenes).to(self._device)
-        return draw(strokes, width=bucket.width, height=bucket.height, frames=bucket.frames) * 2 - 1
+        drawn = draw(strokes, width=bucket.width, height=bucket.height, frames=bucket.frames, line=self._line)
+        return drawn * 2 - 1
 
     @torch.no_grad()
     def _encoded(self, video_BCTHW: Tensor) -> tuple[Tensor, ...]:
