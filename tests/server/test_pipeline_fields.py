@@ -99,6 +99,19 @@ def test_what_is_refused_has_a_reason(server: Server, body: dict[str, Any], mess
     assert not list((server.folder / "out" / ".inputs").iterdir())
 
 
+def test_a_job_of_a_batch_makes_one_file(server: Server) -> None:
+    line = json.dumps({**JOB, "args": {"num_images_per_prompt": 2}})
+    answer = server.http.post("/v1/batches", content=line)
+    assert answer.status_code == 400
+    assert "a job over HTTP makes one file" in answer.json()["error"]["message"]
+
+
+def test_a_form_in_another_charset_is_refused(server: Server) -> None:
+    headers = {"Content-Type": "multipart/form-data; boundary=B; charset=unicode_escape"}
+    form = b'--B\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n\\ud800\r\n--B--\r\n'
+    assert server.http.post("/v1/jobs", content=form, headers=headers).status_code == 400
+
+
 def test_only_jobs_take_files_for_arguments(server: Server, tmp_path: Path) -> None:
     files = {"files[image]": ("a.png", picture(tmp_path / "a.png"))}
     answer = server.http.post("/v1/videos", data={"prompt": "a cat"}, files=files)

@@ -46,6 +46,7 @@ IDEMPOTENCY_KEY = {
 MESSAGES = "messages"
 """Name of the field that holds a conversation, whose parts may have a picture."""
 _UPLOAD = re.compile(r"files\[(?P<name>[A-Za-z_][A-Za-z0-9_]{0,99})\](?P<item>\[\])?")
+_CHARSET = re.compile(r"charset\s*=\s*\"?([^\";\s]*)", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _NUMERIC = ("deadline", "timeout", "seconds")
 """Fields that accept a number or a string; forms have only strings."""
@@ -196,6 +197,9 @@ async def _from_form(
     request: Request, service: JobService, file_name: str, *, takes_uploads: bool = False
 ) -> Body:
     """The fields of a form, all strings, its one file, and files for arguments if it may have these."""
+    charset = _CHARSET.search(request.headers.get("content-type", ""))
+    if charset is not None and charset[1].lower() not in ("utf-8", "us-ascii"):
+        raise ApiError(400, f"charset = {charset[1][:80]!r}: send the form in UTF-8")
     values: dict[str, Any] = {}
     uploads: dict[str, list[Upload]] = {}
     picture: bytes | None = None

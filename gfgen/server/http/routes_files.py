@@ -130,6 +130,7 @@ async def create_of_upload(
         endpoint=asked_for.endpoint,
         batch_id=batch_id,
         models=service.ready_models(),
+        max_lines=service.limits.open_jobs,
         is_strict=service.api.strict,
     )
 

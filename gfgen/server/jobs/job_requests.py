@@ -32,6 +32,7 @@ from gfgen.server.protocol.problems import ApiError, refused
 from gfgen.server.protocol.validation import checked, opened
 
 _NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos or /v1/jobs"
+_ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
 MAX_UPLOADS = 32
 """Files for arguments of a pipeline, in one request."""
 _VIDEO_WORDS = {"num_frames": "frames", "num_inference_steps": "steps"}
@@ -179,8 +180,7 @@ def plain_job(
     values = _job_words(request, {}, leave_out=("model", "webhook"))
     kind = "image" if model.kind == "image" or request.frames == 1 else "video"
     if num_pictures(request.args) != 1:
-        accepted = "a job over HTTP makes one file; send one request for each picture"
-        raise ApiError(400, f"args.num_images_per_prompt: {accepted}", param="args")
+        raise ApiError(400, f"args.num_images_per_prompt: {_ONE_FILE}", param="args")
     spec = _spec(values | {"model": model.root or model.id}, kind, {})
     return RequestedJob(spec, uploads=uploads, webhook=request.webhook)
 
@@ -204,6 +204,9 @@ def batch_jobs(
         if name not in served:
             problems.append(_not_served(spec.line, name, models))
             continue
+        if num_pictures(spec.args) != 1:
+            problems.append(Problem(spec.line, "args.num_images_per_prompt", None, _ONE_FILE))
+            continue
         seed = default_seed(spec.id) if spec.seed is None else spec.seed
         own = replace(spec, id=new_id("job"), seed=seed, model=served[name], **_OF_FILES)
         requested.append(RequestedJob(own, batch_id=batch_id, custom_id=spec.id))
@@ -214,15 +217,26 @@ def batch_jobs(
 
 
 def batch_lines(
-    content: bytes, *, endpoint: str, batch_id: str, models: Sequence[schemas.ServedModel], is_strict: bool
+    content: bytes,
+    *,
+    endpoint: str,
+    batch_id: str,
+    models: Sequence[schemas.ServedModel],
+    max_lines: int,
+    is_strict: bool,
 ) -> tuple[list[list[RequestedJob]], list[schemas.LineFailure]]:
-    """The jobs of each valid line of an uploaded file of OpenAI's requests, and the other lines."""
+    """The jobs of each valid line of an uploaded file of OpenAI's requests, and the other lines.
+
+    Raises: ApiError if there are more lines than that.
+    """
     lines: list[list[RequestedJob]] = []
     failures: list[schemas.LineFailure] = []
     first_lines: dict[str, int] = {}
-    for number, text in enumerate(content.splitlines(), start=1):
+    for number, text in enumerate(io.BytesIO(content), start=1):
         if not text.strip():
             continue
+        if len(lines) + len(failures) == max_lines:
+            raise ApiError(413, f"the file has more than {max_lines:,} requests: split it")
         custom_id = None
         try:
             line = checked(schemas.BatchLine, _json_object(text))

@@ -6,6 +6,7 @@ import copy
 import re
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from gfgen.errors import OutputError
@@ -60,10 +61,12 @@ class Uploads:
 
     def _kept(self) -> Iterator[_KeptFile]:
         for path in self._folder.glob("*.json"):
-            if _FILE_ID.fullmatch(path.stem):
-                file = _KeptFile.model_validate_json(path.read_bytes())
-                if self._owner in (None, file.owner):
-                    yield file
+            try:
+                file = _KeptFile.model_validate_json(self._read(path.stem, ".json"))
+            except ApiError:  # removed meanwhile, or the description of a batch
+                continue
+            if self._owner in (None, file.owner):
+                yield file
 
     def find(self, file_id: str) -> schemas.UploadedFile:
         """Raises: ApiError if there is no such file."""
@@ -100,8 +103,9 @@ class Uploads:
 
     def remove_expired(self, *, before: float) -> None:
         for path in self._folder.glob("*"):
-            if path.stat().st_mtime < before:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # removed meanwhile
+                if path.stat().st_mtime < before:
+                    path.unlink()
 
     def _read(self, file_id: str, suffix: str) -> bytes:
         if _FILE_ID.fullmatch(file_id):
@@ -112,12 +116,13 @@ class Uploads:
         raise no_file(file_id)
 
     def _write(self, name: str, content: bytes) -> None:
-        path = self._folder / name
+        partial = self._folder / f"{name}.partial"  # readers see whole files
         try:
             self._folder.mkdir(exist_ok=True)
-            path.write_bytes(content)
+            partial.write_bytes(content)
+            partial.replace(self._folder / name)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise OutputError(f"cannot save the file ({error.strerror}); free some space and retry") from None
 
 
