@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = {"PKG-INFO", "setup.cfg"}
-EXCLUDED = {".ci/run", ".gitignore", ".pre-commit-config.yaml"}
+EXCLUDED = {".ci/run", ".dockerignore", ".gitignore", ".pre-commit-config.yaml"}
 KERNELS = {path.name for path in (ROOT / "csrc/gfc/cuda").iterdir()}
 
 
