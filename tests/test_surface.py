@@ -363,6 +363,7 @@ def test_events_of_the_journal():
         "JobArrived": ["time_s", "job_id", "spec_hash"],
         "JobTimedOut": ["time_s", "job_id"],
         "JobCancelled": ["time_s", "job_id"],
+        "PriorityChanged": ["time_s", "job_id", "priority"],
         "RankReady": ["time_s", "rank", "incarnation", "startup_s"],
         "RankLost": ["time_s", "rank", "incarnation", "reason", "is_retired"],
         "TaskDone": ["time_s", "dispatch", "times"],

@@ -440,6 +440,15 @@ def test_what_was_queued_behind_a_cancelled_jobs_step_ends_too():
     assert outcome.status == "cancelled"
 
 
+def test_a_job_has_another_priority_until_it_ends():
+    cluster = Cluster(make_job("a"), make_job("b"))
+    cluster.begin("b", 0, 0)
+    for job_id in ("a", "b", "ended"):
+        assert not cluster.state.apply(events.PriorityChanged(0.0, job_id, 7))
+    snapshot = cluster.state.snapshot()
+    assert (snapshot.open["a"].precedence, snapshot.busy["b"].precedence) == (-7, -7)
+
+
 def test_a_job_that_is_cancelled_before_it_arrives_never_does():
     cluster = Cluster(make_job("a"))
     cluster.state.jobs.add(make_job("b", arrival_s=5.0))

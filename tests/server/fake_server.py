@@ -121,6 +121,7 @@ class FakeServer:
         app.get("/v1/jobs")(self._list)
         app.post("/v1/batches")(self._create_batch)
         app.post("/v1/jobs/{job_id}/cancel")(self._cancel)
+        app.post("/v1/jobs/{job_id}")(self._change)
         app.delete("/v1/jobs/{job_id}")(self._delete)
         app.api_route("/v1/jobs/{job_id}", methods=["GET"])(self._job)
         app.api_route("/v1/jobs/{job_id}/content", methods=["GET", "HEAD"])(self._content)
@@ -184,6 +185,10 @@ class FakeServer:
         jobs = self.stored if ended else [job for job in self.state.open if job.id not in self.cancelled]
         answer = schemas.JobList(data=jobs, first_id=None, last_id="last", has_more=False)
         return Response(answer.model_dump_json(), media_type="application/json")
+
+    async def _change(self, job_id: str, request: Request) -> Response:
+        self.asked.append(RequestedJob("POST", f"/v1/jobs/{job_id}", await request.json()))
+        return Response("{}", media_type="application/json")
 
     async def _cancel(self, job_id: str) -> Response:
         self.asked.append(RequestedJob("POST", f"/v1/jobs/{job_id}/cancel"))

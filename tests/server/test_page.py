@@ -86,7 +86,7 @@ def test_the_page_shows_ranks_queue_and_results(browser, fake):
         expect(page.locator("#ranks li").nth(0)).to_contain_text("step 4 of 10")
         expect(page.locator("#ranks li").nth(1)).to_contain_text("lost")
         expect(page.locator("#queue-count")).to_have_text("1 running, 1 waiting")
-        expect(page.locator("#queue .job").nth(1)).to_contain_text("priority 5 \u00b7 L")
+        expect(page.locator("#queue .job").nth(1)).to_contain_text("10 steps \u00b7 L")
         expect(page.locator("#queue .job").nth(1)).to_contain_text("next")
         expect(page.locator("#results .tile")).to_have_count(2)
         expect(page.get_by_role("button", name="a tram, image, failed")).to_be_visible()
@@ -326,6 +326,21 @@ def test_cancel_all_asks_first(browser, fake):
         page.get_by_role("button", name="Cancel 3 jobs?").click()
         expect(page.locator("#said")).to_have_text("3 jobs cancelled")
     assert {asked.path for asked in fake.asked} == {f"/v1/jobs/{n}/cancel" for n in ("fox", "whale", "boat")}
+
+
+def test_the_priority_of_a_waiting_job_changes(browser, fake):
+    fake.state = states.live(open=[states.running("fox", 0), states.job("whale", position=1, priority=5)])
+    with opened(browser, fake.url) as page:
+        field = page.get_by_label("Priority of prompt of whale")
+        expect(field).to_have_value("5")
+        field.fill("high")
+        field.press("Enter")
+        expect(field).to_have_attribute("aria-invalid", "true")
+        field.fill("8")
+        field.press("Enter")
+        expect(page.locator("#said")).to_have_text("Priority 8: prompt of whale")
+        expect(page.get_by_label("Priority of prompt of fox")).to_be_hidden()
+    assert [(asked.path, asked.fields) for asked in fake.asked] == [("/v1/jobs/whale", {"priority": 8})]
 
 
 def test_running_jobs_come_before_paused_ones(browser, fake):

@@ -354,6 +354,20 @@ def test_a_running_video_is_cancelled_within_a_step_and_stays_as_cancelled(serve
     assert error_of(server.http.get(f"/v1/videos/{slow['id']}/content"), 409)["code"] == "cancelled"
 
 
+def test_a_waiting_job_starts_earlier_with_a_higher_priority(server):
+    jobs = [made(server, prompt="slowly", **SLOW) for _ in range(4)]
+    last = jobs[-1]["id"]
+    assert server.post(f"/v1/jobs/{last}", priority=9).json()["priority"] == 9
+    deadline_s = time.monotonic() + 10
+    while server.job(last)["position"] not in (None, 1):
+        assert time.monotonic() < deadline_s, server.job(last)
+        time.sleep(0.05)
+    assert error_of(server.post(f"/v1/jobs/{last}", priority="high"), 400)["param"] == "priority"
+    for job in reversed(jobs):
+        server.http.post(f"/v1/jobs/{job['id']}/cancel")
+    error_of(server.post(f"/v1/jobs/{last}", priority=1), 409)
+
+
 def test_a_queued_video_is_cancelled_at_once(server):
     jobs = [made(server, prompt="slowly", **SLOW) for _ in range(5)]
     last = jobs[-1]

@@ -18,6 +18,7 @@ from gfgen.runtime.core.events import (
     JobCancelled,
     ModelsChanged,
     PolicyChanged,
+    PriorityChanged,
     RankLoaded,
     RankLost,
     RankReady,
@@ -38,6 +39,7 @@ from gfgen.server.protocol.link import (
     ProgressUpdate,
     RunInfo,
     SetPolicy,
+    SetPriority,
     SubmitJobs,
     pack,
 )
@@ -123,6 +125,13 @@ def test_a_job_is_cancelled_by_an_event_or_dropped_while_it_waits(bridge):
     assert say(bridge, CancelJobs(("b",))) == []
     assert ids(bridge.take()) == ["a"]
     assert say(bridge, CancelJobs(("a",)), now_s=3.0) == [JobCancelled(3.0, "a")]
+
+
+def test_a_priority_changes_by_an_event_or_while_the_job_waits(bridge):
+    say(bridge, SubmitJobs((make_job("a"),)))
+    assert say(bridge, SetPriority("a", 7)) == []
+    assert [job.spec.priority for job in bridge.take()] == [7]
+    assert say(bridge, SetPriority("a", -1), now_s=3.0) == [PriorityChanged(3.0, "a", -1)]
 
 
 def test_what_is_much_comes_in_parts_and_rings_for_the_rest(bridge):

@@ -342,6 +342,14 @@ class Jobs:
         record.arrived = True
         self.recent.append((record, record.view(self._costs)))
 
+    def prioritise(self, job_id: str, priority: int) -> None:
+        """Give a job another priority, unless it has ended."""
+        if (record := self.records.get(job_id)) is None:
+            return
+        record.job, record._view = record.job.with_priority(priority), None
+        self._models.unpark(job_id)
+        self.place(record)
+
     def write(self, record: JobRecord) -> None:
         """Its frames are made, and its file is being written."""
         record.is_writing = True

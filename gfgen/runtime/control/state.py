@@ -221,6 +221,8 @@ class State:
                 return self._frames_lost(event)
             case events.LoadFailed():
                 return self._load_failed(event)
+            case events.PriorityChanged():
+                self.jobs.prioritise(event.job_id, event.priority)
             case events.ModelsChanged():
                 self._models_changed(event)
             case events.RankReady():

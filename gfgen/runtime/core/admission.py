@@ -64,6 +64,10 @@ class AdmittedJob:
         own = self.spec.model or ""
         return own if own in models else self.twin or own
 
+    def with_priority(self, priority: int) -> AdmittedJob:
+        """The same job with another priority."""
+        return replace(self, info=replace(self.info, spec=replace(self.spec, priority=priority)))
+
     @property
     def limits(self) -> Limits:
         return Limits(

@@ -26,6 +26,7 @@ _KIND_ORDER = (
     events.JobTimedOut,
     events.JobCancelled,
     events.JobArrived,
+    events.PriorityChanged,
     events.PolicyChanged,
     events.LoadFailed,
     events.ModelsChanged,

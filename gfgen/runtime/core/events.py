@@ -41,6 +41,14 @@ class JobCancelled(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PriorityChanged(Event):
+    """A job has another priority from now on."""
+
+    job_id: str
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankReady(Event):
     """A worker has loaded its models and takes tasks."""
 

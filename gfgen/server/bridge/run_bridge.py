@@ -38,6 +38,7 @@ from gfgen.server.protocol.link import (
     ProgressUpdate,
     RunInfo,
     SetPolicy,
+    SetPriority,
     SubmitJobs,
 )
 from gfgen.snapshot import JobView, RunningTask, Snapshot
@@ -186,6 +187,8 @@ class RunBridge(Observer):
                 return self._cancel_forgotten(message.job_ids, now_s)
             case CancelJobs():
                 return self._cancel(message.job_ids, now_s)
+            case SetPriority():
+                return self._prioritise(message, now_s)
             case SetPolicy():
                 self._on_policy(message.policy)
                 return [events.PolicyChanged(now_s, message.policy, "requested over HTTP")]
@@ -222,6 +225,14 @@ class RunBridge(Observer):
             self._waiting = deque(job for job in self._waiting if job.job_id not in dropped)
         self._known -= dropped
         return [events.JobCancelled(now_s, job_id) for job_id in job_ids if job_id not in dropped]
+
+    def _prioritise(self, message: SetPriority, now_s: float) -> Sequence[Event]:
+        """Jobs that the loop has not taken yet change without an event."""
+        for place, job in enumerate(self._waiting):
+            if job.job_id == message.job_id:
+                self._waiting[place] = job.with_priority(message.priority)
+                return ()
+        return [events.PriorityChanged(now_s, message.job_id, message.priority)]
 
     def _send_state(self, link: MessageSocket) -> None:
         """Send a new front the whole state."""

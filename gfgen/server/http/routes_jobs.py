@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
-from gfgen.server.http.bodies import Body, documented, read_body, request_key
+from gfgen.server.http.bodies import Body, documented, read_body, read_json, request_key
 from gfgen.server.http.keys import Access
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import files
@@ -223,9 +223,29 @@ async def get_preview(service: Service, job_id: JobId) -> Response:
     return Response(content, media_type="image/webp", headers={"Cache-Control": "no-store"})
 
 
-# Cancelling and removing ----------------------------------------------------------------------------
+# Changing, cancelling and removing ------------------------------------------------------------------
 
 _CANCEL = responses(400, 404, 503, 507)
+
+
+@jobs.post(
+    "/{job_id}",
+    response_model=schemas.Job,
+    responses=responses(400, 404, 408, 409, 413, 503, 507),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": schemas.JobChange.model_json_schema()}},
+        }
+    },
+    summary="Change the priority of a job",
+)
+async def change_job(request: Request, service: Service, job_id: JobId) -> Response:
+    """Policies that use priorities apply it from the next step on."""
+    _found(service, job_id)
+    change = checked(schemas.JobChange, await read_json(request, most_bytes=service.limits.json_bytes))
+    await service.set_priority(job_id, change.priority)
+    return _found(service, job_id).job().response()
 
 
 @videos.post("/{job_id}/cancel", response_model=schemas.Video, responses=_CANCEL, summary="Cancel a video")

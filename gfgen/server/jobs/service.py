@@ -28,7 +28,7 @@ from gfgen.server.jobs.uploads import Uploads
 from gfgen.server.jobs.webhooks import check_webhook
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
-from gfgen.server.protocol.link import Admit, CancelJobs, RunInfo, SetPolicy, SubmitJobs
+from gfgen.server.protocol.link import Admit, CancelJobs, RunInfo, SetPolicy, SetPriority, SubmitJobs
 from gfgen.server.protocol.problems import ApiError
 from gfgen.system.wording import counted
 
@@ -254,6 +254,16 @@ class JobService:
         if cancelled:
             self.send(CancelJobs(tuple(ending.id for ending in cancelled)))
         return [ending.id for ending in cancelled]
+
+    async def set_priority(self, job_id: str, priority: int) -> None:
+        """Change an open job; raises ApiError if it has ended."""
+        self.check_ready()
+        if not await self.store.set_priority(job_id, priority):
+            raise ApiError(409, f"{job_id} has ended", code="not_open")
+        if (record := self.mirror.records.get(job_id)) is not None:
+            record.facts = replace(record.facts, priority=priority)
+            record.changed()
+            self.send(SetPriority(job_id, priority))
 
     def note_end(self, ending: Ending) -> None:
         """The store has recorded this end of a job."""

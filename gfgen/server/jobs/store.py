@@ -262,6 +262,19 @@ class Store:
 
         return await self._do(work)
 
+    async def set_priority(self, job_id: str, priority: int) -> bool:
+        """Change an open job; False if it has ended or does not exist."""
+
+        def work(db: sqlite3.Connection) -> bool:
+            changed = "facts = json_set(facts, '$.priority', :new), spec = json_set(spec, '$.priority', :new)"
+            found = db.execute(
+                f"UPDATE jobs SET {changed} WHERE id = :id AND status = 'open'",
+                {"new": priority, "id": job_id},
+            )
+            return found.rowcount > 0
+
+        return await self._do(work)
+
     async def cancel_batch(self, batch_id: str) -> None:
         """Mark a batch as cancelled; the caller cancels its jobs."""
 

@@ -82,27 +82,31 @@ export class Queue {
     const bar = make("progress", { max: 100, "aria-label": `Progress of ${name}` });
     const [percent, where] = [make("span", { class: "job-percent" }), make("p", { class: "job-where" })];
     const [done, deadline] = [make("p", { class: "job-done" }), make("p", { class: "job-deadline" })];
+    const priority = make("input", { inputMode: "numeric", maxLength: 8, "aria-label": `Priority of ${name}` });
+    const urgency = make("label", { class: "job-priority" }, "priority ", priority);
+    priority.addEventListener("change", () => this.#prioritise(job, priority));
     const whose = make("span", { class: "unseen" }, ` ${name}`);
     const button = make("button", { type: "button", class: "quiet" }, "Cancel", whose);
     const row = make("li", { class: "job", data: { id: job.id } },
       look,
       prompt,
       what,
-      make("div", { class: "job-state" }, make("div", { class: "job-bar" }, bar, percent), where),
+      make("div", { class: "job-state" }, make("div", { class: "job-bar" }, bar, percent), where, urgency),
       make("div", { class: "job-times" }, done, deadline),
       button);
     button.addEventListener("click", () => this.#cancel(job, button));
     row.addEventListener("pointerenter", () => this.#picked.touch(job.id));
     row.addEventListener("pointerleave", () => this.#picked.touch(null));
-    return { row, look, swatch, what, bar, percent, where, done, deadline };
+    return { row, look, swatch, what, priority, bar, percent, where, done, deadline };
   }
 
-  #fill({ row, look, swatch, what, bar, percent, where, done, deadline }, job) {
+  #fill({ row, look, swatch, what, priority, bar, percent, where, done, deadline }, job) {
     const now = this.#live.now();
     row.dataset.status = job.status;
     dye(swatch, job.status === "in_progress" ? this.#colours.of(job.id) : null);
     this.#showPreview(row, look, job);
     write(what, facts(job));
+    if (document.activeElement !== priority) priority.value = job.priority;
     mark(what, "title", facts(job));
     bar.value = job.progress;
     write(percent, `${job.progress}%`);
@@ -170,6 +174,21 @@ export class Queue {
     } catch (problem) {
       button.title = problem.message;
       say(`Not all jobs are cancelled: ${problem.message}`);
+    }
+  }
+
+  async #prioritise(job, field) {
+    const text = field.value.trim();
+    try {
+      if (!/^-?\d{1,7}$/.test(text)) throw new Error("a whole number is accepted");
+      await ask("POST", `/v1/jobs/${job.id}`, { json: { priority: Number(text) } });
+      field.title = "";
+      mark(field, "aria-invalid", null);
+      say(`Priority ${text}: ${job.prompt}`);
+    } catch (problem) {
+      field.title = problem.message;
+      mark(field, "aria-invalid", "true");
+      say(`The priority did not change: ${problem.message}`);
     }
   }
 

@@ -125,7 +125,7 @@ export function facts(job) {
   const parts = [job.model, sized(job.size)];
   if ((job.frames ?? 1) > 1) parts.push(`${job.frames} frames`);
   parts.push(counted(job.steps, "step"));
-  if (job.priority) parts.push(`priority ${job.priority}`);
+  if (job.priority && job.status !== "queued") parts.push(`priority ${job.priority}`);
   if (job.tag) parts.push(job.tag);
   return parts.join(" \u00b7 ");
 }

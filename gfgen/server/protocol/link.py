@@ -8,7 +8,7 @@ messages are pickled values, each preceded by its length.
     models loaded, ranks up     run -> front   RunInfo
                                 front -> run   SubmitJobs for the open jobs of the store; then OpenJobIds
     from then on                run -> front   lists of notes: events, dispatches, outcomes, progress
-                                front -> run   SubmitJobs, CancelJobs, SetPolicy, OutcomesStored
+                                front -> run   SubmitJobs, CancelJobs, SetPriority, SetPolicy, OutcomesStored
 
 A new front gets the whole state as the same notes. The run repeats an outcome to each new front until
 OutcomesStored confirms it.
@@ -122,6 +122,12 @@ class OpenJobIds:
 @dataclass(frozen=True, slots=True)
 class CancelJobs:
     job_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetPriority:
+    job_id: str
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,6 +311,12 @@ class JobRequest(RequestModel):
     webhook: Webhook | None = None
 
 
+class JobChange(RequestModel):
+    """POST /v1/jobs/{id}: what can change of an open job."""
+
+    priority: Priority
+
+
 class PictureRequest(OpenRequest):
     """Base of all requests for pictures."""
 
