@@ -186,6 +186,7 @@ def test_options_of_serve():
         "--served-model-name",
         "--strict",
         "--trust-remote-code",
+        "--umask",
         "--vae-dtype",
         "--verbose",
         "--webhook",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -72,6 +74,7 @@ _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions(SessionOptions):
     keeps_records: bool = False
+    waits_for_space: bool = True
     host: str
     port: int
     api_key: str | None
@@ -261,6 +264,13 @@ _api_options = taken_as(
     help="Most event streams open at once.",
 )
 @click.option(
+    "--umask",
+    type=_Pattern("mode", r"0?[0-7]{3}", accepted="three octal digits like 027"),
+    default="077",
+    show_default=True,
+    help="Permissions that new files do not have.",
+)
+@click.option(
     "--max-per-address",
     type=click.IntRange(1),
     default=DEFAULTS.connections_per_address,
@@ -300,6 +310,7 @@ def serve(
     max_steps: int,
     max_open: int,
     max_streams: int,
+    umask: str,
     max_per_address: int,
     max_body: int,
     keep: float,
@@ -310,6 +321,7 @@ def serve(
 
     SIGTERM stops the server within --grace. After a restart it continues every accepted job.
     """
+    click.get_current_context().call_on_close(partial(os.umask, os.umask(int(umask, 8))))
     logs.configure(file=logs.log_file)
     if api_key is not None:
         check_key(api_key, where="--api-key")

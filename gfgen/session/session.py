@@ -72,6 +72,8 @@ class SessionOptions:
     job_bounds: JobBounds | None = None
     keeps_records: bool = True
     """Writes a journal and a manifest into the output folder."""
+    waits_for_space: bool = False
+    """A job that finishes on a full disk waits for room; otherwise it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,7 @@ class Session:
                 signals=self.signals,
                 requests=None if arrivals is None else arrivals.requests,
                 warm_ups=warm_ups_of(ranks.devices, options.policy) if ranks.has_graphs else None,
+                waits_for_space=options.waits_for_space,
             )
             stack.callback(backend.close)
             chooser = arrivals.chooser if arrivals and arrivals.chooser else _chooser(options.policy, stack)

@@ -12,8 +12,9 @@ from builders import make_job
 
 from gfgen.runtime.core.events import Event, FramesLost, OutputFailed
 from gfgen.runtime.files.outputs import temporary_name
-from gfgen.runtime.ipc.messages import WriteRequest
+from gfgen.runtime.ipc.messages import WriteFailed, WriteRequest
 from gfgen.runtime.ipc.settings import RankSettings
+from gfgen.runtime.processes import writes as writes_module
 from gfgen.runtime.processes.child import Lost
 from gfgen.runtime.processes.lifecycle import Phase
 from gfgen.runtime.processes.writes import Writes
@@ -56,7 +57,7 @@ def pool() -> Writers:
 
 @pytest.fixture
 def writes(pool: Any, tmp_path: Path) -> Iterator[Writes]:
-    made = Writes(pool, tmp_path)
+    made = Writes(pool, tmp_path, waits_for_space=True)
     yield made
     made.close()
 
@@ -104,3 +105,21 @@ def test_a_run_that_stops_does_not_wait_for_a_writer_that_cannot_start(pool: Any
     assert lose(writes, unstarted) == [FramesLost(2.0, "owl", "writer 0 cannot start: killed", lost=True)]
     writes.ended("fox")
     assert [request.job_id for request in pool.writers[0].asked] == ["fox"]
+
+
+def test_a_file_without_room_on_the_disk_waits_for_room_or_for_the_end_of_the_run(
+    pool: Any, writes: Writes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes.new_frames(make_job("fox"))
+    writes.begin(make_job("fox"))
+    (writer,) = pool.writers
+    full = WriteFailed("fox", "no space left", is_full=True)
+    assert list(writes.events_of(writer, full, 2.0)) == list(writes.give_out_again(2.0)) == []
+    assert len(writer.asked) == 1, "it is tried later"
+    monkeypatch.setattr(writes_module, "RETRY_S", 0.0)
+    for _ in range(5):
+        assert list(writes.events_of(writer, full, 2.0)) == []
+    assert [request.job_id for request in writer.asked] == ["fox"] * 6
+    pool.is_stopping = True
+    lost = FramesLost(2.0, "fox", "the disk was full when the run stopped", lost=True)
+    assert list(writes.events_of(writer, full, 2.0)) == [lost]

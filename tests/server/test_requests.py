@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import re
+import socket
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -427,6 +429,23 @@ def test_a_job_that_takes_longer_than_its_timeout_fails(server):
 
 
 # Waiting for the result -----------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_during_its_request_leaves_no_traceback(server):
+    def num_left():
+        lines = server.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if "_count{" in line and 'status="499"' in line)
+
+    num_before = num_left()
+    head = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {}\r\nContent-Length: 9999\r\n\r\n{{"
+    kinds = ("application/json", "multipart/form-data; boundary=x")
+    for path, kind in itertools.product(("/v1/videos", "/v1/batches", "/v1/policy"), kinds):
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+            raw.sendall(head.format(path, kind).encode())
+    deadline_s = time.monotonic() + 10
+    while num_left() < num_before + 6:
+        assert time.monotonic() < deadline_s
+    assert "Traceback" not in server.log
 
 
 def test_a_video_can_be_waited_for(server):

@@ -6,6 +6,7 @@ memfd of frames, which is mapped and never copied as a whole.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import mmap
@@ -59,7 +60,8 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
         files = _write(request, frames_fd)
         made = _size_of_each(frames_fd, len(files)) if request.shape is None else None
     except OutputError as error:
-        return WriteFailed(request.job_id, reason=str(error))
+        is_full = getattr(error.__cause__, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        return WriteFailed(request.job_id, reason=str(error), is_full=is_full)
     except Exception as error:  # a bug or a lack of memory fails the job, not the writer
         logger.exception("job %s: writing %s failed", request.job_id, request.path)
         return WriteFailed(request.job_id, reason=f"{request.path}: {type(error).__name__}: {error}")

@@ -342,3 +342,5 @@ class WriteFailed:
 
     job_id: str
     reason: str
+    is_full: bool = False
+    """The disk, or the user's quota, has no room."""

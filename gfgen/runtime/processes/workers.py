@@ -89,11 +89,12 @@ class ProcessBackend:
         signals: SignalPipe | None = None,
         requests: Requests | None = None,
         warm_ups: Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]] | None = None,
+        waits_for_space: bool = False,
     ) -> None:
         self._pool = pool
         self._memory = memory
         self._clock = clock
-        self._writes = Writes(pool, memory.output_dir)
+        self._writes = Writes(pool, memory.output_dir, waits_for_space=waits_for_space)
         self._attempts = Attempts()
         self._watchdog = Watchdog(patience or pool.patience, looked_s=clock.now_s)
         self._rounds = Rounds(pool, self._attempts, self._watchdog)
@@ -136,6 +137,7 @@ class ProcessBackend:
         for source, what in self._pool.turn(0.0 if events else timeout_s):
             events.extend(self._events_of(source, what))
         self._look_for_hung_processes()
+        events += self._writes.give_out_again(self._clock.now_s)
         events += self._clock.due()
         self._pool.is_stopping = self._pool.is_stopping or any(map(_ends_run, events))
         return events

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WRITES = 2
 """A file is given up after this many writers have died with it."""
+RETRY_S = 5.0
+"""Pause before a file for which the disk had no room is written again."""
 SLOWEST_BYTES_PER_S = 1e6
 """A slower writer hangs: encoding takes about 1 s for 50 MB on one core."""
 
@@ -39,12 +41,19 @@ class _Write:
     writer: WriterProcess | None = None
     begun_s: float = 0.0
     num_tries: int = 0
+    retry_s: float | None = None
+    """When to try again, if the disk was full."""
 
 
 class Writes:
-    """Hands frames to idle writers."""
+    """Hands frames to idle writers.
 
-    def __init__(self, pool: WorkerPool, output_dir: Path) -> None:
+    With `waits_for_space`, a file for which the disk has no room waits until there is room or the run stops;
+    otherwise its job fails.
+    """
+
+    def __init__(self, pool: WorkerPool, output_dir: Path, *, waits_for_space: bool = False) -> None:
+        self._waits_for_space = waits_for_space
         self._pool = pool
         self._output_dir = output_dir
         self._frames: dict[str, int] = {}
@@ -107,6 +116,9 @@ class Writes:
                 idx = self._pool.writers.index(writer)
                 facts = (what.path, what.size_bytes, what.write_s, idx, what.sha256, what.files, what.made)
                 yield OutputWritten(now_s, what.job_id, *facts)
+            case WriteFailed(is_full=True) if self._waits_for_space and what.job_id in self._writes:
+                self._postpone(self._writes[what.job_id], what.reason)
+                yield from self.give_out_again(now_s)
             case WriteFailed():
                 self.ended(what.job_id)
                 yield OutputFailed(now_s, what.job_id, what.reason)
@@ -131,9 +143,30 @@ class Writes:
                 yield OutputFailed(now_s, write.request.job_id, f"its writer died twice: {lost.reason}")
         self.give_out()
         if self._pool.is_stopping and not writer.has_started:  # the run would never end
-            for job_id in [write.request.job_id for write in self._waiting()]:
-                os.close(self._writes.pop(job_id).frames)
-                yield FramesLost(now_s, job_id, f"{writer.name} cannot start: {lost.reason}", lost=True)
+            yield from self._lose(self._waiting(), f"{writer.name} cannot start: {lost.reason}", now_s)
+
+    def _postpone(self, write: _Write, reason: str) -> None:
+        """Write it later; frames stay in memory, and further decodes wait (State.holds_back)."""
+        if write.retry_s is None:
+            job_id = write.request.job_id
+            logger.error("job %s: %s; it is written when there is room", job_id, reason)
+        write.writer, write.num_tries = None, write.num_tries - 1
+        write.retry_s = time.monotonic() + RETRY_S
+
+    def give_out_again(self, now_s: float) -> Iterator[Event]:
+        """Give out files for which the disk had no room; a run that stops loses their frames instead."""
+        postponed = [w for w in self._writes.values() if w.retry_s is not None and w.writer is None]
+        if not postponed:
+            return
+        if self._pool.is_stopping:
+            yield from self._lose(postponed, "the disk was full when the run stopped", now_s)
+        self.give_out()
+
+    def _lose(self, writes: Sequence[_Write], reason: str, now_s: float) -> Iterator[Event]:
+        """Their decodes have to run again."""
+        for job_id in [write.request.job_id for write in writes]:
+            os.close(self._writes.pop(job_id).frames)
+            yield FramesLost(now_s, job_id, reason, lost=True)
 
     def release(self, job_id: str) -> None:
         """The job has ended: keep nothing of it."""
@@ -160,7 +193,8 @@ class Writes:
             return None
 
     def _waiting(self) -> list[_Write]:
-        return [w for w in self._writes.values() if w.writer is None and w.num_tries < MAX_WRITES]
+        waiting = [w for w in self._writes.values() if w.writer is None and w.num_tries < MAX_WRITES]
+        return [w for w in waiting if w.retry_s is None or w.retry_s <= time.monotonic()]
 
     def _close_frames(self, job_id: str) -> None:
         if job_id in self._frames:

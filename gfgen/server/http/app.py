@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -9,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import compile_path
 
@@ -22,6 +24,8 @@ from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, responses
 from gfgen.server.protocol.validation import invalid
+
+logger = logging.getLogger(__name__)
 
 TITLE = "gfgen"
 _TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error response is an `Error`."
@@ -110,6 +114,10 @@ def install_errors(app: FastAPI) -> None:
     async def full(_: Request, error: Exception) -> Response:
         return ApiError(507, str(error)).response()
 
+    async def left(request: Request, _: Exception) -> Response:
+        logger.debug("%s %s: the client left during its request", request.method, request.url.path)
+        return Response(status_code=499)  # for the metrics: nobody gets it
+
     async def unexpected(_: Request, error: Exception) -> Response:
         return ApiError(500, "internal error; see the server log").response()
 
@@ -117,6 +125,7 @@ def install_errors(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, not_valid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(OutputError, full)
+    app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(Exception, unexpected)
 
 

@@ -34,6 +34,7 @@ from gfgen.server.jobs.store import STORE_NAME, Store
 from gfgen.server.jobs.webhooks import Webhooks
 from gfgen.server.protocol.limits import BACKLOG
 from gfgen.server.protocol.link import FrontSettings, MessageDecoder, pack
+from gfgen.system.allocator import give_back_large_blocks
 from gfgen.system.signals import leave_to_the_run
 
 logger = logging.getLogger(__name__)
@@ -230,6 +231,7 @@ async def _repeat(pause_s: float, work: Callable[[], Any]) -> None:
 def main(link_fd: int, listener_fd: int) -> None:
     """Main function of the process; ignores the terminal's signals, which are for the run."""
     leave_to_the_run()
+    give_back_large_blocks()
     link, listener = (socket.socket(fileno=fd) for fd in (link_fd, listener_fd))
     for own in (link, listener):
         own.setblocking(False)
