@@ -138,10 +138,24 @@ def test_a_problem_names_line_and_field(tmp_path, fields, words):
 
 
 def test_a_batch_over_http_reads_no_lists(tmp_path):
-    content = b'{"prompt": "{@animals.txt}", "vary": true}\n{"prompt": "a", "num_images": 100000}'
+    (tmp_path / "animals.txt").write_text("fox\n")
+    content = b'{"prompt": "{@animals.txt}", "vary": true}\n{"prompt": "a {b|c}", "vary": true}'
     parsed = read_job_stream(io.BytesIO(content), source="x", folder=tmp_path, images=NoImages("no"))
-    assert parsed.specs == ()
-    assert [problem.field for problem in parsed.problems] == ["vary", "num_images"]
+    assert [spec.prompt for spec in parsed.specs] == ["a b", "a c"]
+    assert [str(problem) for problem in parsed.problems] == [
+        'line 1: prompt = "{@animals.txt}": lists in files are not accepted over HTTP; write {a|b}'
+    ]
+
+
+def test_a_stream_of_jobs_is_of_any_kind(tmp_path):
+    for content, suffix in (
+        (b'[{"prompt": "a"}, "b"]', ".jsonl"),
+        (b"prompt,steps\na,4\nb,\n", ".csv"),
+        (b"a\nb\n", ".txt"),
+        (b'{"defaults": {"steps": 4}}\n{"prompt": "a"}\n{"prompt": "b"}\n', ".jsonl"),
+    ):
+        parsed = read_job_stream(io.BytesIO(content), source="x", folder=tmp_path, suffix=suffix)
+        assert [spec.prompt for spec in parsed.specs] == ["a", "b"]
 
 
 def test_the_command_line_gives_all_lines_a_number_of_images_or_seeds(tmp_path: Path) -> None:

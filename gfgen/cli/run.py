@@ -43,6 +43,7 @@ from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.inbox import Inbox
+from gfgen.runtime.files.live import write_live
 from gfgen.runtime.files.ownership import default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.report.trace import TraceWriter
@@ -196,7 +197,7 @@ def run(
             summary = run_jobs(session, admitted, options, done=done)
     _end_hooks(summary, options)
     _report(summary, options)
-    return 1 if summary.num_failed or problems else 0
+    return 1 if summary.num_failed or summary.num_cancelled or problems else 0
 
 
 def run_jobs(
@@ -273,6 +274,8 @@ def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary
     with contextlib.closing(inbox):
         first = inbox.look()
         session.load(first, models=[options.model])
+        with contextlib.suppress(OSError):  # a folder that others own: gfgen status needs the output folder
+            write_live(folder, {"output": str(options.output_dir.absolute())})
         inbox.start(admit=replace(session.admission, loaded=session.checkpoints))
         return _run(session, first, options, inbox=inbox)
 
@@ -291,7 +294,7 @@ def _run(
 
     Raises: InterruptedRunError when a signal ended the run.
     """
-    arrivals = None if inbox is None else Arrivals(inbox, observers=[inbox])
+    arrivals = None if inbox is None else Arrivals(inbox, observers=[inbox], watched=inbox.folder)
     summary = session.run(
         todo, observers=[*_observers(options), *watchers], skipped=skipped, arrivals=arrivals
     )

@@ -44,6 +44,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files import resume
+from gfgen.runtime.files.live import write_live
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.server.bridge.loop_hooks import SwitchableChooser
 from gfgen.server.bridge.run_bridge import RunBridge
@@ -383,6 +384,8 @@ def serve_models(options: ServeOptions) -> None:
         supervisor = Supervisor(listener, settings_of(options), bridge)
         supervisor.start()
         stack.callback(supervisor.stop)
+        with contextlib.suppress(OSError):  # then gfgen status needs the URL
+            write_live(options.output_dir, {"url": url_of(options.host, options.port)})
         logger.info("listening on http://%s:%d; loading the models", options.host, options.port)
         found = [session.admission.find_model(name) for name in options.models]
         session.admission.check_served_loras(options.loras, [model.checkpoint for model in found])
@@ -490,6 +493,12 @@ def _check_webhooks(api: ApiOptions) -> None:
             "--webhook-secret: webhooks need a secret of whsec_ and 24 to 64 bytes in base64; "
             "'echo whsec_$(openssl rand -base64 32)' makes a good one, for GFGEN_WEBHOOK_SECRET"
         )
+
+
+def url_of(host: str, port: int) -> str:
+    """Where this machine reaches a server that listens there."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _is_loopback(host: str) -> bool:

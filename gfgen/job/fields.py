@@ -246,7 +246,7 @@ def _object(name: str, accepted: str, parse_value: Callable[[str, Any], object])
             raise Refused(f"this one has {len(value):,} names; from 1 to {MAX_NAMED_VALUES} are accepted")
         if repeated := getattr(value, "repeated", ()):
             raise Refused(f"{plain_name(repeated[0])} is given more than once")
-        if bad := next((key for key in value if not NAME.fullmatch(key)), None):
+        if (bad := next((key for key in value if not NAME.fullmatch(key)), None)) is not None:
             raise Refused(f"{plain_name(bad)} is not a name")
         parsed = {key: parse_value(key, inner) for key, inner in value.items()}
         if (num_chars := len(json.dumps(parsed))) > MAX_OBJECT_CHARS:

@@ -31,8 +31,6 @@ from gfgen.job.inputs import (
     FileLine,
     ReadingEnded,
     entries_of,
-    json_lines,
-    raw_lines,
 )
 from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over
 from gfgen.job.spec import JobSpec, default_id, file_names, name_key, numbered_names, with_own_name
@@ -143,16 +141,25 @@ def _of_file(entries: Iterable[Entry], name: str, file_idx: int) -> Iterator[Ent
 
 
 def read_job_stream(
-    stream: BinaryIO, *, source: str, folder: Path, images: ImageReader | None = None
+    stream: BinaryIO,
+    *,
+    source: str,
+    folder: Path,
+    images: ImageReader | None = None,
+    suffix: str = ".jsonl",
+    max_jobs: int = MAX_JOBS,
 ) -> ParsedJobs:
-    """The jobs of JSON Lines from an open binary stream; relative image paths start at `folder`.
+    """The jobs of an open binary stream; relative image paths start at `folder`.
 
-    `images` checks the images; by default an `ImageReader` does. With it, lines cannot vary.
+    `images` checks the images; by default an `ImageReader` does. With it, lists of texts are refused.
+    `suffix` decides the kind where the content does not (inputs.py).
     """
-    jobs = _JobList(NOTHING, NOTHING)
+    jobs = _JobList(NOTHING, NOTHING, max_jobs)
+    kind, entries = entries_of(stream, suffix=suffix)
     with contextlib.suppress(_ListEnded):
-        jobs.add_file(json_lines(raw_lines(stream)), source, folder=folder, images=images)
-    return ParsedJobs(source, tuple(jobs.specs), tuple(jobs.problems))
+        jobs.add_file(entries, source, folder=folder, images=images)
+    kinds = () if kind == JSON_LINES else ((source, kind),)
+    return ParsedJobs(source, tuple(jobs.specs), tuple(jobs.problems), kinds)
 
 
 def with_bar(
@@ -242,9 +249,10 @@ class _JobList:
 
     overrides: Mapping[str, Any]
     fallbacks: Mapping[str, Any]
+    max_jobs: int = MAX_JOBS
     images: ImageReader = field(default_factory=lambda: ImageReader(Path()))
     folder: Path | None = None
-    """Of lists of texts; None for jobs that come from other machines, whose lines cannot vary."""
+    """Of lists of texts; None refuses these, for jobs that come from other machines."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     specs: list[JobSpec] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -302,8 +310,8 @@ class _JobList:
         problems: dict[Problem, None] = {}
         try:
             for job in variations(mapping, fixed=self.overrides, folder=self.folder):
-                if len(self.specs) + len(specs) >= MAX_JOBS:
-                    raise ReadingEnded(line, f"a file has at most {MAX_JOBS:,} jobs; split it here")
+                if len(self.specs) + len(specs) >= self.max_jobs:
+                    raise ReadingEnded(line, f"a file has at most {self.max_jobs:,} jobs; split it here")
                 spec, found = self._parse(line, job)
                 problems |= dict.fromkeys(found)
                 if spec is not None:

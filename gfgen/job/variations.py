@@ -28,15 +28,13 @@ def variations(
     """The single jobs of a line: the line itself, unless it asks for more.
 
     A matrix does not vary the fields in `fixed`; a size or a side in it fixes all of them. Lists of texts
-    are files relative to `folder`; if it is None, lines cannot vary.
+    are files relative to `folder`; None refuses them.
 
     Raises: JobError when the line asks for something that it cannot have.
     """
     asked = [name for name in VARIATION_FIELDS if mapping.get(name) is not None]
     if not asked:
         return iter((mapping,))
-    if folder is None:
-        raise JobError(Problem(None, asked[0], None, "not accepted over HTTP; write one line for each job"))
     plain = RepeatedKeys({name: value for name, value in mapping.items() if name not in VARIATION_FIELDS})
     plain.repeated = getattr(mapping, "repeated", ())
     axes = _axes(mapping, plain, fixed, folder)
@@ -73,7 +71,7 @@ def _later_seed(seed: object, image: int) -> object:
 
 
 def _axes(
-    mapping: Mapping[str, Any], plain: Mapping[str, Any], fixed: Mapping[str, Any], folder: Path
+    mapping: Mapping[str, Any], plain: Mapping[str, Any], fixed: Mapping[str, Any], folder: Path | None
 ) -> dict[str, Sequence[Any]]:
     """The values of each field that varies."""
     vary = mapping.get("vary")
@@ -124,7 +122,7 @@ def _number_of_images(number: object) -> int:
     return number
 
 
-def _expanded(name: str, text: object, folder: Path) -> list[Any]:
+def _expanded(name: str, text: object, folder: Path | None) -> list[Any]:
     """The texts that `{a|b}` and `{@file}` in a text stand for; braces around anything else stay."""
     if not isinstance(text, str):
         return [text]
@@ -139,9 +137,11 @@ def _expanded(name: str, text: object, folder: Path) -> list[Any]:
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 
-def _choices(name: str, inside: str, folder: Path) -> list[str]:
+def _choices(name: str, inside: str, folder: Path | None) -> list[str]:
     if not inside.startswith("@"):
         return inside.split("|") if "|" in inside else [f"{{{inside}}}"]
+    if folder is None:
+        raise _refused(name, f"{{{inside}}}", "lists in files are not accepted over HTTP; write {a|b}")
     path = folder / inside[1:]
     try:
         if not path.is_file():  # a pipe could block

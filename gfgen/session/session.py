@@ -45,6 +45,7 @@ from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend, Requests
 from gfgen.session.admission import Admission, warn_of_passed_deadlines
 from gfgen.session.kernels import choose_kernels
+from gfgen.session.live import LiveRun
 from gfgen.session.provenance import made_with
 from gfgen.session.ranks import Ranks, ready_pool
 from gfgen.session.warming import warm_up, warm_ups_of
@@ -88,6 +89,8 @@ class Arrivals:
     """Replaces the policy's own."""
     wrap: Callable[[Backend], Backend] = lambda backend: backend
     """Returns the backend that the loop uses."""
+    watched: Path | None = None
+    """The folder that jobs come from."""
 
 
 class Session:
@@ -211,11 +214,13 @@ class Session:
             warn_of_passed_deadlines(jobs, now=clock.started_at, arrived_at=start.arrived_at)
         costs, ranks = CostModel(profile), options.ranks
         state = State(jobs, start, clock=clock, costs=costs)
+        requests = None if arrivals is None else arrivals.requests
         if options.keeps_records:
-            observers = (
-                ManifestWriter(options.output_dir / MANIFEST_NAME, made_with=self._made_with),
-                *observers,
-            )
+            watched = None if arrivals is None else arrivals.watched
+            live = LiveRun(options.output_dir, started_at=clock.started_at, watched=watched)
+            requests = live if requests is None and live.takes_requests else requests
+            manifest = ManifestWriter(options.output_dir / MANIFEST_NAME, made_with=self._made_with)
+            observers = (manifest, *observers, live)
         with contextlib.ExitStack() as stack:
             for observer in observers:
                 stack.callback(observer.close)
@@ -224,7 +229,7 @@ class Session:
                 JobMemory(jobs, options.output_dir, start.resume),
                 clock=clock,
                 signals=self.signals,
-                requests=None if arrivals is None else arrivals.requests,
+                requests=requests,
                 warm_ups=warm_ups_of(ranks.devices, options.policy) if ranks.has_graphs else None,
                 waits_for_space=options.waits_for_space,
             )

@@ -110,7 +110,7 @@ def test_a_file_is_taken_once(desk):
 
 
 def test_only_job_files_are_looked_at(desk):
-    for name in ("a.txt", ".a.jsonl", "a.jsonl.tmp", "a.jsonl.errors.txt"):
+    for name in ("a.png", ".a.jsonl", "a.jsonl.tmp", "a.jsonl.errors.txt"):
         desk.put(name, FOX)
     (desk.folder / "folder.jsonl").mkdir()
     assert desk.look() == []

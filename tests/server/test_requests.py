@@ -169,7 +169,7 @@ def test_what_is_wrong_is_told_with_the_fields_name(server, values, param, words
         (b'{"prompt": NaN}', "application/json"),
         (b"[" * 100_000, "application/json"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "application/json"),
-        (b"prompt=x", "text/plain"),
+        (b"prompt=x", "text/html"),
         (b"prompt=x&prompt=y", "application/x-www-form-urlencoded"),
         (b"prompt=\xff", "application/x-www-form-urlencoded"),
         (b"a=b&" * 100 + b"prompt=x", "application/x-www-form-urlencoded"),
@@ -675,6 +675,35 @@ def test_a_batch_is_cancelled_as_a_whole(server):
     cancelled = server.http.post(f"/v1/batches/{accepted['id']}/cancel").json()
     assert cancelled["status"] == "cancelled"
     assert cancelled["request_counts"]["cancelled"] == 6
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "content"),
+    [
+        ("jobs", "application/json", b'[{"prompt": "a fox", "steps": 1}, {"prompt": "an owl", "steps": 1}]'),
+        ("jobs", "application/json", b'{"prompt": "{a fox|an owl}", "steps": 1, "vary": true}'),
+        (
+            "jobs",
+            "application/jsonl",
+            b'{"defaults": {"steps": 1}}\n{"prompt": "a fox"}\n{"prompt": "an owl"}',
+        ),
+        ("batches", "text/csv", b"prompt,steps\na fox,1\nan owl,1\n"),
+        ("batches", "text/plain; charset=utf-8", b"a fox\nan owl\n"),
+    ],
+)
+def test_several_jobs_of_any_kind_of_file_are_a_batch(server, path, kind, content):
+    accepted = server.http.post(f"/v1/{path}", content=content, headers={"Content-Type": kind}).json()
+    assert (accepted["object"], accepted["request_counts"]["total"]) == ("batch", 2)
+    server.http.post(f"/v1/batches/{accepted['id']}/cancel")
+    jobs = server.http.get("/v1/jobs", params={"batch_id": accepted["id"], "order": "asc"}).json()["data"]
+    assert [job["prompt"] for job in jobs] == ["a fox", "an owl"]
+
+
+def test_a_job_that_varies_has_no_files_and_not_more_jobs_than_may_be_open(server):
+    many = server.post("/v1/jobs", prompt="a fox", num_images=100_000)
+    assert "jobs; split it here" in error_of(many, 400)["message"]
+    form = {"data": {"prompt": "a fox", "num_images": "2"}, "files": {"image": ("x.png", b"x")}}
+    assert "send one request for each" in error_of(server.http.post("/v1/jobs", **form), 400)["message"]
 
 
 def test_an_empty_batch_is_refused(server):

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 WATCHED_NAME = "watched.jsonl"
 SCHEMA_VERSION = 1
-JOB_FILE_SUFFIX = ".jsonl"
+JOB_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 REPORT_SUFFIX = ".errors.txt"
 SETTLED_S = 1.0
 """A file that has not changed for this time is complete."""
@@ -88,7 +88,7 @@ class Inbox(Observer):
         overwrite: bool = False,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._folder = folder
+        self.folder = folder
         self._output_dir = output_dir
         self._manifest = GrowingManifest(output_dir / MANIFEST_NAME)
         self._admit = admit
@@ -156,13 +156,21 @@ class Inbox(Observer):
         jobs: list[AdmittedJob] = []
         for path in self._complete_files():
             try:
-                content = _read(path)
+                content = None if self._is_list(path) else _read(path)
             except OSError as error:
                 self._note_unreadable(path, error)
                 continue
             if content is not None:
                 jobs += self._take_file(path, content)
         return jobs
+
+    def _is_list(self, path: Path) -> bool:
+        """Whether this text is no job file, but a list of choices that one of them names as {@NAME}."""
+        if path.suffix.lower() != ".txt":
+            return False
+        mention = f"{{@{path.name}}}".encode()
+        others = [self.folder / name for name in self._sights if name != path.name]
+        return any(mention in each.read_bytes() for each in others if each.is_file())
 
     def _note_unreadable(self, path: Path, error: OSError) -> None:
         """Try the file again at the next scan, even if it is unchanged: permissions and disks may change."""
@@ -180,16 +188,16 @@ class Inbox(Observer):
         order = {name: number for number, (name, _) in enumerate(self._before)}
         for name in sorted(found, key=lambda n: (order.get(n, len(order)), found[n].st_mtime_ns, n)):
             if self._is_complete(name, found[name]):
-                yield self._folder / name
+                yield self.folder / name
 
     def _list_folder(self) -> dict[str, os.stat_result]:
         try:
-            with os.scandir(self._folder) as entries:
+            with os.scandir(self.folder) as entries:
                 files = [entry for entry in entries if _is_job_file(entry.name)]
         except OSError as error:
             if not self._is_missing:
                 logger.warning(
-                    "--watch %s: %s; waiting until the folder is back", self._folder, error.strerror
+                    "--watch %s: %s; waiting until the folder is back", self.folder, error.strerror
                 )
             self._is_missing = True
             return {}
@@ -206,7 +214,7 @@ class Inbox(Observer):
             was_taken_away = isinstance(error, FileNotFoundError) and not entry.is_symlink()
             if not was_taken_away and entry.name not in self._unseen:
                 self._unseen.add(entry.name)
-                _tell_unreadable(self._folder / entry.name, error)
+                _tell_unreadable(self.folder / entry.name, error)
             return None
         self._unseen.discard(entry.name)
         return found if stat.S_ISREG(found.st_mode) else None
@@ -248,7 +256,9 @@ class Inbox(Observer):
 
     def _judge(self, path: Path, content: bytes) -> tuple[list[AdmittedJob], list[Problem]]:
         """The jobs of the file that can run here, and the problems of the others."""
-        parsed = read_job_stream(io.BytesIO(content), source=path.name, folder=self._folder)
+        parsed = read_job_stream(
+            io.BytesIO(content), source=path.name, folder=self.folder, suffix=path.suffix
+        )
         admitted, refused = self._admit(parsed.specs)
         admitted = with_dates(admitted, output_dir=self._output_dir)
         problems = [*parsed.problems, *refused]
@@ -343,7 +353,8 @@ def _tell_unreadable(path: Path, error: OSError) -> None:
 
 
 def _is_job_file(name: str) -> bool:
-    return name.endswith(JOB_FILE_SUFFIX) and not name.startswith(".")
+    is_hidden = name.startswith(".")
+    return name.lower().endswith(JOB_FILE_SUFFIXES) and not is_hidden and not name.endswith(REPORT_SUFFIX)
 
 
 def _read(path: Path) -> bytes | None:

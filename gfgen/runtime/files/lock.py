@@ -26,8 +26,8 @@ _MAX_NOTE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
-    """The content of the lock file."""
+class Holder:
+    """The content of the lock file: the process of a run."""
 
     pid: int
     since: str
@@ -50,6 +50,24 @@ def hold_folder(folder: Path) -> Iterator[int]:
         with suppress(OSError):
             path.unlink()
         os.close(fd)
+
+
+def holder_of(folder: Path) -> Holder | None:
+    """The run that holds this folder now; None if none does."""
+    try:
+        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        holder = _read_note(fd)
+        if holder is None:  # a run is about to take it, and must not find it locked by us
+            return None
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return holder
+    finally:
+        os.close(fd)
+    return None
 
 
 def _lock(path: Path) -> int:
@@ -77,7 +95,7 @@ def _lock(path: Path) -> int:
         os.close(fd)  # its last holder has removed it since we opened it
 
 
-def _locked(path: Path, holder: _Note | None) -> LockedError:
+def _locked(path: Path, holder: Holder | None) -> LockedError:
     who = f" (process {holder.pid}, since {holder.since})" if holder else ""
     orphans = _processes_with(path) if _was_killed(holder) else []
     if not orphans:
@@ -90,7 +108,7 @@ def _locked(path: Path, holder: _Note | None) -> LockedError:
     )
 
 
-def _was_killed(holder: _Note | None) -> bool:
+def _was_killed(holder: Holder | None) -> bool:
     """Whether the run has ended (or is a zombie), though some of its processes still hold the lock."""
     if holder is None:
         return False
@@ -125,10 +143,10 @@ def _write_note(fd: int) -> None:
         os.pwrite(fd, json.dumps(note).encode() + b"\n", 0)
 
 
-def _read_note(fd: int) -> _Note | None:
+def _read_note(fd: int) -> Holder | None:
     """None when the holder has left no note."""
     try:
         note = json.loads(os.pread(fd, _MAX_NOTE_BYTES, 0))
-        return _Note(int(note["pid"]), str(note["since"]))
+        return Holder(int(note["pid"]), str(note["since"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -53,6 +54,23 @@ _NUMERIC = ("deadline", "timeout", "seconds")
 _PICTURE_URL = ("input_reference[image_url]", "input_reference[image_url][url]")
 
 
+JOB_FILE_KINDS = {
+    "application/jsonl": ".jsonl",
+    "application/x-ndjson": ".jsonl",
+    "text/csv": ".csv",
+    "text/tab-separated-values": ".tsv",
+    "text/plain": ".txt",
+}
+"""Content types of job files, with the ending of a file's name that stands for the same (job/inputs.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    content: bytes
+    fingerprint: str
+    suffix: str = ".jsonl"
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     """The fields of a request, its picture, and a hash of both."""
@@ -64,6 +82,8 @@ class Body:
     """Of an uploaded file."""
     uploads: Mapping[str, list[Upload]] = field(default_factory=dict)
     """Files for arguments of the pipeline, by argument."""
+    jobs: bytes | None = None
+    """A JSON array of jobs, in place of fields."""
 
 
 async def read_body(
@@ -73,19 +93,29 @@ async def read_body(
     picture_name: str = "input_reference",
     takes_uploads: bool = False,
 ) -> Body:
-    """Read JSON or a form; raises ApiError for any other content type."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    """Read JSON or a form; raises ApiError for any other content type.
+
+    With `takes_uploads`, the request may have files for arguments, or be an array of jobs.
+    """
+    kind = content_kind(request)
     if kind == "multipart/form-data":
         return await _from_form(request, service, picture_name, takes_uploads=takes_uploads)
     if kind not in ("application/json", "application/x-www-form-urlencoded", ""):
         raise ApiError(400, f"{kind[:80]}: send application/json or a form")
     content = await _content(request, service.limits.body_bytes)
     address, json_bytes = _address(request), service.limits.json_bytes
+    if takes_uploads and content.lstrip()[:1] == b"[":
+        return Body({}, None, _fingerprint(address, {}, content), jobs=content)
     if kind == "application/x-www-form-urlencoded" and content[:1] != b"{":  # curl -d sends JSON as this too
         return await _parse(content, lambda: _from_fields(content, address, json_bytes=json_bytes))
     return await _parse(
         content, lambda: _from_json(content, address, picture_name=picture_name, json_bytes=json_bytes)
     )
+
+
+def content_kind(request: Request) -> str:
+    """The content type without parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def read_json(request: Request, *, most_bytes: int) -> dict[str, Any]:
@@ -115,17 +145,16 @@ def _object(content: bytes) -> dict[str, Any]:
     return value
 
 
-async def read_job_file(request: Request, *, service: JobService) -> tuple[bytes, str]:
-    """A job file, from the body or from a form, and its hash; raises ApiError if it has too many jobs."""
-    content, fingerprint = await _job_file(request, service)
-    service.check_fits(await _parse(content, lambda: _num_jobs(content)))
-    return content, fingerprint
+async def read_job_file(request: Request, *, service: JobService) -> JobFile:
+    """A job file, from the body or from a form; raises ApiError if it has too many jobs."""
+    file = await _job_file(request, service)
+    service.check_fits(await _parse(file.content, lambda: _num_jobs(file.content)))
+    return file
 
 
 async def read_file(request: Request, *, service: JobService) -> Body:
     """A form with a file."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "multipart/form-data":
+    if content_kind(request) != "multipart/form-data":
         raise ApiError(400, "send a form with a file")
     body = await _from_form(request, service, "file")
     if body.picture is None:
@@ -133,20 +162,27 @@ async def read_file(request: Request, *, service: JobService) -> Body:
     return body
 
 
-async def _job_file(request: Request, service: JobService) -> tuple[bytes, str]:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+async def _job_file(request: Request, service: JobService) -> JobFile:
+    kind = content_kind(request)
     if kind == "multipart/form-data":
         body = await read_file(request, service=service)
-        return body.picture or b"", body.fingerprint
+        suffix = PurePath(body.filename or "").suffix or ".jsonl"
+        return JobFile(body.picture or b"", body.fingerprint, suffix)
     content = await _content(request, service.limits.body_bytes)
     address = _address(request)
-    return content, await _parse(content, lambda: _fingerprint(address, {}, content))
+    fingerprint = await _parse(content, lambda: _fingerprint(address, {}, content))
+    return JobFile(content, fingerprint, JOB_FILE_KINDS.get(kind, ".jsonl"))
 
 
 def _num_jobs(content: bytes) -> int:
-    """Number of lines that are neither blank nor comments; raises ApiError if the file has too many lines."""
+    """Number of lines that are neither blank nor comments, 0 for an array.
+
+    Raises: ApiError if the file has too many lines.
+    """
     if content.count(b"\n") > MAX_LINES:
         raise ApiError(413, f"a job file has at most {MAX_LINES:,} lines")
+    if content.lstrip()[:1] == b"[":
+        return 0
     lines = map(bytes.strip, io.BytesIO(content.removeprefix(b"\xef\xbb\xbf")))
     return sum(bool(line) and not line.startswith(b"#") for line in lines)
 

@@ -1,35 +1,59 @@
-"""/v1/batches: job files over HTTP."""
+"""/v1/batches and POST /v1/jobs: job files over HTTP, and single jobs with the same fields."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from gfgen.errors import JobFileError, Problem, listed
+from gfgen.job.shared import VARIATION_FIELDS, value_of
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.server.http.bodies import IDEMPOTENCY_KEY, read_job_file, request_key
+from gfgen.server.http.bodies import (
+    IDEMPOTENCY_KEY,
+    JOB_FILE_KINDS,
+    JobFile,
+    content_kind,
+    documented,
+    read_body,
+    read_job_file,
+    request_key,
+)
 from gfgen.server.http.routes_files import create_of_upload, upload_fields, uploaded_batch
 from gfgen.server.http.routes_jobs import After, JobId, Limit, Service
-from gfgen.server.jobs.job_requests import RequestedJob, admitted_of_file, batch_jobs, new_id
+from gfgen.server.http.routes_jobs import jobs as jobs_router
+from gfgen.server.jobs.job_requests import (
+    RequestedJob,
+    admitted_of_file,
+    batch_jobs,
+    new_id,
+    plain_job,
+    taken_uploads,
+)
 from gfgen.server.jobs.manifests import manifest
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import BatchRow
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, responses
+from gfgen.server.protocol.validation import checked
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
 ROUTERS = (router,)
 
+_TEXT = {"schema": {"type": "string", "description": "A job file."}}
+_JOB_FILES = dict.fromkeys(JOB_FILE_KINDS, _TEXT)
+_CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
 _BODY: dict[str, Any] = {
     "parameters": [IDEMPOTENCY_KEY],
     "requestBody": {
         "required": True,
         "content": {
-            "application/jsonl": {"schema": {"type": "string", "description": "A job file."}},
+            **_JOB_FILES,
             "application/json": {"schema": schemas.BatchRequest.model_json_schema()},
             "multipart/form-data": {
                 "schema": {
@@ -43,10 +67,47 @@ _BODY: dict[str, Any] = {
 }
 
 
+_JOB_BODY = documented(schemas.JobRequest, picture="image")
+_JOB_BODY["requestBody"]["content"] |= _JOB_FILES
+
+
+@jobs_router.post(
+    "",
+    response_model=schemas.Job | schemas.Batch,
+    responses=_CREATE,
+    openapi_extra=_JOB_BODY,
+    summary="Make a picture or a video",
+)
+async def create_job(request: Request, service: Service) -> Response:
+    """Accepts one job with the fields of the job file and answers at once. Fields for several jobs (`vary`,
+    `seeds`, `num_images`), a JSON array and a job file make a batch, as POST /v1/batches does."""
+    if content_kind(request) in JOB_FILE_KINDS:
+        return await _accept(request, service, await read_job_file(request, service=service))
+    body = await read_body(request, service=service, picture_name="image", takes_uploads=True)
+    if body.jobs is not None:
+        return await _accept(request, service, JobFile(body.jobs, body.fingerprint))
+    values, uploads = taken_uploads(body.values, body.uploads)
+    if any(values.get(name) for name in VARIATION_FIELDS):
+        if body.picture is not None or uploads:
+            raise ApiError(400, "a job with files is one job; send one request for each")
+        line = json.dumps({name: value_of(name, value) if isinstance(value, str) else value
+                           for name, value in values.items()}).encode()  # fmt: skip
+        return await _accept(request, service, JobFile(line, body.fingerprint))
+    values = {name: value for name, value in values.items() if name not in VARIATION_FIELDS}
+    asked = checked(schemas.JobRequest, values)
+    requested = plain_job(asked, uploads=uploads, models=service.ready_models())
+    (job_id,) = await service.take(
+        [replace(requested, picture=body.picture)], key=request_key(request, body.fingerprint)
+    )
+    record = service.job(job_id)
+    assert record is not None
+    return record.job().response()
+
+
 @router.post(
     "",
     response_model=schemas.Batch,
-    responses=responses(400, 404, 408, 413, 422, 429, 503, 507),
+    responses=_CREATE,
     openapi_extra=_BODY,
     summary="Run a job file",
 )
@@ -58,20 +119,36 @@ async def create_batch(
         Query(description="Accept the valid jobs of a file with mistakes; `skipped` lists the others."),
     ] = False,
 ) -> Response:
-    """Accepts all jobs of a file or none, with the messages of `gfgen run`. With `skip_invalid` it accepts
-    the jobs that the models and this machine can run. `image` and `output` name files of the client: `image`
+    """Accepts all jobs of a file or none, with the messages of `gfgen run`. The file is JSON lines, a JSON
+    array, CSV or, as text/plain, one prompt per line. With `skip_invalid` the server accepts the jobs that
+    the models and this machine can run. `image` and `output` name files of the client: `image`
     is refused, and the server chooses the output's name. JSON with `input_file_id` makes a batch of
     OpenAI's requests in an uploaded file."""
-    models = service.ready_models()
-    content, fingerprint = await read_job_file(request, service=service)
-    batch_id, key = new_id("batch"), request_key(request, fingerprint)
-    if (values := uploaded_batch(content, most_bytes=service.limits.json_bytes)) is not None:
-        batch_id = await create_of_upload(service, values, batch_id=batch_id, key=key)
+    service.check_ready()
+    file = await read_job_file(request, service=service)
+    if (values := uploaded_batch(file.content, most_bytes=service.limits.json_bytes)) is not None:
+        key = request_key(request, file.fingerprint)
+        batch_id = await create_of_upload(service, values, batch_id=new_id("batch"), key=key)
         return _answer(service, service.batch(batch_id), batch_id)
+    return await _accept(request, service, file, skip_invalid=skip_invalid)
+
+
+async def _accept(
+    request: Request, service: JobService, file: JobFile, *, skip_invalid: bool = False
+) -> Response:
+    """Accept the jobs of a file as a batch."""
+    models, batch_id = service.ready_models(), new_id("batch")
+    key = request_key(request, file.fingerprint)
     skipped: list[Problem] = []
     try:
         requested, problems = await asyncio.to_thread(
-            batch_jobs, content, batch_id=batch_id, skip_invalid=skip_invalid, models=models
+            batch_jobs,
+            file.content,
+            suffix=file.suffix,
+            max_jobs=service.limits.open_jobs,
+            batch_id=batch_id,
+            skip_invalid=skip_invalid,
+            models=models,
         )
 
         def admitted(admit: Admit) -> list[tuple[RequestedJob, AdmittedJob]]:

@@ -15,13 +15,13 @@ from gfgen.server.http.bodies import Body, documented, read_body, read_json, req
 from gfgen.server.http.keys import Access
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import files
-from gfgen.server.jobs.job_requests import RequestedJob, plain_job, taken_uploads, video_job
+from gfgen.server.jobs.job_requests import RequestedJob, video_job
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import JobFacts, StoredJob
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import checked, opened
+from gfgen.server.protocol.validation import opened
 
 logger = logging.getLogger(__name__)
 
@@ -85,23 +85,6 @@ async def create_video_and_wait(request: Request, service: Service) -> Response:
     ids, _ = await _take_video(request, service, body)
     await results(request, service, ids)
     return _file(service, _completed(service, ids[0]))
-
-
-@jobs.post(
-    "",
-    response_model=schemas.Job,
-    responses=_CREATE,
-    openapi_extra=documented(schemas.JobRequest, picture="image"),
-    summary="Make a picture or a video",
-)
-async def create_job(request: Request, service: Service) -> Response:
-    """Accepts one job with the fields of the job file and answers at once."""
-    body = await read_body(request, service=service, picture_name="image", takes_uploads=True)
-    values, uploads = taken_uploads(body.values, body.uploads)
-    asked = checked(schemas.JobRequest, values)
-    requested = plain_job(asked, uploads=uploads, models=service.ready_models())
-    (job_id,) = await _take(request, service, requested, body)
-    return _found(service, job_id).job().response()
 
 
 @videos.post("/{job_id}/remix", include_in_schema=False)

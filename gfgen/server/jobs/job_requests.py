@@ -186,7 +186,13 @@ def plain_job(
 
 
 def batch_jobs(
-    content: bytes, *, batch_id: str, skip_invalid: bool, models: Sequence[schemas.ServedModel]
+    content: bytes,
+    *,
+    suffix: str,
+    max_jobs: int,
+    batch_id: str,
+    skip_invalid: bool,
+    models: Sequence[schemas.ServedModel],
 ) -> tuple[list[RequestedJob], tuple[Problem, ...]]:
     """The jobs of a job file, and its problems if those may be skipped.
 
@@ -195,7 +201,12 @@ def batch_jobs(
     Raises: JobFileError with all problems, as on the command line.
     """
     parsed = read_job_stream(
-        io.BytesIO(content), source="the job file", folder=Path(), images=NoImages(_NO_PATHS)
+        io.BytesIO(content),
+        source="the job file",
+        folder=Path(),
+        images=NoImages(_NO_PATHS),
+        suffix=suffix,
+        max_jobs=max_jobs,
     )
     served = {model.id: model.root or model.id for model in models}
     problems, requested = list(parsed.problems), []

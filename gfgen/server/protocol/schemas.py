@@ -309,6 +309,11 @@ class JobRequest(RequestModel):
     priority: Priority | None = None
     tag: Tag | None = None
     webhook: Webhook | None = None
+    vary: bool | dict[str, list[Any]] | None = Field(
+        None, description="Expands choices such as {red|blue} in prompts, or lists of values, to a batch."
+    )
+    seeds: str | list[int] | None = Field(None, description="A batch with a job for each seed.")
+    num_images: int | None = Field(None, ge=1, description="A batch of this many jobs.")
 
 
 class JobChange(RequestModel):
