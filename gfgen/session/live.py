@@ -9,13 +9,14 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any
 
 from gfgen.graph import Stage
 from gfgen.runtime.core import events
+from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.files.live import REQUESTS_NAME, open_requests, write_live
@@ -57,6 +58,8 @@ class LiveRun(Observer):
         """Jobs to cancel in the next turns."""
         self._policy, self._deciding = "", ""
         self._num_ranks = 0
+        self._last: dict[int, Dispatch] = {}
+        """By rank."""
         self._state = "running"
         self._rows: dict[str, Any] = {"ends_at": None, "ranks": [], "jobs": []}
         self._next_sum_s = 0.0
@@ -124,6 +127,10 @@ class LiveRun(Observer):
         self._open |= {info.job_id: info for info in jobs}
         self._counts["jobs"] += len(jobs)
 
+    def dispatched(self, dispatch: Dispatch) -> None:
+        for rank in dispatch.layout.ranks:
+            self._last[rank] = dispatch
+
     def applied(self, event: Event) -> None:
         match event:
             case events.StopRequested() | events.ClosingTime():
@@ -152,10 +159,11 @@ class LiveRun(Observer):
         predicted = Forecast({}, frozenset())
         if len(snapshot.open) + len(snapshot.busy) <= MAX_FORECAST_JOBS:
             predicted = forecast(snapshot, policy=self._deciding)
+        running = self._running(snapshot)
         self._rows = {
             "ends_at": self._ends_at(snapshot, predicted),
-            "ranks": self._rank_rows(snapshot),
-            "jobs": self._job_rows(snapshot, predicted),
+            "ranks": self._rank_rows(snapshot, running),
+            "jobs": self._job_rows(snapshot, running, predicted),
         }
         self._write()
 
@@ -214,8 +222,21 @@ class LiveRun(Observer):
     def _moment(self, time_s: float | None) -> float | None:
         return None if time_s is None or time_s == float("inf") else round(self._started_at + time_s, 1)
 
-    def _rank_rows(self, snapshot: Snapshot) -> list[dict[str, Any]]:
-        tasks = {rank: running for running in snapshot.running for rank in running.layout.ranks}
+    def _running(self, snapshot: Snapshot) -> dict[str, RunningTask]:
+        """By job: the tasks that run, and the next ones of jobs that are between two tasks on their ranks."""
+        running = {each.task.job_id: each for each in snapshot.running}
+        busy = {rank for each in snapshot.running for rank in each.layout.ranks}
+        for last in self._last.values():
+            job_id, ranks = last.task.job_id, last.layout.ranks
+            view = snapshot.open.get(job_id)
+            if view is None or job_id in running or not busy.isdisjoint(ranks):
+                continue
+            if all(self._last[rank] is last for rank in ranks):
+                running[job_id] = RunningTask(view.next_task, last.layout, snapshot.now_s)
+        return running
+
+    def _rank_rows(self, snapshot: Snapshot, running: Mapping[str, RunningTask]) -> list[dict[str, Any]]:
+        tasks = {rank: each for each in running.values() for rank in each.layout.ranks}
         living = {view.rank for view in snapshot.ranks}
         return [
             {
@@ -227,12 +248,13 @@ class LiveRun(Observer):
             for rank in range(self._num_ranks)
         ]
 
-    def _job_rows(self, snapshot: Snapshot, predicted: Forecast) -> list[dict[str, Any]]:
+    def _job_rows(
+        self, snapshot: Snapshot, running: Mapping[str, RunningTask], predicted: Forecast
+    ) -> list[dict[str, Any]]:
         """Running jobs, then the others in the order of their predicted starts, as far as there is one.
 
         Last come those that wait for their arrival, for a model or for the end of their write.
         """
-        running = {each.task.job_id: each for each in snapshot.running}
         chosen: dict[str, None] = {}
         for job_id in itertools.chain(running, predicted.starts_s, snapshot.open, snapshot.busy, self._open):
             if job_id in self._open:

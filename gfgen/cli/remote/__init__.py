@@ -1,0 +1,1 @@
+"""Commands for runs and servers that other processes hold: status, top, cancel, submit."""

@@ -1,0 +1,225 @@
+"""A run by its output folder, or by the folder that it watches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gfgen.cli.remote.standing import Standing
+from gfgen.cli.remote.target import Cancelled, Submitted
+from gfgen.errors import InputError, JobFileError, RunError
+from gfgen.job.reader import ParsedJobs, to_mapping
+from gfgen.job.source import JobSource
+from gfgen.job.spec import JobSpec
+from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S, WATCHED_NAME
+from gfgen.runtime.files.journal import JOURNAL_NAME
+from gfgen.runtime.files.live import read_live, send_request
+from gfgen.runtime.files.lock import Holder, holder_of
+from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, read_manifest
+from gfgen.system.wording import counted
+
+ANSWER_S = 10.0
+"""How long a run may take to answer; its loop turns several times a second."""
+LOOK_S = 0.1
+MAX_REQUEST_BYTES = 3_500
+"""Of the patterns of one request, which is one write to a pipe."""
+
+
+class RunFolder:
+    def __init__(self, folder: Path, *, name: str) -> None:
+        self._folder, self._name = folder, name
+
+    # Status -----------------------------------------------------------------------------------
+
+    def standing(self) -> Standing:
+        holder, record = holder_of(self._folder), read_live(self._folder)
+        if holder is None:
+            return self._past(record)
+        if record is None or not _is_of(record, holder):
+            return Standing(target=self._name, kind="run", state="loading", pid=holder.pid)
+        deciding = record["deciding"]
+        policy = record["policy"] if deciding == record["policy"] else f"{record['policy']} ({deciding})"
+        return Standing(
+            target=self._name,
+            kind="run",
+            policy=policy,
+            **{name: record[name] for name in _KEPT},
+        )
+
+    def _past(self, record: Mapping[str, Any] | None) -> Standing:
+        """The last state of a folder in which nothing runs."""
+        lines = read_manifest(self._folder / MANIFEST_NAME).values()
+        counts = Counter(str(line.get("status")) for line in lines if not line.get(SIMULATED))
+        if record is None and not counts:
+            if (self._folder / JOURNAL_NAME).exists():
+                return Standing(target=self._name, kind="run", state="ended", counts={"jobs": 0})
+            raise InputError(f"{self._name}: gfgen never ran there; name the output folder of a run")
+        record = record or {"state": "ended"}
+        state = record["state"] if record["state"] in ("ended", "stopped") else "killed"
+        left = sum(record.get("counts", {}).get(name, 0) for name in ("running", "waiting"))
+        known = {name: counts[name] for name in ("done", "failed", "cancelled")}
+        return Standing(
+            target=self._name,
+            kind="run",
+            state=state,
+            counts={"jobs": sum(known.values()) + left, **known, "waiting": left},
+            **{name: record.get(name) for name in ("started_at", "written_at", "watched")},
+            recent=record.get("recent", ()),
+        )
+
+    # Requests ---------------------------------------------------------------------------------
+
+    def cancel(self, patterns: Sequence[str]) -> Cancelled:
+        self._check_lives()
+        ids: list[str] = []
+        num_cancelled, unmatched = 0, []
+        for some in _in_requests(patterns):
+            answer = self._ask(some)
+            ids += answer["cancelled"]
+            num_cancelled += answer["num_cancelled"]
+            unmatched += answer["unmatched"]
+        return Cancelled(ids, num_cancelled, unmatched)
+
+    def _check_lives(self) -> None:
+        if holder_of(self._folder) is None:
+            raise InputError(f"{self._name}: nothing runs there; 'gfgen status {self._name}' shows the last run")
+
+    def _ask(self, patterns: Sequence[str]) -> Mapping[str, Any]:
+        key, deadline_s = secrets.token_hex(8), time.monotonic() + ANSWER_S
+        send_request(self._folder, {"cancel": list(patterns), "request": key})
+        while time.monotonic() < deadline_s:
+            for answer in (read_live(self._folder) or {}).get("answers", ()):
+                if answer["request"] == key:
+                    found: Mapping[str, Any] = answer
+                    return found
+            self._check_lives()
+            time.sleep(LOOK_S)
+        raise RunError(f"{self._name}: its run took the request and did not answer within {ANSWER_S:g} s")
+
+    # Job files --------------------------------------------------------------------------------
+
+    def submit(self, source: JobSource) -> Submitted:
+        self._check_lives()
+        record = read_live(self._folder) or {}
+        inbox = record.get("watched")
+        if inbox is None and record.get("state") in ("running", "stopping"):
+            raise InputError(
+                f"{self._name}: its run does not watch a folder, so it takes no more jobs; start "
+                "'gfgen run --watch DIR', or run the job file on its own"
+            )
+        if inbox is None:
+            raise RunError(f"{self._name}: its run is loading models; submit when 'gfgen status' says running")
+        jobs = selected_jobs(source)
+        content = "".join(json.dumps(line_of(spec), ensure_ascii=False) + "\n" for spec in jobs.specs).encode()
+        path = _placed(Path(inbox), _file_name(source), content)
+        return self._taken(path, content, num_jobs=len(jobs.specs))
+
+    def _taken(self, path: Path, content: bytes, *, num_jobs: int) -> Submitted:
+        """Wait until the run has taken the file, or refused it."""
+        report = path.with_name(path.name + REPORT_SUFFIX)
+        key, deadline_s = hashlib.sha256(content).hexdigest(), time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline_s:
+            is_taken = _is_taken(self._folder / WATCHED_NAME, path.name, key)
+            problems = _report_of(report)
+            if is_taken:
+                text = f"{self._name} took {counted(num_jobs, 'job')} as {path}"
+                return Submitted(num_jobs, text, problems[1:])
+            if problems:
+                for each in (path, report):
+                    each.unlink(missing_ok=True)
+                raise InputError("\n  ".join([f"{self._name}: {problems[0]}", *problems[1:]]))
+            self._check_lives()
+            time.sleep(LOOK_S)
+        return Submitted(num_jobs, f"{counted(num_jobs, 'job')} are in {path}; the run has not taken it yet")
+
+
+_KEPT = (
+    *("state", "pid", "started_at", "written_at", "watched"),
+    *("counts", "ends_at", "ranks", "jobs", "recent"),
+)
+"""Of a live record."""
+
+
+def selected_jobs(source: JobSource) -> ParsedJobs:
+    """Raises: JobFileError if a job has a problem."""
+    parsed = source.read()
+    if parsed.problems:
+        raise JobFileError(parsed.source, parsed.problems)
+    return parsed
+
+
+def line_of(spec: JobSpec) -> dict[str, Any]:
+    """The line of a job file that makes this job, wherever the file lies."""
+    line = to_mapping(spec)
+    if spec.lora and spec.lora_files:
+        kept = [{name: lora[name] for name in ("scale", "target") if name in lora} for lora in spec.lora]
+        line["lora"] = [{"path": path} | lora for path, lora in zip(spec.lora_files, kept, strict=True)]
+    return line
+
+
+def _is_of(record: Mapping[str, Any], holder: Holder) -> bool:
+    """Whether the run that holds the folder has written this record, and goes on."""
+    return record.get("pid") == holder.pid and record.get("state") in ("running", "stopping")
+
+
+def _in_requests(patterns: Sequence[str]) -> Iterator[list[str]]:
+    """The patterns in pieces that fit into one request each."""
+    some: list[str] = []
+    for pattern in patterns:
+        if len(json.dumps(pattern)) > MAX_REQUEST_BYTES:
+            raise InputError(f"{pattern[:40]}...: longer than any id")
+        if len(json.dumps([*some, pattern])) > MAX_REQUEST_BYTES:
+            yield some
+            some = []
+        some.append(pattern)
+    yield some
+
+
+def _file_name(source: JobSource) -> str:
+    first = next((Path(file).stem for file in source.files if file != "-"), "submitted")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", first).strip(".-") or "submitted"
+
+
+def _placed(inbox: Path, stem: str, content: bytes) -> Path:
+    """A new file in the watched folder, complete at once. Replaces no other."""
+    partial = inbox / f".{stem}.{secrets.token_hex(4)}"
+    try:
+        partial.write_bytes(content)
+        complete_at = time.time() - SETTLED_S - 1  # the run does not wait whether it grows
+        os.utime(partial, (complete_at, complete_at))
+        for number in range(1, 10_000):
+            path = inbox / (f"{stem}.jsonl" if number == 1 else f"{stem}-{number}.jsonl")
+            try:
+                os.link(partial, path)
+            except FileExistsError:
+                continue
+            return path
+        raise RunError(f"{inbox}: has {stem}.jsonl to {stem}-9999.jsonl already; remove old ones")
+    except OSError as error:
+        raise RunError(f"{inbox}: cannot write there ({error.strerror})") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _is_taken(watched: Path, name: str, sha256: str) -> bool:
+    try:
+        lines = watched.read_bytes().splitlines()
+    except OSError:
+        return False
+    mark = json.dumps(name).encode()
+    return any(mark in line and sha256.encode() in line for line in reversed(lines))
+
+
+def _report_of(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
