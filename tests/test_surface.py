@@ -34,6 +34,10 @@ def test_commands():
         "run",
         "check",
         "serve",
+        "status",
+        "top",
+        "cancel",
+        "submit",
         "profile",
         "simulate",
         "plan",
@@ -243,6 +247,12 @@ def test_options_of_the_other_commands():
     )
     assert options_of(subcommand("report")) == ["--html", "--json", "--output", "-o"]
     assert options_of(subcommand("config")) == ["--json"]
+    assert options_of(subcommand("status")) == options_of(subcommand("top")) == ["--api-key", "--json"]
+    assert options_of(subcommand("cancel")) == ["--api-key", "--at", "--json"]
+    own = {"--api-key", "--at", "--json"}
+    of_jobs = set(options_of(subcommand("submit"))) - own
+    assert len(of_jobs) == 14
+    assert of_jobs < set(options_of(subcommand("run")))
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models")) == ["--pipelines"]
     assert options_of(subcommand("models", "make-tiny")) == []

@@ -23,6 +23,10 @@ _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate the pictures and videos of a job file."),
     "check": ("gfgen.cli.run:check", "Check a job file: problems, what a run would do, memory and time."),
     "serve": ("gfgen.cli.serve:serve", "Generate pictures and videos on request over HTTP."),
+    "status": ("gfgen.cli.remote.commands:status", "Show what a run or a server does, or how a run ended."),
+    "top": ("gfgen.cli.remote.commands:top", "Show a run or a server live in the terminal."),
+    "cancel": ("gfgen.cli.remote.commands:cancel", "Cancel jobs of a run or a server."),
+    "submit": ("gfgen.cli.remote.commands:submit", "Give jobs to a server or to a run with --watch."),
     "profile": ("gfgen.cli.profile:profile", "Measure how long tasks take on this machine."),
     "simulate": ("gfgen.cli.simulate:simulate", "Run a job file in virtual time to compare policies."),
     "plan": (

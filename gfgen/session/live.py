@@ -223,9 +223,14 @@ class LiveRun(Observer):
         return None if time_s is None or time_s == float("inf") else round(self._started_at + time_s, 1)
 
     def _running(self, snapshot: Snapshot) -> dict[str, RunningTask]:
-        """By job: the tasks that run, and the next ones of jobs that are between two tasks on their ranks."""
-        running = {each.task.job_id: each for each in snapshot.running}
-        busy = {rank for each in snapshot.running for rank in each.layout.ranks}
+        """By job: the tasks that run, without those queued behind them, and the next ones of jobs that are
+        between two tasks on their ranks."""
+        running: dict[str, RunningTask] = {}
+        busy: set[int] = set()
+        for each in snapshot.running:
+            if not busy.issuperset(each.layout.ranks):
+                running.setdefault(each.task.job_id, each)
+            busy.update(each.layout.ranks)
         for last in self._last.values():
             job_id, ranks = last.task.job_id, last.layout.ranks
             view = snapshot.open.get(job_id)
@@ -236,7 +241,9 @@ class LiveRun(Observer):
         return running
 
     def _rank_rows(self, snapshot: Snapshot, running: Mapping[str, RunningTask]) -> list[dict[str, Any]]:
-        tasks = {rank: each for each in running.values() for rank in each.layout.ranks}
+        tasks: dict[int, RunningTask] = {}
+        for each in running.values():
+            tasks = dict.fromkeys(each.layout.ranks, each) | tasks
         living = {view.rank for view in snapshot.ranks}
         return [
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -71,7 +72,9 @@ class RunFolder:
             kind="run",
             state=state,
             counts={"jobs": sum(known.values()) + left, **known, "waiting": left},
-            **{name: record.get(name) for name in ("started_at", "written_at", "watched")},
+            started_at=record.get("started_at"),
+            written_at=record.get("written_at"),
+            watched=record.get("watched"),
             recent=record.get("recent", ()),
         )
 
@@ -90,7 +93,9 @@ class RunFolder:
 
     def _check_lives(self) -> None:
         if holder_of(self._folder) is None:
-            raise InputError(f"{self._name}: nothing runs there; 'gfgen status {self._name}' shows the last run")
+            raise InputError(
+                f"{self._name}: nothing runs there; 'gfgen status {self._name}' shows the last run"
+            )
 
     def _ask(self, patterns: Sequence[str]) -> Mapping[str, Any]:
         key, deadline_s = secrets.token_hex(8), time.monotonic() + ANSWER_S
@@ -116,9 +121,13 @@ class RunFolder:
                 "'gfgen run --watch DIR', or run the job file on its own"
             )
         if inbox is None:
-            raise RunError(f"{self._name}: its run is loading models; submit when 'gfgen status' says running")
+            raise RunError(
+                f"{self._name}: its run is loading models; submit when 'gfgen status' says running"
+            )
         jobs = selected_jobs(source)
-        content = "".join(json.dumps(line_of(spec), ensure_ascii=False) + "\n" for spec in jobs.specs).encode()
+        content = "".join(
+            json.dumps(line_of(spec), ensure_ascii=False) + "\n" for spec in jobs.specs
+        ).encode()
         path = _placed(Path(inbox), _file_name(source), content)
         return self._taken(path, content, num_jobs=len(jobs.specs))
 
@@ -127,12 +136,12 @@ class RunFolder:
         report = path.with_name(path.name + REPORT_SUFFIX)
         key, deadline_s = hashlib.sha256(content).hexdigest(), time.monotonic() + ANSWER_S
         while time.monotonic() < deadline_s:
-            is_taken = _is_taken(self._folder / WATCHED_NAME, path.name, key)
-            problems = _report_of(report)
-            if is_taken:
+            if _is_taken(self._folder / WATCHED_NAME, path.name, key):
                 text = f"{self._name} took {counted(num_jobs, 'job')} as {path}"
-                return Submitted(num_jobs, text, problems[1:])
-            if problems:
+                return Submitted(num_jobs, text, _report_of(report)[1:])
+            if _report_of(report)[:1] and "no job was started" in _report_of(report)[0]:
+                time.sleep(LOOK_S)  # until it is complete
+                problems = _report_of(report)
                 for each in (path, report):
                     each.unlink(missing_ok=True)
                 raise InputError("\n  ".join([f"{self._name}: {problems[0]}", *problems[1:]]))
@@ -189,24 +198,22 @@ def _file_name(source: JobSource) -> str:
 
 
 def _placed(inbox: Path, stem: str, content: bytes) -> Path:
-    """A new file in the watched folder, complete at once. Replaces no other."""
-    partial = inbox / f".{stem}.{secrets.token_hex(4)}"
-    try:
-        partial.write_bytes(content)
-        complete_at = time.time() - SETTLED_S - 1  # the run does not wait whether it grows
-        os.utime(partial, (complete_at, complete_at))
-        for number in range(1, 10_000):
-            path = inbox / (f"{stem}.jsonl" if number == 1 else f"{stem}-{number}.jsonl")
-            try:
-                os.link(partial, path)
-            except FileExistsError:
-                continue
-            return path
-        raise RunError(f"{inbox}: has {stem}.jsonl to {stem}-9999.jsonl already; remove old ones")
-    except OSError as error:
-        raise RunError(f"{inbox}: cannot write there ({error.strerror})") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    """A new file in the watched folder; replaces no other."""
+    for number in itertools.count(1):
+        path = inbox / (f"{stem}.jsonl" if number == 1 else f"{stem}-{number}.jsonl")
+        if path.with_name(path.name + REPORT_SUFFIX).exists():
+            continue
+        try:
+            with path.open("xb") as file:
+                file.write(content)
+            complete_at = time.time() - SETTLED_S - 1  # the run does not wait whether it grows
+            os.utime(path, (complete_at, complete_at))
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunError(f"{inbox}: cannot write there ({error.strerror})") from None
+        return path
+    raise AssertionError
 
 
 def _is_taken(watched: Path, name: str, sha256: str) -> bool:

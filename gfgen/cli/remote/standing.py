@@ -12,7 +12,9 @@ from gfgen.system.wording import counted, in_words, on_clock
 ENDED = ("ended", "stopped", "killed")
 """States of a run that does not live any more."""
 COUNTS = ("jobs", "done", "skipped", "failed", "cancelled", "running", "waiting")
-MIN_ID, MAX_RECENT = 12, 5
+MIN_ID, MAX_ID, COLUMNS_BEHIND = 12, 40, 56
+"""Columns of a job's id, and of what stands behind it."""
+MAX_RECENT = 5
 BAR = 24
 
 
@@ -50,12 +52,13 @@ class Standing:
         """The text, on at most `rows` lines: the ranks, then as many jobs as there is room for."""
         room = 10**6 if rows is None else rows
         lines = [self._headline(now), *self._counts(now)]
+        lines += [f"takes job files from {self.watched}"] if self.watched and self.is_live else []
         ranks = [_rank_line(rank) for rank in self.ranks]
         lines += _cut(ranks, room - len(lines) - 6, "rank")
         recent = [_recent_line(row, now) for row in self.recent[-MAX_RECENT:]]
         num_jobs = room - len(lines) - len(recent) - 3
         if self.jobs and num_jobs > 0:
-            lines += ["", *self._job_lines(now, num_jobs)]
+            lines += ["", *self._job_lines(now, num_jobs, columns)]
         if recent and len(lines) + 2 < room:
             lines += ["", *recent[-max(1, room - len(lines) - 1) :]]
         return [line if len(line) <= columns else f"{line[: columns - 1]}~" for line in lines[:room]]
@@ -67,11 +70,9 @@ class Standing:
             how = {"ended": "its last run ended", "stopped": "its last run was stopped"}
             parts = [f"{self.target}: nothing runs; {how.get(self.state, 'its last run was killed')}{when}"]
         elif self.started_at is not None:
-            since = _clock(self.started_at, now)
-            parts.append(f"since {since} ({in_words(max(0.0, now - self.started_at))})")
+            parts = [f"{parts[0]} for {in_words(max(0.0, now - self.started_at))}"]
         parts += [f"process {self.pid}"] if self.pid is not None and self.is_live else []
         parts += [f"policy {self.policy}"] if self.policy and self.is_live else []
-        parts += [f"takes job files from {self.watched}"] if self.watched and self.is_live else []
         return ", ".join(parts)
 
     def _counts(self, now: float) -> Iterator[str]:
@@ -93,9 +94,10 @@ class Standing:
         if not self.is_live and num_left:
             yield f"{counted(num_left, 'job')} left: run the same command again to go on"
 
-    def _job_lines(self, now: float, most: int) -> Iterator[str]:
-        width = min(32, max(MIN_ID, *(len(str(row["id"])) for row in self.jobs)))
-        yield f"{'job':<{width}} {'state':<8} {'stage':<8} {'step':>9} {'ranks':<9} {'left':>8}  deadline"
+    def _job_lines(self, now: float, most: int, columns: int) -> Iterator[str]:
+        room = min(MAX_ID, max(MIN_ID, columns - COLUMNS_BEHIND))
+        width = min(room, max(len("job"), *(len(_name(row)) for row in self.jobs)))
+        yield f"{'job':<{width}} {'state':<7} {'stage':<7} {'step':>7} {'ranks':<7} {'left':>7}  deadline"
         num_open = self.counts.get("running", 0) + self.counts.get("waiting", 0)
         shown = self.jobs[: most - 1] if most <= len(self.jobs) or num_open > len(self.jobs) else self.jobs
         for row in shown:
@@ -104,28 +106,34 @@ class Standing:
             yield f"and {num_open - len(shown):,} more"
 
 
+def _name(row: Mapping[str, Any]) -> str:
+    """The id in the job file, by which people know the job of a batch; otherwise its own."""
+    return str(row.get("name") or row["id"])
+
+
 def _job_line(row: Mapping[str, Any], width: int, now: float) -> str:
-    job_id, ranks = str(row["id"]), ",".join(map(str, row["ranks"]))
-    job_id = job_id if len(job_id) <= width else f"{job_id[: width - 1]}~"
+    name, ranks = _name(row), ",".join(map(str, row["ranks"]))
+    name = name if len(name) <= width else f"{name[: width - 1]}~"
     step = f"{row['step']}/{row['steps']}" if row["step"] or row["state"] == "running" else ""
     left = "" if row["ends_at"] is None else on_clock(row["ends_at"] - now)
     due = "" if row["deadline_at"] is None else on_clock(row["deadline_at"] - now)
     if row["deadline_at"] is not None and row["deadline_at"] < now:
         due = "passed"
-    late = " late" if row["is_late"] else ""
+    elif row["is_late"]:
+        due += " late"
     stage = row["stage"] or ""
-    return f"{job_id:<{width}} {row['state']:<8} {stage:<8} {step:>9} {ranks:<9} {left:>8}  {due}{late}".rstrip()
+    return f"{name:<{width}} {row['state']:<7} {stage:<7} {step:>7} {ranks:<7} {left:>7}  {due}".rstrip()
 
 
 def _rank_line(rank: Mapping[str, Any]) -> str:
-    what = f" {rank['stage']} of {rank['job']}" if rank["job"] else ""
+    what = f" {rank['stage']} of {rank.get('name') or rank['job']}" if rank["job"] else ""
     return f"rank {rank['rank']:<3} {rank['state']}{what}"
 
 
 def _recent_line(row: Mapping[str, Any], now: float) -> str:
     reason = f": {row['error']}" if row["error"] and row["status"] == "failed" else ""
     latency = "" if row["latency_s"] is None else f" after {in_words(row['latency_s'])}"
-    return f"{_clock(row['ended_at'], now)} {row['status']} {row['id']}{latency}{reason}"
+    return f"{_clock(row['ended_at'], now)} {row['status']} {_name(row)}{latency}{reason}"
 
 
 def _cut(lines: list[str], most: int, noun: str) -> list[str]:

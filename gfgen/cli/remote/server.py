@@ -1,0 +1,248 @@
+"""A server by its URL: `gfgen serve` here or elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode, urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from gfgen.cli.remote.folder import line_of, selected_jobs
+from gfgen.cli.remote.standing import Standing
+from gfgen.cli.remote.target import Cancelled, Submitted
+from gfgen.errors import GfgenError, InputError, RunError
+from gfgen.job.images import is_video
+from gfgen.job.source import JobSource
+from gfgen.job.spec import JobSpec, default_seed
+from gfgen.system.wording import counted
+
+TIMEOUT_S = 30.0
+SUBMIT_S = 300.0
+"""A server checks all jobs of a file before it answers."""
+PAGE = 100
+_OWN = ("id", "output", "format", "quality", "arrival")
+"""Fields that a single job over HTTP does not have: the server chooses names and formats."""
+_EXACT = re.compile(r"(batch|job|image|video)_[0-9a-f]{24}")
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """The key goes to the named server alone."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class Server:
+    def __init__(self, url: str, *, key: str | None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise InputError(f"{url}: a URL such as http://localhost:3000 is accepted")
+        self._url = url.rstrip("/")
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._opener = build_opener(_NoRedirects())
+
+    # Status -----------------------------------------------------------------------------------
+
+    def standing(self) -> Standing:
+        state = self._call("GET", "/v1/state")
+        if state.get("object") != "state":
+            raise self._is_no_server()
+        on_ranks = {rank["task"]["job_id"] for rank in state["ranks"] if rank["task"]}
+        rows = [_job_row(job, is_running=job["id"] in on_ranks) for job in state["open"]]
+        rows.sort(key=lambda row: row["state"] != "running")
+        names = {row["id"]: row["name"] for row in rows}
+        num_running = sum(row["state"] == "running" for row in rows)
+        ends = [row["ends_at"] for row in rows if row["ends_at"] is not None]
+        policy = state["policy"]
+        name = policy["policy"]
+        return Standing(
+            target=self._url,
+            kind="server",
+            state=state["status"],
+            started_at=state["started_at"] or None,
+            written_at=state["server_time"],
+            policy=name if policy["deciding"] in (name, "") else f"{name} ({policy['deciding']})",
+            counts={"running": num_running, "waiting": state["num_open"] - num_running},
+            ends_at=max(ends) if ends and len(rows) == state["num_open"] else None,
+            ranks=[_rank_row(rank, names) for rank in state["ranks"]],
+            jobs=rows,
+            recent=[_recent_row(job) for job in reversed(state["finished"][:10])],
+        )
+
+    # Requests ---------------------------------------------------------------------------------
+
+    def cancel(self, patterns: Sequence[str]) -> Cancelled:
+        open_jobs = list(self._open_jobs())
+        ids: dict[str, None] = {}
+        unmatched = []
+        for pattern in patterns:
+            found = [job["id"] for job in open_jobs if _matches(job, pattern)]
+            ids |= dict.fromkeys(found)
+            unmatched += [] if found else [pattern]
+        cancelled = [job_id for job_id in ids if self._is_cancelled(job_id)]
+        return Cancelled(cancelled, len(cancelled), unmatched)
+
+    def _is_cancelled(self, job_id: str) -> bool:
+        """Cancel a job; False if it ended before."""
+        return bool(self._call("POST", f"/v1/jobs/{job_id}/cancel")["status"] == "cancelled")
+
+    def _open_jobs(self) -> Iterator[Mapping[str, Any]]:
+        after: dict[str, str] = {}
+        while True:
+            query = urlencode({"ended": "false", "limit": PAGE, "order": "asc", **after})
+            page = self._call("GET", f"/v1/jobs?{query}")
+            yield from page["data"]
+            if not page["has_more"]:
+                return
+            after = {"after": page["last_id"]}
+
+    def submit(self, source: JobSource) -> Submitted:
+        specs = selected_jobs(source).specs
+        single = [_request_of(spec) for spec in specs if spec.image or spec.files or spec.lora]
+        plain = [line_of(spec) for spec in specs if not (spec.image or spec.files or spec.lora)]
+        answers = []
+        if plain:
+            content = "".join(json.dumps(line) + "\n" for line in plain).encode()
+            kind = "application/jsonl"
+            answers.append(self._call("POST", "/v1/batches", content, kind=kind, timeout_s=SUBMIT_S))
+        for number, request in enumerate(single):
+            try:
+                answers.append(self._call("POST", "/v1/jobs", json.dumps(request).encode()))
+            except GfgenError as error:
+                num_accepted = len(plain) + number
+                if not num_accepted:
+                    raise
+                taken = f"the server has accepted {counted(num_accepted, 'job')} before"
+                raise type(error)(f"{error}; {taken}") from None
+        ids = ", ".join(answer["id"] for answer in answers[:3]) + (", ..." if len(answers) > 3 else "")
+        return Submitted(len(specs), f"{self._url} accepted {counted(len(specs), 'job')}: {ids}", (), answers)
+
+    # HTTP -------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        *,
+        kind: str = "application/json",
+        timeout_s: float = TIMEOUT_S,
+    ) -> dict[str, Any]:
+        """The JSON object that the server answers. Raises: InputError, or RunError if it may do so later."""
+        headers = self._headers | ({} if content is None else {"Content-Type": kind})
+        request = Request(self._url + path, data=content, headers=headers, method=method)
+        try:
+            with self._opener.open(request, timeout=timeout_s) as answer:
+                return self._object(answer.read())
+        except HTTPError as error:
+            with error:
+                raise self._refusal(error.code, error.read()) from None
+        except (URLError, HTTPException, OSError) as error:
+            reason = getattr(error, "reason", None) or error
+            reason = getattr(reason, "strerror", None) or reason
+            text = f"{self._url}: no answer ({reason}); is 'gfgen serve' running there?"
+            raise InputError(text) from None
+
+    def _object(self, content: bytes) -> dict[str, Any]:
+        try:
+            value = json.loads(content)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise self._is_no_server()
+        return value
+
+    def _refusal(self, status: int, content: bytes) -> GfgenError:
+        try:
+            message = str(json.loads(content)["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            return self._is_no_server(f", which answers with status {status}")
+        if status == 401:
+            message = "the key is missing or wrong; give --api-key, or set GFGEN_API_KEY"
+        kind = RunError if status in (429, 503, 507) else InputError
+        return kind(f"{self._url}: {message}")
+
+    def _is_no_server(self, how: str = "") -> InputError:
+        return InputError(f"{self._url}: is no gfgen server{how}; name the URL that 'gfgen serve' prints")
+
+
+def _matches(job: Mapping[str, Any], pattern: str) -> bool:
+    """Whether a pattern means this job: its id, its id in the job file, or its batch."""
+    if _EXACT.fullmatch(pattern):
+        return pattern in (job["id"], job["batch_id"])
+    return any(fnmatchcase(name, pattern) for name in (job["id"], job["custom_id"]) if name)
+
+
+def _request_of(spec: JobSpec) -> dict[str, Any]:
+    """The body of POST /v1/jobs, with pictures as data: URLs."""
+    line = line_of(spec)
+    if "lora" in line:
+        raise InputError(f"{spec.id}: lora: files of LoRAs cannot be sent to a server")
+    request = {name: value for name, value in line.items() if name not in _OWN}
+    request["seed"] = default_seed(spec.id) if spec.seed is None else spec.seed
+    if spec.image is not None:
+        request["image"] = _data_url(spec, spec.image)
+    if spec.files is not None:
+        request["files"] = {
+            name: [_data_url(spec, path) for path in paths]
+            if isinstance(paths, list)
+            else _data_url(spec, paths)
+            for name, paths in spec.files.items()
+        }
+    return request
+
+
+def _data_url(spec: JobSpec, path: str) -> str:
+    if is_video(path):
+        raise InputError(f"{spec.id}: {path}: send videos as a form (docs/serving.md)")
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{spec.id}: {path}: cannot be read ({error.strerror})") from None
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def _job_row(job: Mapping[str, Any], *, is_running: bool) -> dict[str, Any]:
+    layout = job["layout"] or {"ranks": []}
+    return {
+        "id": job["id"],
+        "name": job["custom_id"],
+        "state": "running" if is_running else "waiting",
+        "stage": job["stage"],
+        "step": job["step"],
+        "steps": job["steps"],
+        "ranks": layout["ranks"] if is_running else [],
+        "ends_at": job["predicted_completion_at"],
+        "deadline_at": job["deadline_at"],
+        "is_late": job["will_meet_deadline"] is False,
+    }
+
+
+def _rank_row(rank: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[str, Any]:
+    task = rank["task"] or {"job_id": None, "stage": None}
+    return {
+        "rank": rank["rank"],
+        "state": rank["status"],
+        "job": task["job_id"],
+        "name": names.get(task["job_id"]),
+        "stage": task["stage"],
+    }
+
+
+def _recent_row(job: Mapping[str, Any]) -> dict[str, Any]:
+    ended_at = job["completed_at"] or job["created_at"]
+    return {
+        "id": job["id"],
+        "name": job["custom_id"],
+        "status": "done" if job["status"] == "completed" else job["status"],
+        "ended_at": float(ended_at),
+        "latency_s": float(ended_at - job["created_at"]),
+        "error": (job["error"] or {}).get("message"),
+    }
