@@ -248,11 +248,8 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("report")) == ["--html", "--json", "--output", "-o"]
     assert options_of(subcommand("config")) == ["--json"]
     assert options_of(subcommand("status")) == options_of(subcommand("top")) == ["--api-key", "--json"]
-    assert options_of(subcommand("cancel")) == ["--api-key", "--at", "--json"]
-    own = {"--api-key", "--at", "--json"}
-    of_jobs = set(options_of(subcommand("submit"))) - own
-    assert len(of_jobs) == 14
-    assert of_jobs < set(options_of(subcommand("run")))
+    assert options_of(subcommand("cancel")) == ["--api-key", "--json", "--target"]
+    assert options_of(subcommand("submit")) == sorted(["--api-key", "--json", "--target", *JOBS])
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models")) == ["--pipelines"]
     assert options_of(subcommand("models", "make-tiny")) == []

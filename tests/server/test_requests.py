@@ -16,6 +16,10 @@ from fake_serving import MOVIE, SIDE
 from PIL import Image
 from serving import ROOT
 
+from gfgen.cli.remote.target import find_target
+from gfgen.errors import InputError
+from gfgen.job.source import JobSource
+
 LIGHTHOUSE = (ROOT / "jobs/lighthouse.png").read_bytes()
 SLOW = {"flow_shift": 0.05, "num_inference_steps": 1000}
 """Of a video that takes 50 s, if it is let."""
@@ -788,3 +792,28 @@ def test_pages_of_other_sites_may_not_ask(server):
     job = server.http.post("/v1/videos", json=body | {"num_inference_steps": 1}, headers=own)
     assert job.status_code == 200
     assert server.http.get("/health", headers={"Host": "localhost:1"}).status_code == 200
+
+
+# gfgen status, cancel and submit --------------------------------------------------------------------
+
+
+def test_the_command_line_submits_to_a_server_and_cancels_there(server, tmp_path):
+    target = find_target(server.url, key=None)
+    Image.new("RGB", (16, 16)).save(tmp_path / "star.png")
+    slow = {"flow_shift": 0.05, "steps": 1000}
+    lines = [
+        {"id": "far-1", "prompt": "a", **slow},
+        {"id": "far-2", "prompt": "b", "image": "star.png", **slow},
+    ]
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    submitted = target.submit(JobSource(files=(str(tmp_path / "jobs.jsonl"),)))
+    batch, single = submitted.answer
+    assert (submitted.num_jobs, batch["object"], single["status"]) == (2, "batch", "queued")
+    standing = target.standing()
+    assert {"far-1", None} <= {row["name"] for row in standing.jobs}
+    assert (standing.kind, standing.state) == ("server", "ready")
+    found = target.cancel(["far-*", single["id"], "never"])
+    assert (found.num_cancelled, found.unmatched) == (2, ["never"])
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a", "model": "other"}')
+    with pytest.raises(InputError, match="other: is not served here"):
+        target.submit(JobSource(files=(str(tmp_path / "jobs.jsonl"),)))

@@ -17,9 +17,9 @@ from gfgen.system.wording import counted, first_of
 
 MAX_STATUS_ROWS = 40
 
-_target_argument = click.argument("target", metavar="[TARGET]", required=False, envvar="GFGEN_AT")
-_at_option = click.option(
-    "--at",
+_target_argument = click.argument("target", metavar="[TARGET]", required=False, envvar="GFGEN_TARGET")
+_target_option = click.option(
+    "--target",
     metavar="TARGET",
     help="A run's output folder, a watched folder or a server's URL. [what runs below ./outputs]",
 )
@@ -71,17 +71,17 @@ def top(*, target: str | None, api_key: str | None, as_json: bool) -> int:
 
 @click.command()
 @click.argument("ids", metavar="ID...", nargs=-1, required=True)
-@_at_option
+@_target_option
 @_key_option
 @_json_option
-def cancel(*, ids: tuple[str, ...], at: str | None, api_key: str | None, as_json: bool) -> int:
+def cancel(*, ids: tuple[str, ...], target: str | None, api_key: str | None, as_json: bool) -> int:
     """Cancel open jobs of a run or a server: those with this ID, or of a pattern such as "fox-*".
 
     For a server, an ID may also be that in the job file, or the id of a batch. A running step stops. A job
     whose file is being written may be done all the same. The next run makes cancelled jobs again.
     """
     configure_log("warning")
-    found = find_target(at, key=api_key).cancel(ids)
+    found = find_target(target, key=api_key).cancel(ids)
     if as_json:
         _print_json(
             {"num_cancelled": found.num_cancelled, "cancelled": found.ids, "unmatched": found.unmatched}
@@ -96,17 +96,17 @@ def cancel(*, ids: tuple[str, ...], at: str | None, api_key: str | None, as_json
 
 @click.command()
 @job_options
-@_at_option
+@_target_option
 @_key_option
 @_json_option
-def submit(*, jobs: JobOptions, at: str | None, api_key: str | None, as_json: bool) -> int:
+def submit(*, jobs: JobOptions, target: str | None, api_key: str | None, as_json: bool) -> int:
     """Give the jobs of JOBS to a server, or to a run that watches a folder.
 
     JOBS and the options for jobs are those of 'gfgen run'. All jobs are taken, or none.
     """
     configure_log("warning")
     source = jobs.source()
-    taken = find_target(at, key=api_key).submit(source)
+    taken = find_target(target, key=api_key).submit(source)
     if as_json:
         answer = {"num_jobs": taken.num_jobs, "text": taken.text, "problems": taken.problems}
         _print_json(answer | ({} if taken.answer is None else {"answers": taken.answer}))

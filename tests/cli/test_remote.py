@@ -1,0 +1,153 @@
+"""Commands for runs that other processes hold: what they name, ask and print."""
+
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from builders import make_job
+from click.testing import CliRunner
+
+from gfgen.cli.main import cli
+from gfgen.cli.remote.standing import Standing
+from gfgen.cli.remote.target import find_target
+from gfgen.errors import InputError, Problem
+from gfgen.job.spec import output_name, spec_hash
+from gfgen.runtime.files.inbox import Inbox
+from gfgen.runtime.files.live import write_live
+from gfgen.runtime.files.lock import hold_folder
+from gfgen.session.live import LiveRun
+
+
+def gfgen(*arguments, **variables):
+    return CliRunner().invoke(cli, arguments, env=variables, standalone_mode=False, catch_exceptions=False)
+
+
+@contextmanager
+def running(folder, *jobs, watched=None):
+    """A run that holds the folder and answers requests."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with hold_folder(folder):
+        live = LiveRun(folder, started_at=1000.0, watched=watched)
+        live.began(tuple(make_job(name).info for name in jobs), num_ranks=1, policy="srtf")
+        ended, events = threading.Event(), []
+
+        def loop():
+            while not ended.wait(0.02):
+                events.extend(live.take_events(0.0))
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        try:
+            yield events
+        finally:
+            ended.set()
+            thread.join()
+            live.close()
+
+
+def test_jobs_of_a_run_are_cancelled_by_pattern(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with running(tmp_path / "outputs/night", "fox-1", "fox-2", "owl") as events:
+        found = gfgen("cancel", "fox-*", "cat", "--json")
+        assert json.loads(found.stdout)["cancelled"] == ["fox-1", "fox-2"]
+        assert (found.return_value, found.stderr) == (1, "gfgen: no open job matches cat\n")
+        assert "3 waiting" in gfgen("status").stdout
+        assert gfgen("status", GFGEN_TARGET="outputs/night").stdout.startswith("outputs/night: running")
+    assert [event.job_id for event in events] == ["fox-1", "fox-2"]
+    assert "its last run was stopped" in gfgen("status", "outputs/night").stdout
+    with pytest.raises(InputError, match="nothing runs there"):
+        gfgen("cancel", "fox-1", "--target", "outputs/night")
+
+
+def test_many_ids_need_several_requests(tmp_path):
+    ids = [f"a-job-with-a-rather-long-name-{number}" for number in range(300)]
+    with running(tmp_path / "out", *ids):
+        assert find_target(str(tmp_path / "out"), key=None).cancel(ids).num_cancelled == 300
+
+
+def admit(specs):
+    """Every job as a picture, except those with the tag "no"."""
+    jobs, problems = [], [Problem(spec.line, "tag", "no", "is refused") for spec in specs if spec.tag == "no"]
+    for spec in (spec for spec in specs if spec.tag != "no"):
+        job = make_job(spec.id)
+        info = replace(job.info, asked=spec, spec=spec, file=output_name(spec, "image"))
+        jobs.append(replace(job, info=replace(info, spec_hash=spec_hash(spec))))
+    return jobs, problems
+
+
+def test_jobs_are_submitted_to_a_watched_folder_and_its_refusals_are_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "jobs.csv").write_text("id,prompt\nfox,a fox\nowl,an owl\n")
+    with running(tmp_path / "out", watched=tmp_path / "in"):
+        write_live(tmp_path / "in", {"output": str(tmp_path / "out")})
+        inbox = Inbox(tmp_path / "in", output_dir=tmp_path / "out", admit=admit)
+        inbox.start(admit=admit)
+        try:
+            assert gfgen("submit", "jobs.csv", "--target", "in").stdout.startswith("in took 2 jobs as ")
+            assert [job.job_id for job in inbox.take()] == ["fox", "owl"]
+            with pytest.raises(InputError, match="line 1: tag = no: is refused"):
+                gfgen("submit", "-p", "a cat", "--set", "tag=no", "--target", "out")
+        finally:
+            inbox.close()
+    assert [path.name for path in (tmp_path / "in").glob("[!.]*")] == ["jobs.jsonl"]
+    with pytest.raises(InputError, match="nothing runs there"):
+        gfgen("submit", "jobs.csv", "--target", "in")
+
+
+def test_a_run_that_watches_nothing_takes_no_jobs(tmp_path):
+    with (
+        running(tmp_path / "out", "fox"),
+        pytest.raises(InputError, match="does not watch a folder, so it takes no more jobs"),
+    ):
+        gfgen("submit", "-p", "a cat", "--target", str(tmp_path / "out"))
+
+
+def test_a_folder_of_an_earlier_version_shows_its_manifest(tmp_path):
+    (tmp_path / "manifest.jsonl").write_text('{"version": 1, "id": "fox", "status": "done"}\n')
+    found = json.loads(gfgen("status", str(tmp_path), "--json").stdout)
+    assert (found["state"], found["counts"]["done"], found["counts"]["waiting"]) == ("ended", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (None, "nothing runs below ./outputs"),
+        ("nowhere", "there is no such folder"),
+        ("file", "is a file"),
+        (".", "gfgen never ran there"),
+        ("ftp://x", "a URL such as"),
+        ("http://127.0.0.1:1", "is 'gfgen serve' running there"),
+    ],
+)
+def test_a_name_of_nothing_is_one_line(tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=words) as caught:
+        find_target(name, key=None).standing()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_view_fits_the_terminal_and_puts_running_jobs_first():
+    row = {"stage": "denoise", "step": 3, "steps": 40, "ends_at": 90.0, "deadline_at": 200.0, "is_late": True}
+    jobs = [
+        {
+            "id": f"a-job-with-a-rather-long-name-of-its-own-{number}",
+            "state": "running",
+            "ranks": [number],
+            **row,
+        }
+        for number in range(8)
+    ]
+    ranks = [{"rank": number, "state": "busy", "job": "fox", "stage": "denoise"} for number in range(64)]
+    counts = {"jobs": 500, "done": 123, "running": 8, "waiting": 369}
+    standing = Standing(target="out", kind="run", state="running", counts=counts, ranks=ranks, jobs=jobs)
+    for columns, rows in ((80, 24), (40, 10), (20, 3)):
+        lines = standing.lines(now=60.0, columns=columns, rows=rows)
+        assert len(lines) <= rows
+        assert all(len(line) <= columns for line in lines)
+    lines = standing.lines(now=60.0, columns=80, rows=80)
+    assert any(line.endswith("2:20 late") for line in lines)
+    assert lines[-1] == "and 369 more"
