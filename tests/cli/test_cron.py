@@ -84,7 +84,7 @@ def test_a_run_without_terminal_home_or_path_tells_everything_in_its_log(night):
     code, lines, err = run("/", jobs, "--quiet", "--log-file", log, "-o", out, env=env)
     assert (code, err) == (0, "")
     assert lines == [f"files and manifest.jsonl are in {out}/"]
-    assert sorted(os.listdir(out)) == ["fox.mp4", "journal.jsonl", "manifest.jsonl"]
+    assert sorted(os.listdir(out)) == [".gfgen.live.json", "fox.mp4", "journal.jsonl", "manifest.jsonl"]
     text = log.read_text()
     for part in (
         "removed 1 unfinished file of an earlier run",

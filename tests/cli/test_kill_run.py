@@ -212,8 +212,9 @@ def test_nothing_outlives_a_server_that_is_killed_in_a_step_of_minutes(tmp_path:
 
 
 def assert_same_outputs(killed: Path, calm: Path, *, untouched: dict[str, int]) -> None:
-    """One good file for each job, and nothing beside journal and manifest."""
-    assert sorted(os.listdir(killed)) == sorted([*FILES, "journal.jsonl", "manifest.jsonl"])
+    """One good file for each job, and nothing beside the run's own records."""
+    records = [".gfgen.live.json", "journal.jsonl", "manifest.jsonl"]
+    assert sorted(os.listdir(killed)) == sorted([*FILES, *records])
     now = finished(killed)
     assert sorted(now) == sorted(FILES)
     assert now | untouched == now, "a finished job was made again"

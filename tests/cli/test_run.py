@@ -44,7 +44,7 @@ def test_a_job_file_becomes_files_a_second_run_skips_them_and_a_third_makes_what
     assert process.returncode == 0, err
     assert out.splitlines()[-1] == "files and manifest.jsonl are in outputs/night/"
     outputs = sorted(os.listdir(folder / "outputs/night"))
-    assert outputs == ["fox.png", "journal.jsonl", "manifest.jsonl", "sea.mp4"]
+    assert outputs == [".gfgen.live.json", "fox.png", "journal.jsonl", "manifest.jsonl", "sea.mp4"]
     entries = manifest(folder)
     assert {entry["status"] for entry in entries.values()} == {"done"}
     assert "70x64" in entries["sea"]["rounded"]
@@ -148,6 +148,7 @@ def test_a_stopped_run_goes_on_at_the_step_where_it_stopped(folder):
     assert rounded == "rounded 70x64 -> 64x64, 6 -> 5 frames"
     assert re.fullmatch(r"resumed at denoise [1-9]\d*", resumed)
     assert sorted(os.listdir(folder / "outputs/night")) == [
+        ".gfgen.live.json",
         "fox.png",
         "journal.jsonl",
         "long.mp4",
