@@ -21,7 +21,7 @@ from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import JobFacts, StoredJob
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import opened
+from gfgen.server.protocol.validation import checked, opened
 
 logger = logging.getLogger(__name__)
 
