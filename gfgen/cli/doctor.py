@@ -208,4 +208,5 @@ def _facts(cache: caches.Cache) -> dict[str, Any]:
 
 
 def _short(path: Path) -> str:
-    return str(path).replace(str(Path.home()), "~", 1)
+    home = Path.home()  # in a container perhaps the root folder
+    return f"~/{path.relative_to(home)}" if home.name and path.is_relative_to(home) else str(path)
