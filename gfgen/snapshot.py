@@ -61,6 +61,10 @@ class JobView:
     """The most ranks that can share the rows of its decode."""
     arrangement: Arrangement | None = None
     """How it uses its ranks; None where nothing is predicted."""
+    loras: str = ""
+    """The LoRAs of the job; equal texts are equal LoRAs."""
+    switch_s: float = 0.0
+    """Predicted time to merge them on a rank that holds others."""
     owner: str | None = None
     """Owners get equal shares of the ranks (policies/fair_share.py)."""
 
@@ -130,6 +134,8 @@ class RankView:
     """Free now, or predicted free within the lookahead, with nothing queued."""
     models: frozenset[str]
     """Models whose weights are resident."""
+    loras: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """By model, the LoRAs that it contains; models without any may be missing."""
 
 
 class Costs(Protocol):

@@ -455,5 +455,7 @@ def test_what_a_policy_sees():
         "shape",
         "max_decode_degree",
         "arrangement",
+        "loras",
+        "switch_s",
         "owner",
     ]

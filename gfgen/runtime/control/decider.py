@@ -11,6 +11,7 @@ from typing import Protocol
 from gfgen.errors import PolicyError, PolicyFault, in_one_line
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.policies.fair_share import shared
+from gfgen.policies.held_loras import with_held_loras
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import PolicyChanged
 from gfgen.snapshot import Choice, Decision, Snapshot
@@ -59,7 +60,7 @@ class Decider:
         """The policy's decisions; those of `fcfs` for this once when it raises."""
         try:
             if self.policy.is_built_in:
-                return list(shared(self.policy.decide, snapshot))
+                return list(with_held_loras(snapshot, shared(self.policy.decide, snapshot)))
             return list(shared(partial(within, DECISION_LIMIT_S, self._decided), snapshot))
         except KeyboardInterrupt:
             raise

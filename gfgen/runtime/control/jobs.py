@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections import Counter, deque
@@ -149,6 +150,8 @@ class JobRecord:
     """Infinity without a deadline."""
     job_id: str = field(init=False)
     model: str = field(init=False)
+    loras: str = field(init=False)
+    """Of the job, as a text by which they are compared."""
     num_tasks: int = field(init=False)
     arrived: bool = False
     is_writing: bool = False
@@ -164,6 +167,7 @@ class JobRecord:
     def __post_init__(self) -> None:
         self.job_id, self.num_tasks = self.job.job_id, self.job.trajectory.num_tasks
         self.model = self.job.spec.model or ""
+        self.loras = json.dumps(self.job.spec.lora, sort_keys=True) if self.job.spec.lora else ""
 
     @property
     def is_waiting(self) -> bool:
@@ -182,6 +186,11 @@ class JobRecord:
         if task is None or task.index != index:
             task = self._next_task = self.job.trajectory.task(index)
         return task
+
+    def merges_loras(self, stage: Stage) -> bool:
+        """Whether tasks of this stage need the job's LoRAs, and no others, in the weights."""
+        # Calls of general pipelines may have LoRAs in their text encoders.
+        return stage is Stage.DENOISE or self.job.has_nominal_flops
 
     @property
     def flying_ranks(self) -> set[int]:
@@ -224,6 +233,8 @@ class JobRecord:
             max_ulysses_degree=job.max_ulysses_degree,
             max_decode_degree=job.max_decode_degree,
             arrangement=costs.arrangement(cost_class),
+            loras=self.loras,
+            switch_s=costs.switch_s(cost_class),
             owner=spec.owner,
         )
         return self._view

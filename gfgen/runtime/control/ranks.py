@@ -28,6 +28,8 @@ class RankRecord:
     idle_since_s: float = 0.0
     ended_s: float = 0.0
     """When its part of the last finished task ended."""
+    loras: dict[str, str] = field(default_factory=dict)
+    """By model, the LoRAs of the last task that needed its weights."""
     view: RankView | None = None
     """What policies saw last of this rank; None when it is outdated."""
 
@@ -92,7 +94,7 @@ class Ranks:
             view, can_take = rank.view, rank.rank in free
             if view is None or view.can_take is not can_take:
                 held = frozenset[str]() if rank.is_loading else models
-                view = rank.view = RankView(rank.rank, rank.free_at_s, can_take, held)
+                view = rank.view = RankView(rank.rank, rank.free_at_s, can_take, held, dict(rank.loras))
             if rank.is_ready:
                 views.append(view)
         return tuple(views)
@@ -112,6 +114,10 @@ class Ranks:
             return False
         return share_island((*source.ranks, *destination.ranks), self.islands)
 
+    def hold(self, layout: Layout, model: str, loras: str) -> bool:
+        """Whether a model contains these LoRAs, and no others, on all ranks of a layout."""
+        return all(self.records[rank].loras.get(model, "") == loras for rank in layout.ranks)
+
     # What happens to ranks -------------------------------------------------------------------
 
     def take(self, flight: Flight) -> None:
@@ -121,6 +127,11 @@ class Ranks:
             record.flights.append(flight)
             record.view = None
             self.idle.discard(rank)
+
+    def merge(self, layout: Layout, model: str, loras: str) -> None:
+        """A task with these LoRAs is dispatched."""
+        for rank in layout.ranks:
+            self.records[rank].loras[model] = loras
 
     def leave(self, flight: Flight, *, at_s: float, times: Sequence[RankTimes] = ()) -> None:
         """A task has ended, or failed, on its ranks."""
@@ -155,6 +166,7 @@ class Ranks:
         rank = self.records[event.rank]
         rank.is_ready, rank.is_loading, rank.view = False, False, None
         rank.is_retired = event.is_retired
+        rank.loras.clear()
         self.idle.discard(event.rank)
 
     def outdate(self, ranks: Collection[int] | None = None) -> None:

@@ -174,6 +174,10 @@ class State:
         stays = source is None or source == layout
         move_s = 0.0 if stays else self._costs.move_s(cost_class, source, layout)
         task_s = self._costs.expected_s(cost_class, task.stage, degrees)
+        switch_s = 0.0
+        if record.merges_loras(task.stage) and not self.ranks.hold(layout, record.model, record.loras):
+            switch_s = self._costs.switch_s(cost_class)
+            self.ranks.merge(layout, record.model, record.loras)
         transfers: tuple[Transfer, ...] = ()
         # Otherwise ranks take the state from the slab, where its last holders publish it.
         if task.index >= 2 and source is not None and not stays and self.ranks.can_send(source, layout):
@@ -185,10 +189,11 @@ class State:
             layout=layout,
             submitted_s=now_s,
             predicted_start_s=start_s,
-            predicted_end_s=start_s + move_s + task_s,
+            predicted_end_s=start_s + move_s + switch_s + task_s,
             producer=progress.producer,
             source=source,
             transfers=transfers,
+            switch_s=switch_s,
         )
         is_measured = self._costs.has_seen(cost_class, task.stage, degrees)
         flight = self.flights.add(dispatch, is_foreseeable=is_measured, owner=record.job.spec.owner)
@@ -254,7 +259,8 @@ class State:
         record.progress.complete(dispatch.number, event.ended_s, is_decode=task.stage is Stage.DECODE)
         record.usage.add(task.stage, layout, event, busy_s)
         self.shares.serve(record.job.spec.owner, event.rank_s)
-        self._costs.observe(record.cost_class, task.stage, layout.degrees, busy_s)
+        observe = self._costs.observe_switch if dispatch.switch_s else self._costs.observe
+        observe(record.cost_class, task.stage, layout.degrees, busy_s)
         if task.index + 1 == record.num_tasks:
             self.jobs.write(record)
         if self._is_looking_ahead:
@@ -280,7 +286,7 @@ class State:
             ended_s = [rank.ended_s for rank in ranks]
             began_s = max(other.dispatch.submitted_s, job.progress.last_ended_s, *ended_s)
             task_s = self._costs.expected_s(job.cost_class, task.stage, layout.degrees)
-            if self.flights.move_end(other, began_s + task_s):
+            if self.flights.move_end(other, began_s + other.dispatch.switch_s + task_s):
                 self.ranks.outdate(layout.ranks)
 
     def _task_failed(self, event: events.TaskFailed) -> Iterable[JobOutcome]:

@@ -28,6 +28,8 @@ class Dispatch:
     source: Layout | None = None
     transfers: tuple[Transfer, ...] = ()
     """Moves from `source` to `layout` before the task can start."""
+    switch_s: float = 0.0
+    """Predicted time to merge the job's LoRAs, as a part of the task; 0 if the ranks hold them."""
 
     @property
     def moved_bytes(self) -> int:

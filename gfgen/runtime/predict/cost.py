@@ -30,6 +30,8 @@ OVERHEAD_S = 2e-3
 """Per task, for launching from Python and publishing the state."""
 MOVE_BYTES_PER_S = 2e9
 """Copy through shared memory on one core."""
+SWITCH_S = 0.05
+"""Merging other LoRAs, until this run has done so."""
 _RECENT = 0.2
 """Weight of a new measurement after the first five: follows drift, damps noise."""
 _MAX_SAMPLES = 64
@@ -100,6 +102,8 @@ class CostModel:
         self._rates: dict[tuple[str, Stage], _Mean] = {}
         self._drifts: dict[tuple[str, Stage], _Mean] = {}
         """Ratios of measured to profiled durations."""
+        self._switches: dict[str, _Mean] = {}
+        """Seconds to merge other LoRAs, by model."""
         self._doubts: set[UncertainEstimate] = set()
 
     def class_of(self, job: AdmittedJob) -> CostClass:
@@ -272,6 +276,22 @@ class CostModel:
         if source is None or source == layout or set(layout.ranks).issubset(source.ranks):
             return 0.0
         return self._move_s + cost_class.state_bytes / self._move_bytes_per_s
+
+    def switch_s(self, cost_class: CostClass) -> float:
+        """Predicted time to merge other LoRAs into a model."""
+        mean = self._switches.get(cost_class.model)
+        return SWITCH_S if mean is None else mean.value
+
+    def observe_switch(
+        self, cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: float
+    ) -> None:
+        """Learn from a completed task that merged other LoRAs first."""
+        usual = cost_class.measured.get((stage, degrees))
+        if usual is None:
+            self.observe(cost_class, stage, degrees, max(0.0, duration_s - self.switch_s(cost_class)))
+        else:
+            mean = self._switches.setdefault(cost_class.model, _Mean())
+            mean.add(max(0.0, duration_s - usual.value))
 
     def observe(self, cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: float) -> None:
         """Learn from a completed task."""

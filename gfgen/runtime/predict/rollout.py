@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from gfgen.graph import Stage, Task
 from gfgen.layout import Degrees, Layout
 from gfgen.runtime.core.openjobs import JobKind, OpenJobOrders, OpenJobs, kind_of
-from gfgen.snapshot import Decision, JobView, Outlook, Policy, RankView, RunningTask, Snapshot
+from gfgen.snapshot import Decision, JobView, Outlook, Policy, RunningTask, Snapshot
 
 MAX_JOBS = 48
 """The most present jobs to consider, the next deadlines first."""
@@ -398,7 +398,7 @@ class _Rollout:
             taken.update(dict.fromkeys(segment.layout.ranks, end_s))
         ranks = tuple(
             [
-                RankView(view.rank, taken.get(view.rank, self._now_s), view.rank not in taken, view.models)
+                replace(view, free_at_s=taken.get(view.rank, self._now_s), can_take=view.rank not in taken)
                 for view in self._start.snapshot.ranks
             ]
         )

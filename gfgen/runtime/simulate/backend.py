@@ -134,7 +134,7 @@ class SimulatedBackend:
         input_s = max(queued_s, self._made_s.pop(dispatch.producer or 0, 0.0))
         moved_s = times.move_s(dispatch)
         started_s = input_s + moved_s
-        ended_s = started_s + self._duration(dispatch, started_s, busy_s)
+        ended_s = started_s + dispatch.switch_s + self._duration(dispatch, started_s, busy_s)
         self._made_s[dispatch.number] = ended_s
         waited_s = input_s - queued_s
         for rank in ranks:
