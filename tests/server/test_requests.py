@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import json
 import re
 import socket
@@ -441,13 +440,12 @@ def test_a_client_that_leaves_during_its_request_leaves_no_traceback(server):
         return sum(float(line.split()[-1]) for line in lines if "_count{" in line and 'status="499"' in line)
 
     num_before = num_left()
-    head = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {}\r\nContent-Length: 9999\r\n\r\n{{"
-    kinds = ("application/json", "multipart/form-data; boundary=x")
-    for path, kind in itertools.product(("/v1/videos", "/v1/batches", "/v1/policy"), kinds):
+    for path in ("/v1/videos", "/v1/batches", "/v1/policy"):
         with socket.create_connection(("127.0.0.1", server.port)) as raw:
-            raw.sendall(head.format(path, kind).encode())
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            raw.sendall(f"{head}Content-Length: 9999\r\n\r\n{{".encode())
     deadline_s = time.monotonic() + 10
-    while num_left() < num_before + 6:
+    while num_left() < num_before + 3:
         assert time.monotonic() < deadline_s
     assert "Traceback" not in server.log
 
