@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.runtime.control.flights import LOOKAHEAD_S
-from gfgen.runtime.core.devices import CPU, DEFAULT_CPU_RANKS, DEVICES, choose_devices, parse_memory
+from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS, DEVICES
 from gfgen.runtime.files.start import GRACE_S
-from gfgen.session.ranks import Ranks
+from gfgen.session.ranks import AskedRanks, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -150,19 +150,10 @@ def max_step_time_option(default: str | None) -> Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOptions:
+class RankOptions(AskedRanks):
     """The ranks that the command line asks for."""
 
-    ranks: int | None = None
-    device: str = "auto"
     gpus: str | None = None
-    ranks_per_gpu: int = 1
-    memory: str | None = None
-    random_weights: bool = False
-    vae_dtype: str = "auto"
-    graphs: bool = True
-    trust_remote_code: bool = False
-    compile: str = "auto"
 
     def found(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
         """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them.
@@ -171,15 +162,16 @@ class RankOptions:
         """
         if self.gpus is not None:
             _show_only(self.gpus)
-        limit = None if self.memory is None else parse_memory(self.memory)
-        devices = choose_devices(
-            self.device, self.ranks, memory_limit=limit, ranks_per_gpu=self.ranks_per_gpu
-        )
-        if devices.kind == CPU:
-            devices = replace(devices, num_ranks=self.ranks or cpu_ranks)
+        ranks = self.here(cpu_ranks=cpu_ranks)
+        if not ranks.are_on_gpus:
             _tell_of_graphs()
-        return Ranks(
-            devices, self.random_weights, self.vae_dtype, self.graphs, self.trust_remote_code, self.compile
+        return ranks
+
+    @property
+    def asked(self) -> AskedRanks:
+        """The same for another machine, whose GPUs have other numbers."""
+        return AskedRanks(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(AskedRanks)}
         )
 
 

@@ -34,8 +34,18 @@ from gfgen.cli.options import (
     ranks_per_gpu_option,
     trust_code_option,
 )
-from gfgen.cli.run_files import RunOptions, admit_jobs, check_records, check_watched, check_written, resolved
+from gfgen.cli.run_files import (
+    ClusterOptions,
+    RunOptions,
+    admit_jobs,
+    check_records,
+    check_watched,
+    check_written,
+    cluster_options,
+    resolved,
+)
 from gfgen.cli.shown.progress import make_file_progress, make_progress
+from gfgen.cluster.session import ClusterSession
 from gfgen.errors import InputError, InterruptedRunError, LockedError, Problem
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.closing import closing_at
@@ -83,6 +93,7 @@ logger = logging.getLogger(__name__)
     help="Replace files that are already in the folder under the names of outputs, whoever made them.",
 )
 @rank_options(ranks_per_gpu_option, memory_option, trust_code_option, compile_option)
+@cluster_options
 @policy_option
 @model_option
 @click.option(
@@ -129,6 +140,7 @@ def run(
     output: Path | None,
     overwrite: bool,
     ranks: RankOptions,
+    cluster: ClusterOptions,
     policy: str,
     model: str,
     skip_invalid: bool,
@@ -160,41 +172,44 @@ def run(
     logs.configure(file=logs.log_file)
     if output is None and output_dir.name != name:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
-    options = RunOptions(
-        output_dir=output_dir,
-        ranks=ranks.found(),
-        policy=load_policy(policy),
-        model=model,
-        skip_invalid=skip_invalid,
-        overwrite=overwrite,
-        failed=failed,
-        retries=retries,
-        force=force,
-        job_file=job_file_name(first, output_dir),
-        lookahead_s=lookahead / 1000,
-        grace_s=grace,
-        trace=trace,
-        on_file=None if on_file is None else FileHook(on_file, output_dir, limit_s=hook_timeout),
-        on_done=on_done,
-        hook_timeout_s=hook_timeout,
-        closes_at=None if until is None else closing_at(until, now=time.time()),
-        job_bounds=JobBounds(step_s=max_step_time),
-        logs=logs,
-    )
-    if dry_run:
-        assert source is not None
-        return check_jobs(source, options)
-    problems: Sequence[Problem] = ()
-    with Session(options) as session:
-        if output is None and default_folder(Path("outputs"), name, first) != output_dir:
-            raise LockedError(f"another job file has just taken {output_dir}: run the same command again")
-        check_records(output_dir)
-        if source is None:
-            assert watch is not None
-            summary = watch_folder(session, watch, options)
-        else:
-            admitted, done, problems = admit_jobs(source, session.admission, options)
-            summary = run_jobs(session, admitted, options, done=done)
+    with cluster.connected(
+        ranks=ranks, policy=policy, model=model, lookahead_s=lookahead / 1000, output_dir=output_dir
+    ) as found:
+        options = RunOptions(
+            output_dir=output_dir,
+            ranks=ranks.found() if found is None else found.ranks,
+            policy=load_policy(policy),
+            model=model,
+            skip_invalid=skip_invalid,
+            overwrite=overwrite,
+            failed=failed,
+            retries=retries,
+            force=force,
+            job_file=job_file_name(first, output_dir),
+            lookahead_s=lookahead / 1000,
+            grace_s=grace,
+            trace=trace,
+            on_file=None if on_file is None else FileHook(on_file, output_dir, limit_s=hook_timeout),
+            on_done=on_done,
+            hook_timeout_s=hook_timeout,
+            closes_at=None if until is None else closing_at(until, now=time.time()),
+            job_bounds=JobBounds(step_s=max_step_time),
+            logs=logs,
+        )
+        if dry_run:
+            assert source is not None
+            return check_jobs(source, options)
+        problems: Sequence[Problem] = ()
+        with Session(options) if found is None else ClusterSession(options, found) as session:
+            if output is None and default_folder(Path("outputs"), name, first) != output_dir:
+                raise LockedError(f"another job file has just taken {output_dir}: run the same command again")
+            check_records(output_dir)
+            if source is None:
+                assert watch is not None
+                summary = watch_folder(session, watch, options)
+            else:
+                admitted, done, problems = admit_jobs(source, session.admission, options)
+                summary = run_jobs(session, admitted, options, done=done)
     _end_hooks(summary, options)
     _report(summary, options)
     return 1 if summary.num_failed or summary.num_cancelled or problems else 0
@@ -419,6 +434,10 @@ _NOT_CHECKED = (
     "verbose",
     "log_json",
     "retries",
+    "ray",
+    "shared",
+    "ray_nodes",
+    "ray_resources",
 )
 
 check = click.Command(

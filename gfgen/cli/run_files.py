@@ -1,20 +1,28 @@
-"""Check the files that `gfgen run` reads and writes: each has one purpose, and foreign files stay."""
+"""Checks before `gfgen run` starts: files have one purpose, foreign ones stay; and the options of a cluster."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import logging
+import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gfgen.cli.options import LogOptions
+import click
+
+from gfgen.cli.options import LogOptions, RankOptions, taken_as
 from gfgen.cli.shown.board import has_cursor
+from gfgen.cluster.member import MemberOptions
+from gfgen.cluster.ray_cluster import RayCluster, RayOptions
 from gfgen.errors import InputError, Problem
 from gfgen.job.formats import SUFFIXES
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
 from gfgen.job.source import JobSource
+from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.inbox import WATCHED_NAME
@@ -223,3 +231,84 @@ def resolved(path: Path) -> Path:
         return path.resolve()
     except RuntimeError:
         return path
+
+
+# The cluster --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """The cluster that the command line asks for."""
+
+    ray: str | None = None
+    shared: bool = False
+    ray_nodes: int | None = None
+    ray_resources: str | None = None
+
+    def check(self, others: Mapping[str, bool]) -> None:
+        """Raises UsageError for options that need --ray, or that are for one machine."""
+        own = {"--shared": self.shared, "--ray-nodes": self.ray_nodes, "--ray-resources": self.ray_resources}
+        given = next((name for name, is_given in own.items() if is_given), None)
+        if self.ray is None and given is not None:
+            raise click.UsageError(f"{given} goes with --ray")
+        other = next((name for name, is_given in others.items() if is_given), None)
+        if self.ray is not None and other is not None:
+            raise click.UsageError(f"{other} goes with one machine; leave out --ray")
+
+    @contextlib.contextmanager
+    def connected(
+        self, *, ranks: RankOptions, policy: str, model: str, lookahead_s: float, output_dir: Path
+    ) -> Iterator[RayCluster | None]:
+        """The cluster; None without --ray. Raises: InputError as `RayCluster`."""
+        if self.ray is None:
+            yield None
+            return
+        if policy.partition(",")[0].strip() not in BUILT_IN:
+            raise InputError(
+                f"--policy {policy}: nodes have no such file; with --ray, one of {', '.join(BUILT_IN)}"
+            )
+        options = RayOptions(
+            address=self.ray,
+            member=MemberOptions(
+                policy=policy,
+                model=model,
+                ranks=ranks.asked,
+                lookahead_s=lookahead_s,
+                work_dir=os.getcwd(),
+            ),
+            output_dir=output_dir,
+            is_shared=self.shared,
+            num_nodes=self.ray_nodes,
+            resources=_resources(self.ray_resources),
+        )
+        with RayCluster(options) as cluster:
+            yield cluster
+
+
+def _resources(text: str | None) -> Mapping[str, float]:
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(type(least) in (int, float) for least in found.values()):
+        raise InputError(f'--ray-resources {text}: JSON like {{"h200": 1}} is accepted')
+    return found
+
+
+cluster_options = taken_as(
+    "cluster",
+    ClusterOptions,
+    click.option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run on the nodes of a Ray cluster: HOST:PORT, auto for the one of this machine, or local to "
+        "start one here (docs/cluster.md).",
+    ),
+    click.option("--shared", is_flag=True, help="With --ray: all nodes have the same folders; use them."),
+    click.option("--ray-nodes", type=click.IntRange(1, 1000), metavar="N", help="Use at most N nodes. [all]"),
+    click.option(
+        "--ray-resources", metavar="JSON", help='Use only nodes with these resources of Ray, as {"h200": 1}.'
+    ),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,13 +11,16 @@ from gfgen.cluster.fleet import Fleet
 from gfgen.cluster.handout import HandOut
 from gfgen.cluster.node import Cluster, JobEnded, Node, NodeJoined, NodeLost, Report
 from gfgen.cluster.whole_job import for_node
+from gfgen.errors import OutputError
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.ipc.messages import MemoryUse
+from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -36,12 +40,14 @@ class ClusterBackend:
         *,
         clock: Clock,
         left_s: Callable[[str], float | None],
+        signals: SignalPipe | None = None,
     ) -> None:
         self._cluster = cluster
         self._fleet = fleet
         self._handout = handout
         self._clock = clock
         self._left_s = left_s
+        self._signals = signals
         self._jobs: dict[str, AdmittedJob] = {}
         self._attempts: dict[int, Dispatch] = {}
         """Those of living nodes; a report of any other comes too late."""
@@ -50,12 +56,17 @@ class ClusterBackend:
         self.outcomes: dict[str, JobOutcome] = {}
         """How jobs ended on their nodes, until the driver has concluded them."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Of the nodes that live."""
+        return self._cluster.num_ranks
+
     def wait(self, until: float | None) -> list[Event]:
         """What nodes report, and what is due. Returns at once if another decision may hand out more."""
         if self._handout.wants_turn:
             self._handout.wants_turn = False
             until = self._clock.now_s
-        found: list[Event] = []
+        found = [*self._taken_signals()]
         for report in self._cluster.wait(until):
             found += self._events_of(report)
         return [*found, *self._clock.due()]
@@ -88,6 +99,12 @@ class ClusterBackend:
     def memory_use(self) -> Mapping[int, MemoryUse]:
         return {}
 
+    def _taken_signals(self) -> Iterator[Event]:
+        if self._signals is not None:
+            with contextlib.suppress(BlockingIOError):
+                for number in self._signals.take():
+                    yield events.StopRequested(self._clock.now_s, number)
+
     def _node_of(self, dispatch: Dispatch) -> Node:
         return self._fleet.nodes[self._fleet.slot_of(dispatch.layout.ranks[0])]
 
@@ -99,10 +116,12 @@ class ClusterBackend:
                 yield from self._lost(report)
             case JobEnded():
                 dispatch = self._attempts.pop(report.attempt, None)
-                if dispatch is None:
-                    logger.info("a late result of attempt %d on %s is dropped", report.attempt, report.node)
-                else:
-                    yield from self._ended(dispatch, report.outcome)
+                if dispatch is not None:
+                    yield from self._ended(dispatch, report)
+                    return
+                logger.info("a late result of attempt %d on %s is dropped", report.attempt, report.node)
+                if report.delivery is not None:
+                    report.delivery.drop()
 
     def _joined(self, report: NodeJoined) -> Iterator[Event]:
         node = report.node
@@ -130,26 +149,32 @@ class ClusterBackend:
             reason = f"node {report.name} is gone: {report.reason}"
             yield events.TaskFailed(self._clock.now_s, number, reason, lost=True)
 
-    def _ended(self, dispatch: Dispatch, outcome: JobOutcome) -> Iterator[Event]:
-        now_s, job_id = self._clock.now_s, dispatch.task.job_id
+    def _ended(self, dispatch: Dispatch, report: JobEnded) -> Iterator[Event]:
+        now_s, job_id, outcome = self._clock.now_s, dispatch.task.job_id, report.outcome
         if outcome.status == "cancelled":
             yield events.TaskFailed(now_s, dispatch.number, "its node gave it back", void=True)
             return
-        self.outcomes[job_id] = outcome
         (lane,) = dispatch.layout.ranks
         times = events.RankTimes(lane, now_s - outcome.busy_s, now_s)
         yield events.TaskDone(now_s, dispatch.number, (times,))
-        if outcome.status == "failed":
-            yield events.OutputFailed(now_s, job_id, outcome.error or "it failed on its node")
+        try:
+            if outcome.status == "failed":
+                raise OutputError(outcome.error or "it failed on its node")
+            if report.delivery is not None:
+                outcome = report.delivery.publish()
+        except OutputError as error:
+            yield events.OutputFailed(now_s, job_id, str(error))
             return
-        written = outcome.written
+        finally:
+            self.outcomes[job_id] = outcome
+        written = outcome.written or Content(0)
         yield events.OutputWritten(
             now_s,
             job_id,
-            outcome.info.file,
-            0 if written is None else written.size_bytes,
+            self._jobs[job_id].info.file,
+            written.size_bytes,
             0.0,
-            sha256=None if written is None else written.sha256,
+            sha256=written.sha256,
             files=outcome.files,
             made=outcome.made,
         )

@@ -20,12 +20,18 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.profile_file import Profile
+from gfgen.system.signals import SignalPipe
 
 
 class Driver(Control):
     """One run on a cluster, from the first arrival to the last file."""
 
     backend: ClusterBackend
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the nodes that live."""
+        return self.backend.num_ranks
 
     def conclude(self, outcome: JobOutcome) -> None:
         """A job has ended; its times and layouts are those of its node."""
@@ -49,6 +55,7 @@ def driver_of(
     clock: Clock,
     start: RunStart,
     profile: Profile | None = None,
+    signals: SignalPipe | None = None,
     **options: Any,
 ) -> Driver:
     """A driver for these jobs; `options` are those of `Control`."""
@@ -60,7 +67,7 @@ def driver_of(
         due_s = state.jobs.records[job_id].deadline_s
         return None if due_s == math.inf else due_s - clock.now_s
 
-    backend = ClusterBackend(cluster, fleet, handout, clock=clock, left_s=left_s)
+    backend = ClusterBackend(cluster, fleet, handout, clock=clock, left_s=left_s, signals=signals)
     backend.add(whole)
     return Driver(whole, state=state, backend=backend, policy=handout.named, **options)
 

@@ -19,6 +19,8 @@ from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
 ROUND_TRIP_S = 0.05
 """From the end of a job on a node to the start of the next one that the driver hands out for it, with time
 for other messages."""
+QUEUE_SHARE = 0.25
+"""Of the waiting jobs per rank."""
 MAX_AHEAD = 2
 """Jobs ahead of need per rank."""
 
@@ -65,22 +67,28 @@ class HandOut:
 
     def _rooms(self, snapshot: Snapshot, handed: Mapping[int, Mapping[str, RunningTask]]) -> dict[int, int]:
         """By slot, how many more jobs its node can use, if any."""
-        ahead = self._ahead(snapshot)
+        ahead, first = self._ahead(snapshot)
         rooms = {}
         for slot, node in self._fleet.nodes.items():
-            room = math.ceil(node.num_ranks * (1 + ahead)) - len(handed[slot])
+            room = node.num_ranks + math.floor(node.num_ranks * ahead + first) - len(handed[slot])
             if room > 0:
                 rooms[slot] = room
         return rooms
 
-    def _ahead(self, snapshot: Snapshot) -> float:
-        """Jobs that a node gets ahead of need, per rank: those that may end within a round trip."""
+    def _ahead(self, snapshot: Snapshot) -> tuple[float, float]:
+        """Jobs that a node gets ahead of need: per rank, and besides.
+
+        Those that may end within a round trip, and a share of the queue: policies use ranks better if they
+        can choose among jobs. The share shrinks with the queue. Otherwise one node would be busy at the end
+        while ranks of others idle.
+        """
         if len(self._fleet.nodes) == 1:
-            return MAX_AHEAD  # it chooses among them better than the driver, who sees no steps
-        if len(snapshot.open) < self._fleet.num_ranks:
-            return 0.0  # near the end, they would keep one node busy while ranks of others idle
-        first = next(iter(snapshot.open.values()))
-        return min(MAX_AHEAD, ROUND_TRIP_S / max(first.remaining_s, 1e-3))
+            return MAX_AHEAD, 0.0
+        waiting = len(snapshot.open) / self._fleet.num_ranks
+        if waiting < 1:
+            return 0.0, 0.0
+        soon = ROUND_TRIP_S / max(next(iter(snapshot.open.values())).remaining_s, 1e-3)
+        return min(MAX_AHEAD, max(soon, QUEUE_SHARE * waiting)), 1.0
 
     def _next_jobs(self, snapshot: Snapshot, slot: int, room: int) -> list[Decision]:
         """What the policy would start on a node with this many free ranks, on lanes of that node."""

@@ -46,13 +46,27 @@ class NodeLost:
     reason: str
 
 
+class Delivery(Protocol):
+    """The files of an attempt, which have no name in the output folder yet."""
+
+    def publish(self) -> JobOutcome:
+        """Give them their names. Raises: OutputError when that is not possible."""
+        ...
+
+    def drop(self) -> None:
+        """Nobody wants them."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """How an attempt at a job ended on its node. If it is done, its file is in the driver's folder."""
+    """How an attempt at a job ended on its node."""
 
     node: str
     attempt: int
     outcome: JobOutcome
+    delivery: Delivery | None = None
+    """None if there are no files."""
 
 
 Report = NodeJoined | NodeLost | JobEnded
@@ -61,10 +75,11 @@ Report = NodeJoined | NodeLost | JobEnded
 class Cluster(Protocol):
     """All nodes of a run."""
 
-    def wait(self, until_s: float | None) -> Sequence[Report]:
-        """Reports in their order; returns without any when the clock reaches `until_s`, or before."""
+    @property
+    def num_ranks(self) -> int:
+        """Of the nodes that live."""
         ...
 
-    def close(self) -> None:
-        """Let the nodes go."""
+    def wait(self, until_s: float | None) -> Sequence[Report]:
+        """Reports in their order; returns without any when the clock reaches `until_s`, or before."""
         ...

@@ -119,6 +119,10 @@ class SimulatedCluster:
     def nodes(self) -> Sequence[SimulatedNode]:
         return tuple(self._nodes.values())
 
+    @property
+    def num_ranks(self) -> int:
+        return sum(node.num_ranks for node in self._nodes.values())
+
     def join(self, node: SimulatedNode, at_s: float = 0.0) -> None:
         """A node joins at this time."""
         self._nodes[node.name] = node
@@ -165,9 +169,6 @@ class SimulatedCluster:
             name, content = message
             if name in self._nodes:
                 self._nodes[name].receive(content, at_s)
-
-    def close(self) -> None:
-        """Nothing remains of simulated nodes."""
 
 
 def simulate_nodes(

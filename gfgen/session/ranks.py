@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gfgen.errors import JobFileError
@@ -15,7 +15,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.devices import CPU, Devices
+from gfgen.runtime.core.devices import CPU, DEFAULT_CPU_RANKS, Devices, choose_devices, parse_memory
 from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes
@@ -96,6 +96,36 @@ class Ranks:
             trusts_code=self.trusts_code,
             bounds=bounds,
             step_times=self.step_times() if has_bounded_steps else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRanks:
+    """The ranks that options ask for, on whichever machine."""
+
+    ranks: int | None = None
+    device: str = "auto"
+    ranks_per_gpu: int = 1
+    memory: str | None = None
+    random_weights: bool = False
+    vae_dtype: str = "auto"
+    graphs: bool = True
+    trust_remote_code: bool = False
+    compile: str = "auto"
+
+    def here(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
+        """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them.
+
+        Raises: InputError if the machine has fewer GPUs, or if --memory is no size.
+        """
+        limit = None if self.memory is None else parse_memory(self.memory)
+        devices = choose_devices(
+            self.device, self.ranks, memory_limit=limit, ranks_per_gpu=self.ranks_per_gpu
+        )
+        if devices.kind == CPU:
+            devices = replace(devices, num_ranks=self.ranks or cpu_ranks)
+        return Ranks(
+            devices, self.random_weights, self.vae_dtype, self.graphs, self.trust_remote_code, self.compile
         )
 
 

@@ -93,18 +93,28 @@ def write_output(
             _write_video(frames, temporary, fps=fps or 1, metadata=metadata, sound=sound)
         else:
             _write_image(frames, temporary, fps=fps or 1, metadata=metadata)
-        content = content_of(temporary)
-        if made_for is not None:
-            set_mark(temporary, content, name=path.name, made_for=made_for)
-        _sync(temporary)
-        _publish(temporary, path, replaces=replaces, made_for=made_for)
-        _sync(path.parent)
-        return content
+        return name_file(temporary, path, replaces=replaces, made_for=made_for)
     except OSError as error:
         raise OutputError(_explain(error, path, frames)) from error
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def name_file(
+    temporary: Path, path: Path, *, replaces: Content | None, made_for: Mapping[str, Any] | None
+) -> Content:
+    """Give a complete file of the same file system its name; the temporary name may stay.
+
+    Raises: OutputError when a file other than its predecessor has the name; OSError.
+    """
+    content = content_of(temporary)
+    if made_for is not None:
+        set_mark(temporary, content, name=path.name, made_for=made_for)
+    _sync(temporary)
+    _publish(temporary, path, replaces=replaces, made_for=made_for)
+    _sync(path.parent)
+    return content
 
 
 def _publish(
