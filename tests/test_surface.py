@@ -85,9 +85,13 @@ def test_options_of_run():
         "--random-weights",
         "--ranks",
         "--ranks-per-gpu",
+        "--ray",
+        "--ray-nodes",
+        "--ray-resources",
         "--retries",
         "--seed",
         "--set",
+        "--shared",
         "--size",
         "--skip-invalid",
         "--steps",
@@ -124,6 +128,10 @@ def test_check_has_the_options_of_run_that_decide_what_it_does():
         "-q",
         "--trace",
         "--watch",
+        "--ray",
+        "--ray-nodes",
+        "--ray-resources",
+        "--shared",
     }
     shared = set(options_of(subcommand("run"))) - left_out
     assert options_of(subcommand("check")) == sorted(shared | {"--json"})

@@ -44,6 +44,7 @@ from gfgen.cli.run_files import (
     cluster_options,
     resolved,
 )
+from gfgen.cli.shown.cluster_progress import ClusterProgress
 from gfgen.cli.shown.progress import make_file_progress, make_progress
 from gfgen.cluster.session import ClusterSession
 from gfgen.errors import InputError, InterruptedRunError, LockedError, Problem
@@ -166,6 +167,14 @@ def run(
         )
     source = None if watch is not None else jobs.source()
     name = _name_of(jobs, watch)
+    cluster.check(
+        {
+            "--watch": watch is not None,
+            "--dry-run": dry_run,
+            "--trace": trace is not None,
+            "--gpus": ranks.gpus is not None,
+        }
+    )
     first = watch or (Path(jobs.jobs[0]) if jobs.jobs and jobs.jobs[0] != "-" else None)
     output_dir = output or default_folder(Path("outputs"), name, first)
     check_written(source.paths if source else (), output_dir, {"--trace": trace, "--log-file": logs.log_file})
@@ -195,6 +204,7 @@ def run(
             closes_at=None if until is None else closing_at(until, now=time.time()),
             job_bounds=JobBounds(step_s=max_step_time),
             logs=logs,
+            cluster=found,
         )
         if dry_run:
             assert source is not None
@@ -371,10 +381,13 @@ def check_trace(trace: Path | None) -> None:
 
 
 def _observers(options: RunOptions) -> list[Observer]:
-    logs = options.logs
-    observers: list[Observer] = [make_progress(quiet=logs.quiet, log_json=logs.log_json)]
-    if logs.log_file:
-        observers.append(make_file_progress(quiet=logs.quiet, log_json=logs.log_json))
+    logs, cluster = options.logs, options.cluster
+    if cluster is not None and (logs.log_file or not logs.quiet):
+        observers: list[Observer] = [ClusterProgress(cluster, only_to_file=logs.quiet)]
+    else:
+        observers = [make_progress(quiet=logs.quiet, log_json=logs.log_json)]
+        if logs.log_file:
+            observers.append(make_file_progress(quiet=logs.quiet, log_json=logs.log_json))
     if options.on_file is not None:
         observers.append(options.on_file)
     if options.trace:

@@ -1,4 +1,4 @@
-"""Checks before `gfgen run` starts: files have one purpose, foreign ones stay; and the options of a cluster."""
+"""What `gfgen run` checks before it starts: each file has one purpose; foreign files stay; its cluster."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ class RunOptions(SessionOptions):
     """How often jobs that failed run again at the end."""
     force: bool = False
     """Make finished jobs again."""
+    cluster: RayCluster | None = None
 
 
 class KnownJobs:

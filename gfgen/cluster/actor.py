@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -25,6 +27,9 @@ from gfgen.session.ranks import Ranks
 from gfgen.system.lifeline import module_command, module_environment
 from gfgen.system.machine import key_versions
 
+DEAF_S = 45.0
+"""An actor whose driver has been silent for this time ends. Ray ends it sooner, unless the machine has
+lost its connection or its Ray."""
 END_S = 20.0
 """How long the process may take to end its ranks before it is killed."""
 
@@ -54,11 +59,15 @@ class NodeActor:
         self._connection: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        self._heard_s = time.monotonic()
+        """When the driver asked for something last; infinity while models load."""
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
         with contextlib.suppress(OSError):
             os.chdir(options.work_dir)
 
     def facts(self) -> tuple[Mapping[str, str], Ranks]:
         """The node's versions and ranks. Raises: InputError when it lacks the devices."""
+        self._heard_s = time.monotonic()
         return versions_here(), self._options.ranks.here()
 
     def find_model(self, name: str) -> ResolvedModel:
@@ -72,9 +81,11 @@ class NodeActor:
 
     def load(self, models: Sequence[str]) -> Ready | Refused | Gone:
         """Start the process with these models, and wait until it is ready."""
+        self._heard_s = math.inf
         setup = Setup(self._options, self._folder, tuple(models))
         threading.Thread(target=self._run, args=(setup,), name="process", daemon=True).start()
         first = self._reports.get()
+        self._heard_s = time.monotonic()
         assert not isinstance(first, Ended), first
         return first
 
@@ -91,6 +102,7 @@ class NodeActor:
             found.append(self._reports.get(timeout=timeout_s))
             while True:
                 found.append(self._reports.get_nowait())
+        self._heard_s = time.monotonic()
         return found
 
     def read(self, file: str, offset: int, size: int) -> bytes:
@@ -114,6 +126,12 @@ class NodeActor:
                 self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _watch(self) -> None:
+        while time.monotonic() < self._heard_s + DEAF_S:
+            time.sleep(1.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(1)  # the process dies with this one
+
     def _send(self, message: Start | Cancel | None) -> None:
         with self._lock, contextlib.suppress(OSError):  # its end is reported
             if self._connection is not None:
@@ -124,7 +142,7 @@ class NodeActor:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                module_command("gfgen.cluster.member", str(theirs.fileno())),
+                module_command("gfgen.cluster.member_main", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 env=module_environment(),
                 stdin=subprocess.DEVNULL,

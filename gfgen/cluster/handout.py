@@ -67,10 +67,10 @@ class HandOut:
 
     def _rooms(self, snapshot: Snapshot, handed: Mapping[int, Mapping[str, RunningTask]]) -> dict[int, int]:
         """By slot, how many more jobs its node can use, if any."""
-        ahead, first = self._ahead(snapshot)
+        ahead, besides = self._ahead(snapshot)
         rooms = {}
         for slot, node in self._fleet.nodes.items():
-            room = node.num_ranks + math.floor(node.num_ranks * ahead + first) - len(handed[slot])
+            room = node.num_ranks + math.floor(node.num_ranks * ahead + besides) - len(handed[slot])
             if room > 0:
                 rooms[slot] = room
         return rooms

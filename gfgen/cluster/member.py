@@ -1,7 +1,5 @@
 """The process of a node: one session, which runs the jobs that come over a connection.
 
-    python -m gfgen.cluster.member FD
-
 It is a child of the node's actor, because a session starts processes from its main thread, which an actor
 does not have.
 """
@@ -13,7 +11,6 @@ import logging
 import os
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -218,9 +215,3 @@ def main(fd: int) -> int:
             connection.send(Refused(str(error) if isinstance(error, GfgenError) else in_one_line(error)))
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    from gfgen.cluster import member  # messages are those of the importable module
-
-    sys.exit(member.main(int(sys.argv[1])))

@@ -20,10 +20,13 @@ from typing import Any
 
 from gfgen.cluster.actor import Gone, NodeActor, versions_here
 from gfgen.cluster.delivery import FileDelivery, make_shared, remove_shared
+from gfgen.cluster.fleet import Fleet
 from gfgen.cluster.member import Ended, MemberOptions, Ready, Refused
 from gfgen.cluster.node import JobEnded, NodeJoined, NodeLost, Report
 from gfgen.errors import GfgenError, InputError, ModelError, OutputError, WorkerError, in_one_line
+from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
+from gfgen.runtime.core.clock import Clock
 from gfgen.session.ranks import Ranks
 from gfgen.system.wording import counted
 
@@ -138,6 +141,10 @@ class RayNode:
     def cancel(self, attempt: int) -> None:
         self.actor.cancel.remote(attempt)
 
+    def greet(self) -> None:
+        """Let the actor know that its driver lives."""
+        self._cluster.ray.get(self.actor.take_reports.remote(0.0), timeout=SILENCE_S)
+
     def follow(self) -> None:
         """Pass on what the node reports until it is gone."""
         ray = self._cluster.ray
@@ -190,6 +197,8 @@ class RayCluster:
         self._nodes: dict[str, RayNode] = {}
         """By Ray's id: those that live or start."""
         self._starts: dict[str, list[float]] = defaultdict(list)
+        self._why: dict[str, str] = {}
+        """By Ray's id, why its last node was lost."""
         self._refused: dict[str, str] = {}
         """By Ray's id, why a node cannot be used."""
         self._models: tuple[str, ...] | None = None
@@ -200,6 +209,8 @@ class RayCluster:
         self._number = 0
         self.clock_s: Callable[[], float] = time.monotonic
         """Now, by the driver's clock, which the session sets."""
+        self.fleet: Fleet | None = None
+        """Of the present run."""
 
     def __enter__(self) -> RayCluster:
         """Raises: InputError when there is no Ray or no cluster."""
@@ -266,8 +277,15 @@ class RayCluster:
                 self._change.wait(TICK_S)
         return found
 
-    def begin_run(self) -> None:
+    def node_of(self, layout: Layout) -> str:
+        """The name of the node of a lane."""
+        assert self.fleet is not None, "the run has not begun"
+        node = self.fleet.nodes.get(self.fleet.slot_of(layout.ranks[0]))
+        return "that is gone" if node is None else node.name
+
+    def begin_run(self, fleet: Fleet, clock: Clock) -> None:
         """Tell a new driver of the nodes that there are."""
+        self.fleet, self.clock_s = fleet, lambda: clock.now_s
         while not self._reports.empty():
             self._reports.get()
         for node in self.joined:
@@ -326,7 +344,8 @@ class RayCluster:
                 return
             starts = [at for at in self._starts[ray_id] if at > now_s - WINDOW_S]
             if len(starts) >= MAX_STARTS:
-                self._refuse(ray_id, f"it was lost {counted(len(starts), 'time')} in {WINDOW_S:g} s")
+                times = f"{counted(len(starts), 'time')} in {WINDOW_S:g} s"
+                self._refuse(ray_id, f"it was lost {times}, at last because {self._why[ray_id]}")
                 return
             self._starts[ray_id] = [*starts, now_s]
             self._number += 1
@@ -340,8 +359,10 @@ class RayCluster:
             node.create()
             with self._change:
                 self._change.notify_all()
-                while self._models is None:
-                    self._change.wait()
+            while self._models is None:
+                with self._change:
+                    self._change.wait(POLL_S)
+                node.greet()
             node.load(self._models)
             with self._change:
                 self._change.notify_all()
@@ -357,6 +378,7 @@ class RayCluster:
         reason = str(error) if isinstance(error, GfgenError) else said(error)
         with self._change:
             del self._nodes[node.ray_id]
+            self._why[node.ray_id] = reason
             if node.ready is None and isinstance(error, InputError):
                 self._refuse(node.ray_id, reason)
             elif node.ready is None:
@@ -385,6 +407,8 @@ def said(error: Exception) -> str:
         "ActorUnavailableError": "it cannot be reached",
         "GetTimeoutError": f"it has not answered for {POLL_S + SILENCE_S:g} s",
     }
+    if "creation task" in str(error):  # the actor's own error is in the last line
+        return lines[-1][:300]
     return known.get(kind) or (lines[-1][:300] if lines else kind)
 
 

@@ -109,7 +109,6 @@ class ClusterSession(Session):
         """Run the driver's loop until all jobs have ended or the run stops."""
         assert arrivals is None, "a cluster's jobs are known when it starts"
         options, clock = options or self.options, clock or Clock()
-        self._cluster.clock_s = lambda: clock.now_s
         profile = profile or known_profile(options.ranks)
         most = max([MAX_RANKS, *(node.num_ranks for node in self._cluster.joined)])
         fleet = Fleet.of(len(self._cluster.joined) + SPARE_SLOTS, num_ranks=most)
@@ -127,7 +126,7 @@ class ClusterSession(Session):
         with contextlib.ExitStack() as stack:
             for observer in observers:
                 stack.callback(observer.close)
-            self._cluster.begin_run()
+            self._cluster.begin_run(fleet, clock)
             driver = driver_of(
                 jobs,
                 self._cluster,
