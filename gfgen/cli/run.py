@@ -405,7 +405,8 @@ def _report(summary: Summary, options: RunOptions) -> None:
         if not options.logs.quiet:
             _say(line)
     failed = f"; {counted(summary.num_failed, 'job')} failed" if summary.num_failed else ""
-    _say(f"files and manifest.jsonl are in {options.output_dir}/{failed}")
+    cancelled = f"; {counted(summary.num_cancelled, 'job')} cancelled" if summary.num_cancelled else ""
+    _say(f"files and manifest.jsonl are in {options.output_dir}/{failed}{cancelled}")
     if options.closes_at is not None:
         jobs = "1 job is" if summary.num_unfinished == 1 else f"{summary.num_unfinished or 'no'} jobs are"
         left = f"{jobs} left" + (": run the same command again to go on" if summary.num_unfinished else "")
