@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -47,7 +47,7 @@ from gfgen.cli.run_files import (
 from gfgen.cli.shown.cluster_progress import ClusterProgress
 from gfgen.cli.shown.progress import make_file_progress, make_progress
 from gfgen.cluster.session import ClusterSession
-from gfgen.errors import InputError, InterruptedRunError, LockedError, Problem
+from gfgen.errors import GfgenError, InputError, InterruptedRunError, LockedError, Problem
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.closing import closing_at
 from gfgen.runtime.control.metrics import Summary
@@ -220,7 +220,7 @@ def run(
             else:
                 admitted, done, problems = admit_jobs(source, session.admission, options)
                 summary = run_jobs(session, admitted, options, done=done)
-    _end_hooks(summary, options)
+    _end_hooks(summary, options, status="failed" if summary.num_failed else "done")
     _report(summary, options)
     return 1 if summary.num_failed or summary.num_cancelled or problems else 0
 
@@ -320,13 +320,16 @@ def _run(
     Raises: InterruptedRunError when a signal ended the run.
     """
     arrivals = None if inbox is None else Arrivals(inbox, observers=[inbox], watched=inbox.folder)
-    summary = session.run(
-        todo, observers=[*_observers(options), *watchers], skipped=skipped, arrivals=arrivals
-    )
+    observers = [*_observers(options), *watchers]
+    try:
+        summary = session.run(todo, observers=observers, skipped=skipped, arrivals=arrivals)
+    except GfgenError:  # such as a full disk, or no rank that is left
+        _end_hooks(before or Summary(num_unfinished=len(todo)), options, status="failed")
+        raise
     if before is not None:
         summary = _joined(before, summary)
     if session.stop_signal is not None:
-        _end_hooks(summary, options, is_stopped=True)
+        _end_hooks(summary, options, status="stopped")
         if options.logs.log_json:
             _tell_of_end(summary, options, stopped_by=signal.Signals(session.stop_signal).name)
         raise InterruptedRunError(
@@ -337,14 +340,15 @@ def _run(
     return summary
 
 
-def _end_hooks(summary: Summary, options: RunOptions, *, is_stopped: bool = False) -> None:
+def _end_hooks(
+    summary: Summary, options: RunOptions, *, status: Literal["done", "failed", "stopped"]
+) -> None:
     """Finish the commands of --on-file, then run that of --on-done."""
     if options.on_file is not None:
-        if is_stopped:
+        if status == "stopped":
             options.on_file.stop()
         options.on_file.finish()
     if options.on_done is not None:
-        status = "stopped" if is_stopped else "failed" if summary.num_failed else "done"
         limit_s = options.hook_timeout_s
         run_done_hook(options.on_done, summary, options.output_dir, status=status, limit_s=limit_s)
 

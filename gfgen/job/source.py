@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -34,7 +35,9 @@ class JobSource:
     def __post_init__(self) -> None:
         if "" in self.files:
             raise InputError("JOBS is empty; name a job file, or - for standard input")
-        twice = next((file for file in self.files if self.files.count(file) > 1), None)
+        files = [file if file == "-" else os.path.realpath(file) for file in self.files]
+        named = zip(self.files, files, strict=True)
+        twice = next((name for name, file in named if files.count(file) > 1), None)
         if twice is not None:
             raise InputError(f"JOBS names {twice} twice; name each job file once")
 

@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 def key_versions() -> Mapping[str, str]:
     """Of the packages on which the results depend."""
     found = versions()
-    return {name: found[name] for name in ("gfgen", "torch", "diffusers") if name in found}
+    return {name: found[name] for name in ("gfgen", "torch", "diffusers", "transformers") if name in found}
 
 
 def cache_dir() -> Path:

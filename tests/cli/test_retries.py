@@ -10,7 +10,7 @@ import pytest
 from builders import make_job
 
 from gfgen.cli.run import run_jobs
-from gfgen.errors import InterruptedRunError
+from gfgen.errors import InterruptedRunError, OutputError
 from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, skipped_outcome
 
@@ -86,6 +86,23 @@ def test_a_signal_during_a_retry_counts_the_jobs_of_all_rounds(tmp_path, monkeyp
     given.logs = SimpleNamespace(log_json=False)
     with pytest.raises(InterruptedRunError, match="stopped; 2 jobs done, 1 left"):
         run_jobs(session, [make_job(name) for name in "abc"], given, done=())  # type: ignore[arg-type]
+
+
+def test_a_run_that_cannot_go_on_runs_the_commands_of_its_end(tmp_path, monkeypatch):
+    session = Session()
+    session.run = lambda *_, **__: (_ for _ in ()).throw(OutputError("the disk is full"))  # type: ignore[method-assign]
+    ended: list[tuple[str, int]] = []
+    monkeypatch.setattr("gfgen.cli.run._observers", lambda options: [])
+    monkeypatch.setattr("gfgen.cli.run.with_time", lambda jobs, *_, **__: (jobs, 0))
+    monkeypatch.setattr(
+        "gfgen.cli.run.run_done_hook",
+        lambda command, summary, folder, *, status, limit_s: ended.append((status, summary.num_unfinished)),
+    )
+    given = SimpleNamespace(**vars(options(tmp_path, 0)), ranks=SimpleNamespace(step_times=None))
+    given.on_file, given.on_done, given.hook_timeout_s, given.output_dir = None, "true", 1.0, tmp_path
+    with pytest.raises(OutputError):
+        run_jobs(session, [make_job(name) for name in "abc"], given, done=())  # type: ignore[arg-type]
+    assert ended == [("failed", 3)]
 
 
 def _replaced(thing: Any, changes: dict[str, Any]) -> Any:

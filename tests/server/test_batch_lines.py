@@ -35,5 +35,7 @@ def test_a_file_that_another_request_removes_is_not_listed(tmp_path: Path) -> No
     (tmp_path / ".files" / f"{first.id}.json").unlink()
     (tmp_path / ".files" / f"{first.id}.json").symlink_to("gone")  # as between listing and reading
     assert [file.id for file in uploads.all()] == [second.id]
-    uploads.remove_expired(before=2e9)
+    uploads.remove_expired(before=2e9, is_kept=lambda name: name == second.id)
+    assert [file.id for file in uploads.all()] == [second.id]
+    uploads.remove_expired(before=2e9, is_kept=lambda name: False)
     assert not uploads.all()

@@ -289,7 +289,7 @@ class JobService:
         if outdated := self.store.outdated(before=before, keep_bytes=self.limits.keep_bytes):
             await self.remove(outdated)
             logger.info("removed %s past the retention limits", counted(len(outdated), "ended job"))
-        self.uploads.remove_expired(before=before)
+        self.uploads.remove_expired(before=before, is_kept=lambda name: self.store.batch(name) is not None)
         await self.store.forget_requests(now=self.now())
 
     def set_policy(self, policy: str) -> None:

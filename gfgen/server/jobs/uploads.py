@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -101,10 +101,11 @@ class Uploads:
         except FileNotFoundError:
             return None
 
-    def remove_expired(self, *, before: float) -> None:
+    def remove_expired(self, *, before: float, is_kept: Callable[[str], bool]) -> None:
+        """Remove files of an earlier time, except descriptions of batches that are still kept."""
         for path in self._folder.glob("*"):
             with suppress(FileNotFoundError):  # removed meanwhile
-                if path.stat().st_mtime < before:
+                if path.stat().st_mtime < before and not is_kept(path.stem):
                     path.unlink()
 
     def _read(self, file_id: str, suffix: str) -> bytes:
