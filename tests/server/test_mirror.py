@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from gfgen.runtime.core.observer import Observer
 from gfgen.server.http.streams import MAX_CHANGES, StateFeed, _job_events, change_between
 from gfgen.server.jobs.mirror import MirrorObserver, RunMirror
 from gfgen.server.jobs.served_job import ServedJob
-from gfgen.server.jobs.store import Ending, JobFacts
+from gfgen.server.jobs.store import Ending, JobFacts, Work
 from gfgen.server.protocol.link import PredictedEnds, ProgressUpdate, RunInfo
 
 START = 1_000_000.0
@@ -302,3 +303,14 @@ def test_who_follows_a_job_is_told_of_the_stop_that_comes_while_a_step_is_sent()
 
     kinds = asyncio.run(asyncio.wait_for(follow(), 5))
     assert kinds[-2:] == [b"step", b"stopping"]
+
+
+def test_a_job_has_the_size_of_its_file_once_that_is_known():
+    record = ServedJob(replace(facts_of(job_info("a")), frames=9, fps=8))
+    assert (record.job().size, record.job().frames, record.job().seconds) == ("96x64", 9, "1.125")
+    shape = {"width": 128, "height": 256, "frames": 4, "fps": 8}
+    work = Work({"stages_s": {"denoise": 2.0}, "rank_s": 4.0}, shape, peak_memory_mb=512.5)
+    record.end(Ending("a", "completed", START + 5.0, work=work), expires_at=None)
+    job = record.job()
+    assert (job.size, job.frames, job.seconds) == ("128x256", 4, "0.5")
+    assert (job.rank_s, job.peak_memory_mb) == (4.0, 512.5)

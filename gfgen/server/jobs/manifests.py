@@ -52,7 +52,7 @@ def _without_run(stored: StoredJob, spec: dict[str, Any]) -> ManifestLine:
         written=None if ending.size_bytes is None else Content(ending.size_bytes),
     )
     entry = manifest_entry(outcome, written_at=ending.completed_at)
-    timings = {**entry["timings"], "busy_s": None}
+    timings = {**entry["timings"], "busy_s": None, "rank_s": None}
     unknown = {"family": None, "spec_hash": None, "timings": timings}
     return {**entry, **unknown, "met_deadline": ending.met_deadline}
 
