@@ -168,7 +168,7 @@ def seen(monkeypatch):
         found.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
         return Devices(CUDA, 1, (Gpu("NVIDIA H200", 140 * 10**9),))
 
-    monkeypatch.setattr("gfgen.cli.options.choose_devices", choose)
+    monkeypatch.setattr("gfgen.session.ranks.choose_devices", choose)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return found
 

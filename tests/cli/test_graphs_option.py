@@ -33,7 +33,7 @@ def test_steps_are_graphs_unless_told_otherwise_and_what_has_no_effect_is_told_i
         return Summary()
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gfgen.cli.options.choose_devices", lambda *_, **__: devices)
+    monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: devices)
     monkeypatch.setattr("gfgen.cli.run.run_jobs", run_jobs)
     result = CliRunner().invoke(cli, ["run", "-", *given], input='{"prompt": "a fox"}', obj={"debug": False})
     assert result.exit_code == 0, result.output

@@ -200,7 +200,7 @@ def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
 
 def test_no_more_gpus_are_measured_together_than_reach_each_other(no_pool, monkeypatch, tmp_path):
     pairs = [Gpu("NVIDIA H200", 140 * 10**9, frozenset(peers)) for peers in ((1,), (0,), (3,), (2,))]
-    monkeypatch.setattr("gfgen.cli.options.choose_devices", lambda *_, **__: Devices(CUDA, 4, tuple(pairs)))
+    monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: Devices(CUDA, 4, tuple(pairs)))
     monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
     dry = profile("--random-weights", "--dry-run")
     assert dry.output.splitlines()[1].startswith("18 measurements on 1 to 2 GPUs: about ")
@@ -223,7 +223,7 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
         keys.append(entry.key)
         return Samples(STAGES, gaps=[0.001], moves=[(64, 0.01)])
 
-    monkeypatch.setattr("gfgen.cli.options.choose_devices", lambda *_, **__: gpus)
+    monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: gpus)
     monkeypatch.setattr(command.profiling, "measure", measure)
     monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
     dry = profile("--random-weights", "--dry-run")
