@@ -644,9 +644,12 @@ class TestExamples:
     def test_every_example_says_how_to_run_it(self, path: Path) -> None:
         assert f"gfgen run jobs/{path.name}" in path.read_text()
 
-    def test_the_demo_is_a_dozen_jobs_that_name_no_model(self) -> None:
+    def test_the_demo_is_a_dozen_jobs_that_name_no_model_and_one_with_a_lora(self) -> None:
         specs = read_jobs(JOBS / "batch.jsonl").specs
-        assert (len(specs), {spec.model for spec in specs}) == (12, {None})
+        assert sorted((spec.model, spec.lora is None) for spec in specs if spec.model or spec.lora) == [
+            ("shapes", False)
+        ]
+        assert len(specs) == 13
 
 
 class TestDocumentation:

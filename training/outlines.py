@@ -3,7 +3,8 @@
 python -m training.outlines FILE [--start FILE]
 
 Only the factors of matrices in the transformer's blocks are trained, on the same prompts as the model, with
-the shapes drawn as outlines. FILE has the keys of diffusers' own LoRAs, in fp16.
+the shapes drawn as outlines. FILE has the keys of diffusers' own LoRAs, in fp16. jobs/outlines.safetensors
+is from --seconds 840 with one thread, on a CPU that had other work too.
 """
 
 from __future__ import annotations
