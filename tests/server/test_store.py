@@ -260,6 +260,10 @@ def test_a_store_says_whether_it_can_be_written(store, monkeypatch):
             (error,) = run(store.check_writable())
             assert isinstance(error, OutputError)
     assert store._logged_error is not None
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(store_module, "FULL_BYTES", 10**18)
+        (error,) = run(store.check_writable())
+        assert isinstance(error, OutputError)
     assert run(store.check_writable()) == [None]
     assert store._logged_error is None
 

@@ -32,6 +32,8 @@ KEPT_REQUESTS_S = 86400.0
 """How long an Idempotency-Key is kept."""
 MAX_GROUP = 256
 NEARLY_FULL_BYTES = 10**8
+FULL_BYTES = 10**6
+"""With less free space a small write may succeed and the next request fail."""
 
 Ended = Literal["completed", "failed", "cancelled"]
 T = TypeVar("T")
@@ -309,6 +311,10 @@ class Store:
     async def check_writable(self) -> None:
         """Raises OutputError if writes fail; tries one if the last one failed or the disk is nearly full."""
         free_bytes = shutil.disk_usage(self._path.parent).free
+        if free_bytes < FULL_BYTES:
+            raise OutputError(
+                f"{free_bytes:,} bytes are free for {self._path.name}; free some space and retry"
+            )
         if self._logged_error is not None or free_bytes < NEARLY_FULL_BYTES:
             await self._do(lambda db: db.execute("UPDATE lives SET began_at = began_at").rowcount)
 
