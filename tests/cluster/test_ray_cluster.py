@@ -1,0 +1,140 @@
+"""Which machines of a Ray cluster become nodes, and what is said of the others."""
+
+import threading
+import time
+
+import pytest
+from fake_ray import ActorDiedError, FakeRay
+
+from gfgen.cluster import ray_cluster
+from gfgen.cluster.actor import versions_here
+from gfgen.cluster.member import MemberOptions, Ready
+from gfgen.cluster.node import NodeJoined, NodeLost
+from gfgen.cluster.ray_cluster import MAX_STARTS, RayCluster, RayOptions
+from gfgen.errors import InputError, ModelError
+from gfgen.runtime.core.devices import CPU, Devices
+from gfgen.session.ranks import AskedRanks, Ranks
+
+TWO = Ranks(Devices(CPU, 2))
+
+
+class Actor:
+    """A healthy one, until `dies` is set."""
+
+    def __init__(self, **facts):
+        self.dies = threading.Event()
+        self._facts = facts
+
+    def facts(self):
+        return {**versions_here(), **self._facts}, TWO
+
+    def find_model(self, name):
+        if name == "unknown":
+            raise ModelError("model 'unknown': no such directory, and no model of that name")
+
+    def load(self, models):
+        return Ready(TWO, {name: {} for name in models})
+
+    def take_reports(self, timeout_s):
+        if self.dies.wait(min(timeout_s, 0.01)):
+            raise ActorDiedError("long\nreport")
+        return []
+
+    def stop(self):
+        self.dies.set()
+
+
+@pytest.fixture
+def connected(monkeypatch, tmp_path):
+    """A cluster of these machines, inside `with`."""
+    monkeypatch.setattr(ray_cluster, "LOOK_S", 0.01)
+    opened = []
+
+    def connect(machines, make=lambda ray_id: Actor(), **options):
+        ray = FakeRay(machines, make)
+        monkeypatch.setattr(ray_cluster, "connected", lambda address: ray)
+        member = MemberOptions(policy="fcfs", model="m", ranks=AskedRanks(), lookahead_s=0.0, work_dir="/")
+        found = RayCluster(RayOptions(address="auto", member=member, output_dir=tmp_path, **options))
+        opened.append(found)
+        return found.__enter__(), ray
+
+    yield connect
+    for each in opened:
+        each.__exit__(None, None, None)
+
+
+def reports_of(cluster, number):
+    found = []
+    while len(found) < number:
+        found += cluster.wait(None)
+    return found
+
+
+def test_each_machine_becomes_a_node_with_all_its_gpus(connected):
+    cluster, ray = connected({"a": {"GPU": 8.0, "CPU": 64.0}, "b": {"CPU": 4.0}})
+    cluster.load(["m"])
+    joined = reports_of(cluster, 2)
+    assert all(isinstance(report, NodeJoined) and report.node.num_ranks == 2 for report in joined)
+    by_machine = {options["scheduling_strategy"]: options for options in ray.options_of}
+    assert (by_machine["a"]["num_gpus"], by_machine["a"]["num_cpus"]) == (8.0, 0)
+    assert (by_machine["b"]["num_gpus"], by_machine["b"]["num_cpus"]) == (0, 1)
+
+
+def test_resources_and_their_number_select_nodes(connected):
+    cluster, _ = connected(
+        {"a": {}, "b": {"h200": 1.0}, "c": {"h200": 1.0}}, resources={"h200": 1}, num_nodes=1
+    )
+    cluster.load(["m"])
+    assert [node.ray_id for node in cluster.joined] == ["b"]
+
+
+def test_a_machine_that_joins_later_becomes_a_node(connected):
+    cluster, ray = connected({"a": {}})
+    cluster.load(["m"])
+    reports_of(cluster, 1)
+    ray.machines = {"a": {}, "late": {}}
+    assert reports_of(cluster, 1)[0].node.ray_id == "late"
+
+
+def test_other_versions_are_one_line(connected):
+    cluster, _ = connected({"a": {}}, lambda ray_id: Actor(gfgen="0.0.1"))
+    with pytest.raises(InputError) as refused:
+        _ = cluster.ranks
+    own = versions_here()["gfgen"]
+    assert f"it has gfgen 0.0.1 and the driver gfgen {own}: install the same" in str(refused.value)
+
+
+def test_a_model_that_no_node_has_is_named(connected):
+    cluster, _ = connected({"a": {}})
+    with pytest.raises(ModelError, match="no node has it: model 'unknown': no such directory"):
+        cluster.find_model("unknown")
+
+
+def test_a_machine_whose_node_dies_again_and_again_is_given_up(connected):
+    actors = []
+
+    def make(ray_id):
+        actors.append(Actor())
+        return actors[-1]
+
+    cluster, _ = connected({"a": {}}, make)
+    cluster.load(["m"])
+    for number in range(MAX_STARTS):
+        (joined,) = reports_of(cluster, 1)
+        actors[number].dies.set()
+        (lost,) = reports_of(cluster, 1)
+        assert lost == NodeLost(joined.node.name, "its actor died, or the machine")
+    deadline_s = time.monotonic() + 10
+    while "a" not in cluster._refused:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert len(actors) == MAX_STARTS
+    assert "it was lost 3 times in 600 s, at last because its actor died" in cluster._refused["a"]
+
+
+def test_a_run_whose_nodes_are_all_gone_ends(connected, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "ALONE_S", -1.0)
+    cluster, _ = connected({})
+    cluster.wait(None)
+    with pytest.raises(ray_cluster.WorkerError, match="no node is left"):
+        cluster.wait(None)
