@@ -4,13 +4,17 @@
 
 The trajectory is a chain: a task's inputs are outputs of earlier tasks of the same job, so
 a job has one next task at any time, and a task boundary is the only place where a job
-moves, widens, stops or fails. Tasks are values: equal when job and position are equal.
+moves, widens, stops or fails. Tasks are values: equal when job, position and stage are equal.
+
+A step is a task of the stage `denoise`, or of `reuse` if it runs no transformer: it extrapolates the
+transformer's guided output from earlier steps.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -20,8 +24,11 @@ class Stage(StrEnum):
     ENCODE = "encode"
     PREPARE = "prepare"
     DENOISE = "denoise"
+    REUSE = "reuse"
     DECODE = "decode"
 
+
+STEPS = frozenset((Stage.DENOISE, Stage.REUSE))
 
 DTYPE_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8}
 
@@ -29,12 +36,14 @@ INPUTS: dict[Stage, tuple[str, ...]] = {
     Stage.ENCODE: (),
     Stage.PREPARE: ("prompt",),
     Stage.DENOISE: ("prompt", "condition", "latents"),
+    Stage.REUSE: ("prompt", "condition", "latents"),
     Stage.DECODE: ("latents",),
 }
 OUTPUTS: dict[Stage, tuple[str, ...]] = {
     Stage.ENCODE: ("prompt",),
     Stage.PREPARE: ("condition", "latents"),
     Stage.DENOISE: ("latents",),
+    Stage.REUSE: ("latents",),
     Stage.DECODE: ("frames",),
 }
 
@@ -66,6 +75,12 @@ class Task:
     stage: Stage
     step: int | None = None
 
+    @property
+    def as_reused(self) -> Task:
+        """The same step without its transformer."""
+        assert self.step is not None
+        return replace(self, stage=Stage.REUSE)
+
     def __str__(self) -> str:
         return f"{self.stage} {self.step}" if self.step is not None else str(self.stage)
 
@@ -77,6 +92,10 @@ class Trajectory:
     job_id: str
     num_steps: int
     artifacts: tuple[Artifact, ...] = ()
+    reused: tuple[int, ...] = ()
+    """Steps that are reused, in order."""
+    reusable: tuple[int, ...] = ()
+    """Steps that a policy may have reused, in order; `task` computes them."""
 
     @property
     def num_tasks(self) -> int:
@@ -89,10 +108,23 @@ class Trajectory:
         if index == 1:
             return Task(self.job_id, 1, Stage.PREPARE)
         if 2 <= index < self.num_steps + 2:
-            return Task(self.job_id, index, Stage.DENOISE, step=index - 2)
+            stage = Stage.REUSE if _has(self.reused, index - 2) else Stage.DENOISE
+            return Task(self.job_id, index, stage, step=index - 2)
         if index == self.num_steps + 2:
             return Task(self.job_id, index, Stage.DECODE)
         raise IndexError(f"job {self.job_id} has tasks 0 to {self.num_tasks - 1}, not {index}")
+
+    def num_reused_from(self, index: int) -> int:
+        """Reused steps from the task at a position on."""
+        return len(self.reused) - bisect_left(self.reused, index - 2)
+
+    def num_reusable_from(self, index: int) -> int:
+        """Steps from the task at a position on that a policy may have reused."""
+        return len(self.reusable) - bisect_left(self.reusable, index - 2)
+
+    def may_reuse(self, index: int) -> bool:
+        """Whether a policy may have the task at this position reused."""
+        return _has(self.reusable, index - 2)
 
     def name_of(self, task: Task) -> str:
         """A task as people count: 'denoise 3 of 20' for step 2, other stages by their name."""
@@ -119,3 +151,8 @@ class Trajectory:
             if artifact.name == name:
                 return artifact
         raise KeyError(name)
+
+
+def _has(steps: tuple[int, ...], step: int) -> bool:
+    at = bisect_left(steps, step)
+    return at < len(steps) and steps[at] == step

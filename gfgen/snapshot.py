@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gfgen.graph import Stage, Task
+from gfgen.graph import STEPS, Stage, Task
 from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
 
 
@@ -29,6 +29,16 @@ class Arrangement:
     """The degrees of a step, whose product is as many ranks as it can use."""
     decodes: tuple[int, ...]
     """How many ranks a decode takes of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run the rest of a job."""
+
+    num_reused: int
+    """Steps that it gives up."""
+    remaining_s: float
+    """As that of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,20 @@ class JobView:
     """Predicted time to merge them on a rank that holds others."""
     owner: str | None = None
     """Owners get equal shares of the ranks (policies/fair_share.py)."""
+    num_reused: int = 0
+    """Steps of the whole job that are reused in any case; `remaining_s` counts them as such."""
+    num_reusable: int = 0
+    """Steps from `next_task` on that a policy may have reused (`"reuse": "if-late"`)."""
+    saving_s: float = 0.0
+    """How much less than `remaining_s` is left if all of these are reused."""
+    may_reuse: bool = False
+    """Whether `next_task` is one of them."""
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """What the rest may be: computed in full, or with up to all reusable steps reused."""
+        each_s = self.saving_s / max(1, self.num_reusable)
+        return tuple(Option(n, self.remaining_s - n * each_s) for n in range(self.num_reusable + 1))
 
     @property
     def step_degree(self) -> int:
@@ -77,7 +101,7 @@ class JobView:
     def max_degree(self) -> int:
         """The most ranks that its next task can use: several share a denoising step, or a decode."""
         match self.next_task.stage:
-            case Stage.DENOISE:
+            case Stage.DENOISE | Stage.REUSE:
                 return self.step_degree
             case Stage.DECODE:
                 return self.max_decode_degree
@@ -89,7 +113,7 @@ class JobView:
         stage = self.next_task.stage
         if stage is Stage.DECODE:
             return self.decode_layout(ranks)
-        return self.step_layout(ranks if stage is Stage.DENOISE else ranks[:1])
+        return self.step_layout(ranks if stage in STEPS else ranks[:1])
 
     def step_layout(self, ranks: Sequence[int]) -> Layout:
         """A layout of its denoising steps on these ranks, whatever its next task is.
@@ -143,8 +167,11 @@ class Costs(Protocol):
 
     def task_s(self, task: Task, layout: Layout) -> float: ...
 
-    def remaining_s(self, task: Task, layout: Layout) -> float:
-        """From `task` to the end of its job, all on a layout of these degrees."""
+    def remaining_s(self, task: Task, layout: Layout, *, num_given_up: int = 0) -> float:
+        """From `task` to the end of its job, all on a layout of these degrees.
+
+        num_given_up: reused steps, of those that the policy may have reused.
+        """
         ...
 
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float: ...
@@ -234,7 +261,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Run a job's next task on this layout, now."""
+    """Run a job's next task on this layout, now.
+
+    If the job's view says `may_reuse`, the task may be `next_task.as_reused`: the step runs no transformer.
+    """
 
     task: Task
     layout: Layout

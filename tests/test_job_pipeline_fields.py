@@ -189,6 +189,22 @@ class TestSigmas:
         assert problem(sigmas=value).field == "sigmas"
 
 
+class TestReuse:
+    def test_never_is_as_if_it_was_not_given(self) -> None:
+        plain = job(id="fox")
+        assert [job(id="fox", reuse=value) for value in ("never", 0, None)] == [plain] * 3
+        assert len({spec_hash(each) for each in (plain, job(id="fox", reuse=0.4))}) == 2
+
+    def test_shares_and_if_late_are_kept(self) -> None:
+        assert [job(reuse=value).reuse for value in (0.4, "if-late")] == [0.4, "if-late"]
+
+    @pytest.mark.parametrize("value", [0.81, -0.1, "0.4", "always", True, [0.4]])
+    def test_other_values_are_refused(self, value: Any) -> None:
+        found = problem(reuse=value)
+        assert found.field == "reuse"
+        assert found.accepted.startswith('"never", "if-late", or the share of the steps to reuse')
+
+
 class TestModelsWithFieldsOfTheirOwn:
     @pytest.mark.parametrize("name", ["wan2.2-ti2v-5b", "qwen-image"])
     def test_each_field_is_refused(self, name: str, tmp_path: Path) -> None:

@@ -330,6 +330,7 @@ def test_fields_of_a_job():
         "scheduler",
         "lora",
         "sigmas",
+        "reuse",
         "deadline",
         "arrival",
         "timeout",
@@ -466,4 +467,8 @@ def test_what_a_policy_sees():
         "loras",
         "switch_s",
         "owner",
+        "num_reused",
+        "num_reusable",
+        "saving_s",
+        "may_reuse",
     ]

@@ -15,7 +15,7 @@ from gfgen.errors import OutputError
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.dispatch import Dispatch, GivenUp
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.ipc.content import Content
@@ -93,7 +93,7 @@ class ClusterBackend:
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         raise AssertionError("nodes load models by themselves")
 
-    def save(self, job_id: str, *, next_index: int, producer: int) -> None:
+    def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
         """No effect: a job that a stopped run leaves starts again."""
 
     def memory_use(self) -> Mapping[int, MemoryUse]:

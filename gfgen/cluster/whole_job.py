@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gfgen.graph import Stage, Task, Trajectory
 from gfgen.layout import Degrees
@@ -28,6 +29,14 @@ class WholeJob(Trajectory):
             raise IndexError(f"job {self.job_id} is one task here, there is no task {index}")
         return Task(self.job_id, 0, Stage.DENOISE)
 
+    def num_reused_from(self, index: int) -> int:
+        """None: they are parts of the one task."""
+        return 0
+
+    def num_reusable_from(self, index: int) -> int:
+        """None: the node's policy has the choice."""
+        return 0
+
     def name_of(self, task: Task) -> str:
         return "the job"
 
@@ -35,7 +44,7 @@ class WholeJob(Trajectory):
 def as_whole(job: AdmittedJob) -> AdmittedJob:
     """The job as the driver sees it."""
     steps = job.trajectory
-    return replace(job, trajectory=WholeJob(steps.job_id, steps.num_steps, steps.artifacts))
+    return replace(job, trajectory=WholeJob(*_parts_of(steps)))
 
 
 def for_node(job: AdmittedJob, *, left_s: float | None) -> AdmittedJob:
@@ -45,8 +54,12 @@ def for_node(job: AdmittedJob, *, left_s: float | None) -> AdmittedJob:
     """
     whole = job.trajectory
     spec = replace(job.spec, arrival_s=0.0, deadline_s=left_s, deadline_at=None, timeout_s=None)
-    steps = Trajectory(whole.job_id, whole.num_steps, whole.artifacts)
+    steps = Trajectory(*_parts_of(whole))
     return replace(job, trajectory=steps, info=replace(job.info, spec=spec))
+
+
+def _parts_of(steps: Trajectory) -> tuple[Any, ...]:
+    return steps.job_id, steps.num_steps, steps.artifacts, steps.reused, steps.reusable
 
 
 class WholeJobCosts(CostModel):
@@ -100,6 +113,7 @@ class WholeJobCosts(CostModel):
         num_tasks: int,
         degrees: Degrees,
         *,
+        num_reused: int = 0,
         is_handed_out: bool = True,
     ) -> float:
         return self.task_s(cost_class, Stage.DENOISE, degrees, is_handed_out=is_handed_out)

@@ -56,6 +56,9 @@ MAX_WHOLE_FLOAT = 2**53
 MAX_UNKNOWN_REPORTED = 10
 MAX_SHOWN_CHARS = 80
 
+IF_LATE = "if-late"
+MAX_REUSE = 0.8
+"""Of a job's steps; a model may accept less."""
 NUMBER = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)"
 MAX_LORAS = 16
 MAX_LORA_SCALE = 100
@@ -70,6 +73,8 @@ ID = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
 
 STRING = {"type": "string"}
 TIME = {"anyOf": [{"type": "number"}, STRING]}
+
+REUSE = {"anyOf": [{"type": "number", "minimum": 0, "maximum": MAX_REUSE}, {"enum": ["never", IF_LATE]}]}
 
 OTHER_NAMES = {
     "cfg_scale": "guidance_scale",
@@ -296,6 +301,18 @@ def _parse_sigmas(value: object) -> list[float]:
     return numbers
 
 
+def _parse_reuse(value: object) -> float | str | None:
+    """A share of the steps, or IF_LATE; None for none."""
+    if value == IF_LATE:
+        return IF_LATE
+    if value == "never":
+        return None
+    share = _number(value)
+    if not 0 <= share <= MAX_REUSE:
+        raise Refused("")
+    return float(share) or None
+
+
 def _parse_lora(value: object) -> list[dict[str, Any]]:
     """Entries with path, file, scale and target; a path alone is an entry, and an entry alone a list."""
     entries = value if isinstance(value, list) else [value]
@@ -345,6 +362,7 @@ LORA_ACCEPTED = (
     f'a list of 1 to {MAX_LORAS} objects such as {{"path": "style.safetensors", "scale": 0.8}}; the path is '
     'a file, a folder or a hub id, and "file" and "target" are optional; over HTTP, "name" in place of "path"'
 )
+REUSE_ACCEPTED = f'"never", "{IF_LATE}", or the share of the steps to reuse, a number from 0 to {MAX_REUSE:g}'
 SIGMAS_ACCEPTED = f"a list of 1 to {MAX_STEPS:,} falling numbers from 0 to {MAX_SIGMA:,}"
 
 FIELDS: dict[str, Field] = {
@@ -372,6 +390,7 @@ FIELDS: dict[str, Field] = {
         _object("scheduler", SCHEDULER_ACCEPTED, _parse_plain),
         Field("lora", LORA_ACCEPTED, _parse_lora, {"type": "array", "items": {"type": "object"}}),
         Field("sigmas", SIGMAS_ACCEPTED, _parse_sigmas, {"type": "array", "items": {"type": "number"}}),
+        Field("reuse", REUSE_ACCEPTED, _parse_reuse, REUSE),
         Field("deadline", DEADLINE_ACCEPTED, _parse_deadline, TIME),
         _duration("arrival", may_be_zero=True),
         _duration("timeout", may_be_zero=False),

@@ -31,7 +31,7 @@ MAX_NUMBERED = 1_000
 HASHED_FIELDS = (
     *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
     *("seed", "output", "format", "quality"),
-    *("image_sha256", "args", "files_sha256", "scheduler", "sigmas", "lora"),
+    *("image_sha256", "args", "files_sha256", "scheduler", "sigmas", "lora", "reuse"),
 )
 """What decides the file's content and name: the canonical spec."""
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
@@ -85,6 +85,8 @@ class JobSpec:
     In a request over HTTP, `name` stands for the file until admission."""
     lora_files: list[str] | None = field(default=None, hash=False)
     """Their absolute paths."""
+    reuse: float | str | None = None
+    """The share of its steps that run no transformer, or "if-late"."""
     deadline_s: float | None = None
     """Seconds after the arrival."""
     deadline_at: float | None = None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from gfgen.graph import Stage
+from gfgen.graph import Stage, Task
+from gfgen.layout import Layout
 from gfgen.policies.speed import power_of_two, step_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
 
@@ -20,10 +21,17 @@ OVERRUN_S = 0.01
 
 
 def allot(
-    snapshot: Snapshot, queue: Iterable[JobView], *, wanted: Callable[[JobView], int]
+    snapshot: Snapshot,
+    queue: Iterable[JobView],
+    *,
+    wanted: Callable[[JobView], int],
+    chosen: Callable[[JobView, Layout], Task] = lambda job, _: job.next_task,
 ) -> list[Decision]:
-    """Start jobs of the queue while ranks are free, each on as many as it wants."""
-    ranks = _RankClaims(snapshot)
+    """Start jobs of the queue while ranks are free, each on as many as it wants.
+
+    chosen: the task of a job on a layout, which may be its step without the transformer.
+    """
+    ranks = _RankClaims(snapshot, chosen)
     decisions = []
     for job in queue:
         if not ranks.free:
@@ -50,8 +58,9 @@ def shared_out(snapshot: Snapshot, *, degree: int) -> int:
 class _RankClaims:
     """The ranks that the jobs of the queue have not claimed yet."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, chosen: Callable[[JobView, Layout], Task]) -> None:
         self._snapshot = snapshot
+        self._chosen = chosen
         self._running = {running.task.job_id: running for running in snapshot.running}
         self._num_left = len(snapshot.ranks)
         """Ranks, free or not, that no job of the queue has claimed yet."""
@@ -82,7 +91,7 @@ class _RankClaims:
         if wanted > layout.degree and job.next_task.stage is not Stage.DECODE:
             end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
             self._hold(wanted - layout.degree, end_s, island)
-        return [Decision(job.next_task, layout)]
+        return [Decision(self._chosen(job, layout), layout)]
 
     def hold_for_busy(self, job: JobView, wanted: int) -> None:
         """Hold free ranks so that a running job can use more of them from its next boundary."""
@@ -101,7 +110,7 @@ class _RankClaims:
             end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
             if end_s <= self._held_until_s[rank] + OVERRUN_S:
                 self.free.remove(rank)
-                return Decision(job.next_task, layout)
+                return Decision(self._chosen(job, layout), layout)
         return None
 
     def _better_later(

@@ -7,6 +7,7 @@ import itertools
 import math
 from operator import attrgetter
 
+from gfgen.policies.giving_up import chosen_task
 from gfgen.policies.speed import is_past_rescue
 from gfgen.snapshot import Decision, JobView, Snapshot
 
@@ -32,7 +33,7 @@ def edf(snapshot: Snapshot, *, rescue: bool = True) -> list[Decision]:
         if ranks:
             layout = job.layout(ranks)
             free.difference_update(layout.ranks)
-            decisions.append(Decision(job.next_task, layout))
+            decisions.append(Decision(chosen_task(snapshot, job, layout), layout))
     return decisions
 
 

@@ -12,11 +12,17 @@ _SOME = tuple(range(MAX_RANKS))
 """Predictions depend on degrees alone, so any ranks will do."""
 
 
-def rest_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
-    """Predicted seconds from the job's next task to its end, with its steps on `degree` ranks."""
-    if degree == 1:
+def rest_s(snapshot: Snapshot, job: JobView, degree: int, *, num_given_up: int = 0) -> float:
+    """Predicted seconds from the job's next task to its end, with its steps on `degree` ranks.
+
+    num_given_up: steps that are reused, of those that the job may give up.
+    """
+    if degree == 1 and not num_given_up:
         return job.remaining_s
-    return snapshot.costs.remaining_s(job.next_task, job.step_layout(_SOME[:degree]))
+    layout = job.step_layout(_SOME[:degree])
+    if not num_given_up:
+        return snapshot.costs.remaining_s(job.next_task, layout)
+    return snapshot.costs.remaining_s(job.next_task, layout, num_given_up=num_given_up)
 
 
 def step_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
@@ -43,13 +49,15 @@ def _widest(uses_cfg: bool, max_sequence_degree: int, max_degree: int, num_ranks
 
 
 def is_past_rescue(snapshot: Snapshot, job: JobView) -> bool:
-    """Whether the job would miss its deadline even with all ranks and no loss by sharing.
+    """Whether the job would miss its deadline even with all ranks, no loss by sharing, and all steps given up
+    that it may give up.
 
     Optimistic, because it looks up no costs.
     """
     if snapshot.now_s + job.remaining_s <= job.deadline_s:
         return False
-    return snapshot.now_s + job.remaining_s / widest(snapshot, job) > job.deadline_s
+    least_s = job.remaining_s - job.saving_s
+    return snapshot.now_s + least_s / widest(snapshot, job) > job.deadline_s
 
 
 def power_of_two(number: int) -> int:

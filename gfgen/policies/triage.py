@@ -9,8 +9,10 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
-from gfgen.graph import Stage
+from gfgen.graph import Stage, Task
+from gfgen.layout import Layout
 from gfgen.policies.allotment import allot, shared_out
+from gfgen.policies.giving_up import chosen_task
 from gfgen.policies.groups import GroupSize
 from gfgen.policies.speed import is_past_rescue, rest_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
@@ -25,6 +27,8 @@ will arrive, and a long job without slack later keeps all others from the ranks.
 MARGIN = 1.25
 """A job runs on few ranks if that leaves a fifth of the time to its deadline unused, because each wait at a
 boundary costs part of a step."""
+
+_ROUNDING_S = 1e-9
 
 NUM_FIRST = 16
 """Jobs at the head of the queue to consider: twice the maximum number of ranks."""
@@ -60,7 +64,8 @@ def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
         for job in snapshot.busy.values():
             if job.job_id not in known:
                 insort(others, job, key=_short)
-    saved, rest = _most_in_time(snapshot.now_s, _with_rests(snapshot, hopeful, base))
+    waits_s: dict[str, float] = {}
+    saved, rest = _most_in_time(snapshot.now_s, _with_rests(snapshot, hopeful, base), waits_s)
     rest += _with_rests(snapshot, others, base)
     rest.sort(key=_precedence_of)
     not_saved = {job.job_id for job, _, _ in rest}
@@ -68,12 +73,15 @@ def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
     def wanted(job: JobView) -> int:
         return base if job.job_id in not_saved else _degree_in_time(snapshot, job, base)
 
-    return allot(snapshot, _queue(snapshot.now_s, saved, rest), wanted=wanted)
+    def chosen(job: JobView, layout: Layout) -> Task:
+        return chosen_task(snapshot, job, layout, wait_s=waits_s.get(job.job_id, 0.0))
+
+    return allot(snapshot, _queue(snapshot.now_s, saved, rest), wanted=wanted, chosen=chosen)
 
 
 _Case = tuple[JobView, float, float]
-"""A job; the rank time of its rest at the given degree, divided by the number of ranks; and the duration of
-its rest on as many ranks as it can use."""
+"""A job; the rank time of its rest at the given degree, divided by the number of ranks; and the least
+duration of its rest: on as many ranks as it can use, with as many steps given up as it may."""
 
 
 def _precedence_of(case: _Case) -> int:
@@ -83,7 +91,7 @@ def _precedence_of(case: _Case) -> int:
 def _with_rests(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> list[_Case]:
     """The jobs with their rests; equal jobs are looked up once."""
     widths: dict[tuple[str, str, bool], int] = {}
-    alike: dict[tuple[str, str, int, float], tuple[float, float]] = {}
+    alike: dict[tuple[str, str, int, float, int], tuple[float, float]] = {}
     found = []
     num_ranks, decode = len(snapshot.ranks), Stage.DECODE
     for job in jobs:
@@ -93,14 +101,15 @@ def _with_rests(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> lis
         if most is None:
             most = widths[kind] = widest(snapshot, job)
         if most == 1:
-            found.append((job, remaining_s / num_ranks, remaining_s))
+            found.append((job, remaining_s / num_ranks, remaining_s - job.saving_s))
             continue
-        key = (job.shape, job.model, task.index, remaining_s)
+        key = (job.shape, job.model, task.index, remaining_s, job.num_reusable)
         rest = alike.get(key)
         if rest is None:
             used = min(degree, most)
             work_s = rest_s(snapshot, job, used) * used / num_ranks
-            rest = alike[key] = (work_s, rest_s(snapshot, job, most))
+            least_s = rest_s(snapshot, job, most, num_given_up=job.num_reusable)
+            rest = alike[key] = (work_s, least_s)
         found.append((job, *rest))
     return found
 
@@ -123,10 +132,13 @@ def _hopeful(snapshot: Snapshot, by_deadline: Sequence[JobView]) -> Iterator[Job
         start = bisect_right(by_deadline, precedence, end, key=_precedence)
 
 
-def _most_in_time(now_s: float, by_deadline: list[_Case]) -> tuple[list[_Case], list[_Case]]:
+def _most_in_time(
+    now_s: float, by_deadline: list[_Case], waits_s: dict[str, float]
+) -> tuple[list[_Case], list[_Case]]:
     """The largest set of jobs that meet their deadlines one after another, and the jobs given up for them.
 
-    All ranks count as one fast machine. Whenever a job would be late, the job with the most work so
+    All ranks count as one fast machine. Whenever a job would be late, it gives up as many of its steps as it
+    takes, if it may; `waits_s` gets the time that it would be late. Otherwise the job with the most work so
     far, among those of the lowest priority, is given up, which makes the most room for the others.
 
     Source: Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs".
@@ -147,9 +159,13 @@ def _most_in_time(now_s: float, by_deadline: list[_Case]) -> tuple[list[_Case], 
         if now_s + least_s > job.deadline_s:
             given_up.append(case)
             continue
+        late_s = end_s + work_s - job.deadline_s
+        if 0 < late_s <= job.saving_s * work_s / max(job.remaining_s, 1e-9):
+            work_s -= late_s
+            waits_s[job.job_id] = late_s
         heapq.heappush(taken, (-job.precedence, -work_s, job.job_id))
         end_s += work_s
-        if end_s > job.deadline_s:
+        if end_s > job.deadline_s + _ROUNDING_S:
             _, minus_work_s, job_id = heapq.heappop(taken)
             end_s += minus_work_s
             given_up.append(by_id[job_id])

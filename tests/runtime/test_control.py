@@ -88,7 +88,7 @@ class Shelf(SimulatedBackend):
         super().__init__(*args, **options)
         self.kept = {}
 
-    def save(self, job_id, *, next_index, producer):
+    def save(self, job_id, *, next_index, producer, given_up):
         self.kept[job_id] = next_index
 
 
@@ -325,7 +325,7 @@ class Keeping(SimulatedBackend):
         super().__init__(*args, **options)
         self.kept = []
 
-    def save(self, job_id, *, next_index, producer):
+    def save(self, job_id, *, next_index, producer, given_up):
         self.kept.append((job_id, next_index, self._clock.now_s))
 
 

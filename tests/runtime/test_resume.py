@@ -10,6 +10,7 @@ from builders import make_job
 from gfgen.models.geometry.weight_files import weights_mark
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.dispatch import GivenUp
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
@@ -36,10 +37,9 @@ def stop(folder, job=JOB):
     plan = SlabPlan.of(job.trajectory)
     fd = Slab.create(plan, name="a")
     Slab(fd, plan).publish("latents", 3, "meta", [memoryview(b"latents")], producer=7)
-    path = resume.resume_path(folder, "a")
+    point = resume.ResumePoint(3, 7, 9, resume.resume_path(folder, "a"), GivenUp((2, 4), "late"))
     weights = weights_mark(job.checkpoint)
-    numbers = {"next_index": 3, "producer": 7, "last_number": 9}
-    resume.save(path, job, fd, **numbers, weights=weights, computed_with=ON_CPU)
+    resume.save(point, job, fd, weights=weights, computed_with=ON_CPU)
     os.close(fd)
 
 
@@ -52,6 +52,7 @@ def rewrite(folder, **changes):
 def test_a_stopped_job_is_found_and_its_slab_is_whole(folder):
     point = find(folder)["a"]
     assert (point.next_index, point.producer, point.last_number) == (3, 7, 9)
+    assert point.given_up == GivenUp((2, 4), "late")
     fd = resume.restore(point, JOB)
     slab = Slab(fd, SlabPlan.of(JOB.trajectory))
     os.close(fd)
@@ -180,7 +181,7 @@ def test_dispatch_numbers_go_on_above_all_that_the_slab_may_name(folder):
 def test_a_job_that_was_not_touched_stays_as_it_was_kept(folder):
     memory = JobMemory([JOB], folder, find(folder))
     before = resume.resume_path(folder, "a").stat()
-    memory.save("a", SimpleNamespace(), next_index=3, producer=7)
+    memory.save("a", SimpleNamespace(), next_index=3, producer=7, given_up=GivenUp())
     assert resume.resume_path(folder, "a").stat() == before
 
 

@@ -57,7 +57,14 @@ def refusal(server: Server, **body: Any) -> dict[str, Any]:
 
 def test_a_form_and_json_give_the_same_video(server: Server, tmp_path: Path) -> None:
     content = picture(tmp_path / "a.png")
-    fields = {**JOB, "seed": 5, "args": {"max_sequence_length": 8}, "scheduler": {"shift": 3}}
+    fields = {
+        **JOB,
+        "steps": 12,
+        "reuse": 0.25,
+        "seed": 5,
+        "args": {"max_sequence_length": 8},
+        "scheduler": {"shift": 3},
+    }
     url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
     answers = [

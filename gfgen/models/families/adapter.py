@@ -89,6 +89,18 @@ class Adapter(Protocol):
         """
         ...
 
+    def reuse(
+        self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
+    ) -> Fields:
+        """The artifact `latents` after a step that extrapolates the transformer's output from earlier steps.
+
+        All ranks of a layout make the same call, and each computes the same. `denoise` keeps the outputs for
+        it if the job's `reuse` says so.
+
+        Raises: ModelError for a pipeline whose outputs cannot be caught.
+        """
+        ...
+
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
         """The artifact `frames`: uint8 [F, H, W, 3] on the adapter's device, and the sum of the pixels.
 

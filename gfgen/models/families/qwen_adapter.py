@@ -25,6 +25,7 @@ from gfgen.layout import Layout
 from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields
 from gfgen.models.families.guidance import is_batch_faster, predict_branches
+from gfgen.models.families.outputs import keep_outputs
 from gfgen.models.families.pictures import denormalize_latents, to_uint8
 from gfgen.models.fast import stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
@@ -103,7 +104,16 @@ class QwenImageAdapter:
         if unguided_BSC is not None:
             predicted_BSC = _guide(predicted_BSC, unguided_BSC, scale=known(spec.true_cfg_scale))
         sample_BSC = scheduler.step(predicted_BSC, timestep, sample_BSC, return_dict=False)[0]
-        return solver.detach_from(latents, solver.save_state(scheduler, sample_BSC))
+        state = solver.save_state(scheduler, sample_BSC)
+        if spec.reuse is not None:
+            keep_outputs(state, latents, [predicted_BSC], step=step)
+        return solver.detach_from(latents, state)
+
+    @torch.no_grad()
+    def reuse(
+        self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
+    ) -> Fields:
+        return solver.extrapolated_step(self._scheduler(spec), latents, step=step)
 
     @torch.no_grad()
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:

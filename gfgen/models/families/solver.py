@@ -16,6 +16,7 @@ from typing import Any
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from gfgen.models.families.adapter import SAMPLE, Fields, Scalar
+from gfgen.models.families.outputs import carry_outputs, extrapolated
 from gfgen.models.fast.unipc import HostUniPC
 
 
@@ -85,6 +86,16 @@ def restore_state(scheduler: Any, latents: Fields) -> Any:
         length = len(getattr(scheduler, name))
         setattr(scheduler, name, [latents.tensors.get(_item_name(name, idx)) for idx in range(length)])
     return latents.tensors[SAMPLE]
+
+
+def extrapolated_step(scheduler: Any, latents: Fields, *, step: int) -> Fields:
+    """The latents after a reused step."""
+    sample = restore_state(scheduler, latents)
+    (output,) = extrapolated(latents, step=step)
+    sample = scheduler.step(output, scheduler.timesteps[step], sample, return_dict=False)[0]
+    state = save_state(scheduler, sample)
+    carry_outputs(state, latents)
+    return detach_from(latents, state)
 
 
 def detach_from(given: Fields, result: Fields) -> Fields:

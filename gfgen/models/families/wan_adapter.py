@@ -23,6 +23,7 @@ from gfgen.layout import Layout
 from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields
 from gfgen.models.families.guidance import predict_branches
+from gfgen.models.families.outputs import keep_outputs
 from gfgen.models.families.pictures import denormalize_latents, load_image, to_uint8
 from gfgen.models.fast import stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
@@ -128,7 +129,16 @@ class WanAdapter:
         sample_BCTHW = scheduler.step(predicted, timestep, sample_BCTHW, return_dict=False)[0]
         if step == known(spec.steps) - 1 and image_BCTHW is not None and self._per_token:
             sample_BCTHW = _pin_first_frame(sample_BCTHW, image_BCTHW)
-        return solver.detach_from(latents, solver.save_state(scheduler, sample_BCTHW))
+        state = solver.save_state(scheduler, sample_BCTHW)
+        if spec.reuse is not None:
+            keep_outputs(state, latents, [predicted], step=step)
+        return solver.detach_from(latents, state)
+
+    @torch.no_grad()
+    def reuse(
+        self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
+    ) -> Fields:
+        return solver.extrapolated_step(self._scheduler(spec), latents, step=step)
 
     @torch.no_grad()
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:

@@ -133,6 +133,8 @@ class CallSignature:
 
     pipeline_class: str
     arguments: Mapping[str, Argument]
+    steps_scheduler: bool = False
+    """Whether the call itself calls a scheduler's `step`."""
 
     @property
     def args(self) -> Mapping[str, str]:
@@ -243,13 +245,15 @@ def signature_of(pipeline_class: str, *, source: Path | None = None) -> CallSign
     Raises: ModelError for a class that the installed diffusers, or the file, lacks.
     """
     if source is None:
-        found = _method("pipelines", pipeline_class, "__call__")
+        found = _definition("pipelines", pipeline_class, "__call__")
     else:
-        found = _method_in(source, "pipelines", pipeline_class, "__call__")
+        found = _definition_in(source, "pipelines", pipeline_class, "__call__")
     if found is None:
         where = f"diffusers {_version()}" if source is None else source
         raise ModelError(f"pipeline class {pipeline_class!r} is not in {where}")
-    return CallSignature(pipeline_class, found)
+    called = (ast.unparse(node.func) for node in ast.walk(found) if isinstance(node, ast.Call))
+    steps_scheduler = any(name.endswith("scheduler.step") for name in called)
+    return CallSignature(pipeline_class, _arguments(found.args), steps_scheduler)
 
 
 def is_pipeline(name: str) -> bool:
@@ -384,11 +388,18 @@ def _items(inner: ast.expr) -> list[ast.expr]:
 @cache
 def _method(package: str, class_name: str, method: str) -> Mapping[str, Argument] | None:
     """The arguments of a method by name; None if there is no such class, or if it lacks the method."""
+    found = _definition(package, class_name, method)
+    return None if found is None else _arguments(found.args)
+
+
+@cache
+def _definition(package: str, class_name: str, method: str) -> ast.FunctionDef | None:
+    """A method; None if there is no such class, or if it lacks the method."""
     path = _files_by_class(package).get(class_name)
-    return None if path is None else _method_in(path, package, class_name, method)
+    return None if path is None else _definition_in(path, package, class_name, method)
 
 
-def _method_in(path: Path, package: str, class_name: str, method: str) -> Mapping[str, Argument] | None:
+def _definition_in(path: Path, package: str, class_name: str, method: str) -> ast.FunctionDef | None:
     """The same for a class in a file, whose bases may be in the package."""
     try:
         classes = {node.name: node for node in _parsed(path).body if isinstance(node, ast.ClassDef)}
@@ -398,9 +409,9 @@ def _method_in(path: Path, package: str, class_name: str, method: str) -> Mappin
         return None
     for node in classes[class_name].body:
         if isinstance(node, ast.FunctionDef) and node.name == method:
-            return _arguments(node.args)
+            return node
     bases = [ast.unparse(base).rpartition(".")[2] for base in classes[class_name].bases]
-    return next((found for base in bases if (found := _method(package, base, method)) is not None), None)
+    return next((found for base in bases if (found := _definition(package, base, method)) is not None), None)
 
 
 def _arguments(parameters: ast.arguments) -> Mapping[str, Argument]:

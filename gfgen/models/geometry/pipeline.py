@@ -18,6 +18,7 @@ from gfgen.job.spec import JobSpec, num_pictures
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
+from gfgen.models.geometry.reuse import reuse_problems, with_reuse
 
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
 """Where neither the call nor the checkpoint's gfgen.json has a number."""
@@ -95,6 +96,8 @@ class PipelineGeometry:
     """The most pixels along a token's side, if ranks can share the tokens."""
     own_code: Mapping[str, OwnClass] = field(default_factory=dict)
     """See `Checkpoint.own_code`; loading runs it."""
+    why_no_reuse: str | None = None
+    """Why no step can be reused; None if steps can."""
     shares_guidance: bool = False
     """Whether two halves of a layout can share the guidance of a step."""
 
@@ -114,9 +117,13 @@ class PipelineGeometry:
     def resolve(self, spec: JobSpec) -> JobSpec:
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)
+        filled = rules.fill_defaults(spec, self.defaults)
+        if self.why_no_reuse is not None:
+            problems += rules.useless(spec, "reuse", self.why_no_reuse)
+        else:
+            problems += reuse_problems(filled)
         if problems:
             raise JobError(*problems)
-        filled = rules.fill_defaults(spec, self.defaults)
         return filled if self._makes_videos else rules.changed(filled, frames=1, fps=None)
 
     def output_kind(self, spec: JobSpec) -> str:
@@ -129,7 +136,7 @@ class PipelineGeometry:
             *(Artifact(name, (), room_bytes=ROOM_BYTES) for name in ("prompt", "condition", "latents")),
             Artifact("frames", (), room_bytes=frames_bytes),
         )
-        return Trajectory(spec.id, rules.known(spec.steps), artifacts)
+        return with_reuse(Trajectory(spec.id, rules.known(spec.steps), artifacts), spec, output=None)
 
     def num_tokens(self, spec: JobSpec) -> int:
         """At least those of one frame, and 1 if they are unknown: as many ranks can share them."""
@@ -210,8 +217,21 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         ),
         scheduler_class=checkpoint.class_of("scheduler"),
         own_code=code,
+        why_no_reuse=_why_no_reuse(checkpoint, signature),
         **_sharing(checkpoint),
     )
+
+
+def _why_no_reuse(checkpoint: Checkpoint, signature: CallSignature) -> str | None:
+    name = signature.pipeline_class
+    transformers = [part for part in checkpoint.configs if "transformer" in part]
+    if not transformers:
+        return f"{name} has no transformer whose outputs could be reused; leave it out"
+    if len(transformers) > 1:
+        return f"{name} changes between transformers at steps that are unknown in advance; leave it out"
+    if not signature.steps_scheduler:
+        return f"{name} hands its outputs to no scheduler, where they could be caught; leave it out"
+    return None
 
 
 def _sharing(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from gfgen.job.fields import MAX_SCALE, MAX_STEPS
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
+from gfgen.models.geometry.reuse import reuse_problems, with_reuse
 from gfgen.models.geometry.vae import VaeShape
 
 MAX_TEXT_TOKENS = 512
@@ -73,7 +74,8 @@ class QwenGeometry:
             frames=1,
         )
         multiple = (self.multiple, self.multiple)
-        problems = [*self._field_problems(spec), *rules.size_problems(width, height, multiple=multiple)]
+        problems = [*self._field_problems(spec), *reuse_problems(filled)]
+        problems += rules.size_problems(width, height, multiple=multiple)
         if not any(problem.field == "size" for problem in problems):
             size = f"{width}x{height}"
             problems += rules.token_problems(self.num_tokens(rounded), field="size", value=size)
@@ -107,7 +109,8 @@ class QwenGeometry:
             Artifact("latents", (("sample", latent, "float32"),)),
             Artifact("frames", (("frames", picture, "uint8"),)),
         )
-        return Trajectory(spec.id, rules.known(spec.steps), artifacts)
+        trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
+        return with_reuse(trajectory, spec, output=(latent, "float32"))
 
     def flops(self, spec: JobSpec, stage: Stage) -> float:
         branches = 2 if self.uses_cfg(spec) else 1
@@ -115,7 +118,7 @@ class QwenGeometry:
             return branches * 2.0 * self.encoder_params * (TYPICAL_TEXT_TOKENS + TEMPLATE_TOKENS)
         if stage is Stage.DENOISE:
             return branches * self._forward_flops(self.num_tokens(spec))
-        if stage is Stage.PREPARE:
+        if stage in (Stage.PREPARE, Stage.REUSE):
             return 0.0
         factor = self.multiple // 2
         return self.vae.decode_flops(

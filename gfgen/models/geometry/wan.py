@@ -17,6 +17,7 @@ from gfgen.job.fields import MAX_FPS, MAX_FRAMES, MAX_SCALE, MAX_SHIFT, MAX_STEP
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
+from gfgen.models.geometry.reuse import reuse_problems, with_reuse
 from gfgen.models.geometry.vae import VaeShape
 
 TEXT_TOKENS = 512
@@ -24,6 +25,9 @@ TEXT_TOKENS = 512
 
 SCHEDULERS = {"UniPCMultistepScheduler": 3, "FlowMatchEulerDiscreteScheduler": 0}
 """Supported schedulers, each with the number of latent-sized tensors in its state."""
+
+_NUM_TRAIN = 1000
+"""Training timesteps of the schedulers."""
 
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "wan-ti2v": {
@@ -103,7 +107,8 @@ class WanGeometry:
             height=rules.floor_to_multiple(height, multiple[1]),
             frames=self._rounded_frames(frames),
         )
-        problems = [*self._field_problems(spec), *rules.size_problems(width, height, multiple=multiple)]
+        problems = [*self._field_problems(spec), *reuse_problems(filled)]
+        problems += rules.size_problems(width, height, multiple=multiple)
         if not any(problem.field in ("size", "frames") for problem in problems):
             problems += rules.token_problems(self.num_tokens(rounded), field="frames", value=frames)
         if problems:
@@ -139,7 +144,8 @@ class WanGeometry:
             Artifact("latents", tuple((name, latent, "float32") for name in state)),
             Artifact("frames", (("frames", (rules.known(spec.frames), *_picture(spec)), "uint8"),)),
         )
-        return Trajectory(spec.id, rules.known(spec.steps), artifacts)
+        trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
+        return with_reuse(trajectory, spec, output=(latent, "float32"), switch=self._switch(spec))
 
     def flops(self, spec: JobSpec, stage: Stage) -> float:
         branches = 2 if self.uses_cfg(spec) else 1
@@ -150,7 +156,7 @@ class WanGeometry:
             return branches * self._forward_flops(self.num_tokens(spec))
         if stage is Stage.DECODE:
             return self.vae.decode_flops(frames=frames, height=height, width=width)
-        if spec.image is None:
+        if spec.image is None or stage is Stage.REUSE:
             return 0.0
         encoded = frames if self.has_two_experts else 1
         return self.vae.encode_flops(frames=encoded, height=height, width=width)
@@ -169,6 +175,23 @@ class WanGeometry:
         return (
             self.num_layers * (self_attention + cross_attention + feed_forward) + ends + text_in + modulation
         )
+
+    def _switch(self, spec: JobSpec) -> int | None:
+        """The first step of the second expert; None if one expert runs all steps.
+
+        Source: diffusers 0.42, `set_timesteps` of UniPC with flow sigmas and of flow-match Euler.
+        """
+        if spec.boundary_ratio is None:
+            return None
+        steps, shift = rules.known(spec.steps), rules.known(spec.flow_shift)
+        if self.num_solver_tensors:
+            levels, last, most = steps, 1 / _NUM_TRAIN, 1 - 1e-6
+        else:  # flow-match Euler ends at a level that is shifted already
+            levels, last, most = max(1, steps - 1), _shifted(1 / _NUM_TRAIN, shift), 1.0
+        falling = (1 - (1 - last) * step / levels for step in range(steps))
+        sigmas = (min(_shifted(sigma, shift), most) for sigma in falling)
+        low = (step for step, sigma in enumerate(sigmas) if sigma < spec.boundary_ratio)
+        return next(low, None)
 
     def _latent_shape(self, spec: JobSpec) -> tuple[int, int, int, int]:
         """[C, T, H, W]."""
@@ -288,6 +311,10 @@ def _text_encoder_flops(checkpoint: Checkpoint) -> float:
     projections = 4 * dim * attention_dim + 3 * dim * checkpoint.value("text_encoder", "d_ff")
     per_layer = 2.0 * TEXT_TOKENS * projections + 4.0 * TEXT_TOKENS**2 * attention_dim
     return float(checkpoint.value("text_encoder", "num_layers") * per_layer)
+
+
+def _shifted(sigma: float, shift: float) -> float:
+    return shift * sigma / (1 + (shift - 1) * sigma)
 
 
 def _picture(spec: JobSpec) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -85,14 +85,19 @@ class _Call:
             return type(value)(self._part(each, own) for each in value)
         return value[own] if len(value) == size else value
 
-    def result_on_meta(self, parallel: Parallel) -> Any:
+    def result_on_meta(self, parallel: Parallel | None) -> Any:
         """The result's shapes. The first call of its shape is evaluated for them, by this rank alone."""
         form = _form(self.arguments.arguments)
         if form not in self.results:
-            with active(rehearsal(parallel)), _answering(None):
-                result = self.evaluate(0, len(self.samples))
-            self.results[form] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), result)
+            with nullcontext() if parallel is None else active(rehearsal(parallel)), _answering(None):
+                self.note(self.evaluate(0, len(self.samples)))
         return self.results[form]
+
+    def note(self, result: Any) -> None:
+        """Remember the result's shapes."""
+        form = _form(self.arguments.arguments)
+        if form not in self.results:
+            self.results[form] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), result)
 
     def joined(self, own: Any, sizes: Sequence[int], parallel: Parallel) -> Any:
         """The whole result, from the parts of both halves; `own` is None if this one has no sample."""
@@ -141,6 +146,32 @@ def watch(transformer: nn.Module) -> None:
         return answer(_Call(transformer, signature.bind(*args, **kwargs), results))
 
     transformer.forward = watched
+
+
+@contextmanager
+def noting_shapes() -> Iterator[None]:
+    """Inside, `unevaluated` learns the shapes of what watched transformers return."""
+
+    def note(call: _Call) -> Any:
+        with _answering(None):
+            result = call.transformer(*call.arguments.args, **call.arguments.kwargs)
+        call.note(result)
+        return result
+
+    with _answering(note):
+        yield
+
+
+@contextmanager
+def unevaluated() -> Iterator[None]:
+    """Inside, watched transformers return zeros; only the first call of an unknown shape is evaluated."""
+
+    def zeros(call: _Call) -> Any:
+        device = _device_of(call.samples)
+        return tree_map_only(Tensor, lambda x: torch.zeros_like(x, device=device), call.result_on_meta(None))
+
+    with _answering(zeros):
+        yield
 
 
 def shared_step(step: Callable[[], T], parallel: Parallel | None) -> T:

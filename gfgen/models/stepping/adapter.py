@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from gfgen.job.images import is_video
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Fields
+from gfgen.models.families.outputs import can_extrapolate, carry_outputs, extrapolated, keep_outputs
 from gfgen.models.families.pictures import load_image, load_video
 from gfgen.models.fast import compiled, stop_checks
 from gfgen.models.fast.cut_texts import cut_texts
@@ -34,8 +35,9 @@ from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_class, load_pipeline
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel import hooks
-from gfgen.models.parallel.branches import shared_step, watch
+from gfgen.models.parallel.branches import noting_shapes, shared_step, unevaluated, watch
 from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.stepping.outputs import catching, giving, watch_scheduler
 from gfgen.models.stepping.program import NotSteppableError
 from gfgen.models.stepping.stepper import IS_FINISHED, NUM_DONE, NUM_ITERATIONS, SEED, Stepper, is_finished
 from gfgen.models.stepping.values import pack, parts_of, unpack
@@ -94,9 +96,32 @@ class PipelineAdapter:
         until = math.ceil(latents.number(NUM_ITERATIONS) * (step + 1) / known(spec.steps))
         call = self._call(spec)
         while not is_finished(latents) and (is_last or latents.number(NUM_DONE) < until):
+            iteration = functools.partial(call.step, prompt, condition, latents)
             with using(self._kernels):
-                latents = shared_step(functools.partial(call.step, prompt, condition, latents), parallel)
+                if spec.reuse is None:
+                    latents = shared_step(iteration, parallel)
+                else:
+                    latents = _with_outputs(iteration, latents, parallel)
         return latents
+
+    def reuse(
+        self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
+    ) -> Fields:
+        """A step that has no iteration, or too few outputs before it, runs as usual."""
+        number, call = latents.number(NUM_DONE), self._call(spec)
+        until = math.ceil(latents.number(NUM_ITERATIONS) * (step + 1) / known(spec.steps))
+        if isinstance(call, WholeCall):
+            raise ModelError(f"reuse: {self.geometry.family} runs each job as one task; leave reuse out")
+        if until > number + 1:
+            num = latents.number(NUM_ITERATIONS)
+            raise ModelError(f"reuse: the call has {num} iterations for {spec.steps} steps; leave reuse out")
+        is_last = number == latents.number(NUM_ITERATIONS) - 1
+        if until == number or is_last or not can_extrapolate(latents):
+            return self.denoise(spec, prompt, condition, latents, step=step)
+        with giving(extrapolated(latents, step=number)), unevaluated():
+            state = call.step(prompt, condition, latents)
+        carry_outputs(state, latents)
+        return state
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
         self._loras.merge(spec)
@@ -133,6 +158,9 @@ class PipelineAdapter:
                 name: pipeline.config[name] for name in pipeline.config if name in _settings(pipeline)
             }
             pipeline = type(pipeline)(**{**pipeline.components, **settings, "scheduler": made})
+        for part in pipeline.components.values():
+            if isinstance(part, diffusers.SchedulerMixin):
+                watch_scheduler(part)
         try:
             return Stepper(pipeline, device=self._device)
         except NotSteppableError as error:
@@ -216,6 +244,21 @@ def prepare_kernels(transformer: torch.nn.Module, *, may_copy: bool) -> None:
         fuse_flux(transformer)
         return
     compiled.prepare(transformer, has_any_texts=cut_texts(transformer))
+
+
+def _with_outputs(iteration: Callable[[], Fields], given: Fields, parallel: Parallel | None) -> Fields:
+    """The latents after an iteration of the loop, with the outputs that its schedulers got."""
+    caught: list[torch.Tensor] = []
+
+    def afresh() -> Fields:  # two halves of a layout run an iteration twice
+        caught.clear()
+        with catching(caught):
+            return iteration()
+
+    with noting_shapes():
+        state = shared_step(afresh, parallel)
+    keep_outputs(state, given, caught, step=given.number(NUM_DONE))
+    return state
 
 
 def _transformers(pipeline: Any) -> list[torch.nn.Module]:

@@ -105,12 +105,14 @@ class Closing:
         """Those kinds of jobs that would not end in time if they began now."""
         return {kind for kind in kinds if self._is_late(*kind, now_s=now_s)}
 
-    def _is_late(self, model: str, shape: str, num_tasks: int, *, now_s: float) -> bool:
+    def _is_late(self, model: str, shape: str, num_tasks: int, num_reused: int, *, now_s: float) -> bool:
         cost_class = self._costs.known_class(model, shape)
         if not self._costs.is_measured(cost_class):
             return False
         degrees = self._degrees.get(cost_class.model, (1, 1, 1))
-        remaining_s = self._costs.remaining_s(cost_class, _FIRST_TASK, num_tasks, degrees)
+        remaining_s = self._costs.remaining_s(
+            cost_class, _FIRST_TASK, num_tasks, degrees, num_reused=num_reused
+        )
         return now_s + CAUTION * remaining_s > self.closes_s
 
     def check(self) -> None:

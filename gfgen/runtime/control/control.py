@@ -16,7 +16,7 @@ from gfgen.runtime.control.metrics import Metrics, Summary
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
-from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.dispatch import Dispatch, GivenUp
 from gfgen.runtime.core.events import (
     ClosingTime,
     Event,
@@ -66,7 +66,7 @@ class Backend(Protocol):
         """
         ...
 
-    def save(self, job_id: str, *, next_index: int, producer: int) -> None:
+    def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
         """Keep the state of a job of a run that stops: its next task, and which dispatch made its input."""
         ...
 
@@ -319,7 +319,8 @@ class Control:
         for job_id, (next_index, producer) in stopped.items():
             if job_id not in self._saved:
                 self._saved.add(job_id)
-                self.backend.save(job_id, next_index=next_index, producer=producer)
+                given_up = self.state.jobs.records[job_id].usage.given_up
+                self.backend.save(job_id, next_index=next_index, producer=producer, given_up=given_up)
 
     # Standing still -----------------------------------------------------------------------
 

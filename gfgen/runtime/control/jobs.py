@@ -16,9 +16,10 @@ from gfgen.runtime.control.flights import Flight
 from gfgen.runtime.control.modelturns import ModelTurns
 from gfgen.runtime.control.ranks import RankRecord
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.dispatch import NOTHING_GIVEN_UP, GivenUp
 from gfgen.runtime.core.events import TaskDone
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.runtime.core.openjobs import OpenJobs
+from gfgen.runtime.core.openjobs import OpenJobs, kind_of
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.content import Content, NamedContent
 from gfgen.runtime.predict.cost import CostClass, CostModel
@@ -124,6 +125,7 @@ class Usage:
     """All of them, if there are several."""
     made: tuple[int, int, int] | None = None
     """Frames, height and width of each, if only the decode knew them."""
+    given_up: GivenUp = NOTHING_GIVEN_UP
 
     def add(self, stage: Stage, layout: Layout, event: TaskDone, busy_s: float) -> None:
         """A task has run."""
@@ -137,6 +139,15 @@ class Usage:
         if self.last_layout != layout:
             self.last_layout = layout
             self.layouts.append(str(layout))
+
+    def give_up(self, task: Task, *, late_s: float) -> None:
+        """A policy had a step reused of a job that would have been this late without."""
+        assert task.step is not None
+        why = self.given_up.why
+        if why is None:
+            late = f"{late_s:.1f} s late" if late_s > 0 else "late behind other jobs"
+            why = f"from step {task.step + 1} on, when it was predicted to end {late}"
+        self.given_up = GivenUp(tuple(sorted({*self.given_up.steps, task.step})), why)
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +201,7 @@ class JobRecord:
     def merges_loras(self, stage: Stage) -> bool:
         """Whether tasks of this stage need the job's LoRAs, and no others, in the weights."""
         # Calls of general pipelines may have LoRAs in their text encoders.
-        return stage is Stage.DENOISE or self.job.has_nominal_flops
+        return stage is Stage.DENOISE or (self.job.has_nominal_flops and stage is not Stage.REUSE)
 
     @property
     def flying_ranks(self) -> set[int]:
@@ -214,7 +225,14 @@ class JobRecord:
         if view is not None and is_same and self._view_version == costs.version:
             return view
         job, cost_class = self.job, self.cost_class
-        spec = job.info.spec
+        spec, trajectory = job.info.spec, job.trajectory
+        num_reused = trajectory.num_reused_from(task.index)
+        num_reusable = trajectory.num_reusable_from(task.index)
+        remaining_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reused)
+        saving_s = 0.0
+        if num_reusable:
+            least_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reusable)
+            saving_s = max(0.0, remaining_s - least_s)
         self._view_version = costs.version
         self._view = JobView(
             job_id=self.job_id,
@@ -225,7 +243,7 @@ class JobRecord:
             precedence=-spec.priority,
             next_task=task,
             num_tasks=self.num_tasks,
-            remaining_s=costs.rest_alone_s(cost_class, task, self.num_tasks),
+            remaining_s=remaining_s,
             last_layout=self.progress.holder,
             uses_cfg=job.uses_cfg,
             max_sequence_degree=job.max_sequence_degree,
@@ -236,8 +254,19 @@ class JobRecord:
             loras=self.loras,
             switch_s=costs.switch_s(cost_class),
             owner=spec.owner,
+            num_reused=trajectory.num_reused_from(0),
+            num_reusable=num_reusable,
+            saving_s=saving_s,
+            may_reuse=trajectory.may_reuse(task.index),
         )
         return self._view
+
+    @property
+    def _num_reused(self) -> int:
+        """Steps that have run without the transformer."""
+        trajectory = self.job.trajectory
+        fixed = len(trajectory.reused) - trajectory.num_reused_from(self.first_open_index)
+        return fixed + len(self.usage.given_up.steps)
 
     def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:
         """How it has ended."""
@@ -259,6 +288,8 @@ class JobRecord:
             written=usage.written,
             files=usage.files,
             made=usage.made,
+            num_reused=self._num_reused,
+            why_reused=usage.given_up.why,
         )
 
     def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:
@@ -347,6 +378,7 @@ class Jobs:
                 point.next_index, producer=made, last_completed=made, made_latents=made
             )
             record.trouble.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
+            record.usage.given_up = point.given_up
         self.records[job.job_id] = record
 
     def arrive(self, record: JobRecord) -> None:
@@ -411,7 +443,7 @@ class Jobs:
         return {
             job_id: view
             for job_id, view in views.items()
-            if view.next_task.index > 0 or (view.model, view.shape, view.num_tasks) not in late
+            if view.next_task.index > 0 or kind_of(view) not in late
         }
 
     def stopped_at(self, ranks: Sequence[RankRecord]) -> dict[str, tuple[int, int]]:

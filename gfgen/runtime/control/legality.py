@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gfgen.errors import PolicyFault
-from gfgen.graph import Stage, Task
+from gfgen.graph import STEPS, Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.control.jobs import JobRecord, Jobs
 from gfgen.runtime.control.modelturns import ModelTurns
@@ -46,7 +46,7 @@ def legal_job(
         raise PolicyFault(f"there is no open job {task.job_id}")
     if models.is_limited and record.model not in models.resident:
         raise PolicyFault(f"job {task.job_id}: ranks do not hold {record.model} now")
-    if record.progress.next_index == record.num_tasks or task != record.next_task:
+    if record.progress.next_index == record.num_tasks or not _is_next(task, record):
         raise PolicyFault(f"job {task.job_id}: {task} (number {task.index}) is not its next task")
     flights = record.flights
     if flights and not (len(flights) == 1 and flights[0].is_ending(now_s)):
@@ -63,12 +63,18 @@ def legal_job(
     return record
 
 
+def _is_next(task: Task, record: JobRecord) -> bool:
+    """Whether a task is the job's next one, perhaps without its transformer where that is allowed."""
+    own = record.next_task
+    return task == own or (record.job.trajectory.may_reuse(own.index) and task == own.as_reused)
+
+
 def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:
     """Refuse degrees that the task cannot use."""
     if task.stage is Stage.DECODE:
         _check_decode(job, task, layout)
         return
-    if layout.degree > 1 and task.stage is not Stage.DENOISE:
+    if layout.degree > 1 and task.stage not in STEPS:
         raise PolicyFault(f"job {task.job_id}: {task} runs on one rank, not on {layout}")
     if layout.cfg > 1 and not job.uses_cfg:
         raise PolicyFault(f"job {task.job_id} has one guidance branch, {layout} has ranks for two")

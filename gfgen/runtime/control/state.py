@@ -194,6 +194,7 @@ class State:
             source=source,
             transfers=transfers,
             switch_s=switch_s,
+            late_s=self._late_s(record, task, layout, start_s=start_s),
         )
         is_measured = self._costs.has_seen(cost_class, task.stage, degrees)
         flight = self.flights.add(dispatch, is_foreseeable=is_measured, owner=record.job.spec.owner)
@@ -204,6 +205,12 @@ class State:
         progress.begin(task.index, layout, dispatch.number)
         self.jobs.place(record)
         return dispatch
+
+    def _late_s(self, record: JobRecord, task: Task, layout: Layout, *, start_s: float) -> float:
+        """How late the job of a step that a policy has reused would be if it was computed in full."""
+        if task.stage is not Stage.REUSE or not record.job.trajectory.reusable:
+            return 0.0
+        return start_s + self._job_costs.remaining_s(task, layout) - record.deadline_s
 
     # What events do -----------------------------------------------------------------------
 
@@ -261,6 +268,8 @@ class State:
         self.shares.serve(record.job.spec.owner, event.rank_s)
         observe = self._costs.observe_switch if dispatch.switch_s else self._costs.observe
         observe(record.cost_class, task.stage, layout.degrees, busy_s)
+        if record.job.trajectory.reusable and task.stage is Stage.REUSE:
+            record.usage.give_up(task, late_s=dispatch.late_s)
         if task.index + 1 == record.num_tasks:
             self.jobs.write(record)
         if self._is_looking_ahead:
@@ -420,10 +429,15 @@ class _JobCosts:
         cost_class = self._jobs[task.job_id].cost_class
         return self._costs.task_s(cost_class, task.stage, layout.degrees, is_handed_out=self._are_handed_out)
 
-    def remaining_s(self, task: Task, layout: Layout) -> float:
+    def remaining_s(self, task: Task, layout: Layout, *, num_given_up: int = 0) -> float:
         record = self._jobs[task.job_id]
         return self._costs.remaining_s(
-            record.cost_class, task, record.num_tasks, layout.degrees, is_handed_out=self._are_handed_out
+            record.cost_class,
+            task,
+            record.num_tasks,
+            layout.degrees,
+            num_reused=num_given_up + record.job.trajectory.num_reused_from(task.index),
+            is_handed_out=self._are_handed_out,
         )
 
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:

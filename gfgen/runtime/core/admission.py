@@ -106,7 +106,7 @@ def admit(
     """
     models: dict[str, ResolvedModel | ModelError] = {}
     lines_without: dict[str, list[int | None]] = defaultdict(list)
-    alike: dict[tuple[str, str], AdmittedJob] = {}
+    alike: dict[tuple[str, str, bool], AdmittedJob] = {}
     jobs: list[AdmittedJob] = []
     problems: list[Problem] = []
     for spec in specs:
@@ -172,8 +172,10 @@ def _resolve(asked: JobSpec, geometry: Geometry) -> tuple[JobSpec, str]:
     return run, file
 
 
-def _admit_one(spec: JobSpec, model: ResolvedModel, alike: dict[tuple[str, str], AdmittedJob]) -> AdmittedJob:
-    """The job; `alike` caches the first job of each model and shape."""
+def _admit_one(
+    spec: JobSpec, model: ResolvedModel, alike: dict[tuple[str, str, bool], AdmittedJob]
+) -> AdmittedJob:
+    """The job; `alike` caches the first job of each model and shape, with and without `reuse`."""
     asked = with_defaults(spec, model=model.name)
     run, file = _resolve(asked, model.geometry)
     assert run.steps is not None, "the job is not resolved"
@@ -185,11 +187,13 @@ def _admit_one(spec: JobSpec, model: ResolvedModel, alike: dict[tuple[str, str],
         spec_hash=spec_hash(asked, has_random_weights=model.has_random_weights),
         family=model.geometry.family,
     )
-    key = (model.name, model.geometry.shape_key(run))
+    key = (model.name, model.geometry.shape_key(run), run.reuse is not None)
     if key not in alike:
         alike[key] = _first_of_shape(info, model)
     first = alike[key]
     trajectory = Trajectory(run.id, run.steps, first.trajectory.artifacts)
+    if run.reuse is not None:
+        trajectory = model.geometry.trajectory(run)
     return replace(first, info=info, trajectory=trajectory)
 
 

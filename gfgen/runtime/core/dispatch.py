@@ -10,6 +10,17 @@ from gfgen.runtime.ipc.migration import Transfer
 
 
 @dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Steps of a job that a policy had reused, and why it began to."""
+
+    steps: tuple[int, ...] = ()
+    why: str | None = None
+
+
+NOTHING_GIVEN_UP = GivenUp()
+
+
+@dataclass(frozen=True, slots=True)
 class Dispatch:
     """One attempt at one task on one layout.
 
@@ -30,6 +41,8 @@ class Dispatch:
     """Moves from `source` to `layout` before the task can start."""
     switch_s: float = 0.0
     """Predicted time to merge the job's LoRAs, as a part of the task; 0 if the ranks hold them."""
+    late_s: float = 0.0
+    """Of a step that a policy has reused: how late its job would be without."""
 
     @property
     def moved_bytes(self) -> int:

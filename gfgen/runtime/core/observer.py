@@ -82,6 +82,10 @@ class JobOutcome:
     """Seconds of each of its ranks, summed over its tasks: GPU-seconds."""
     peak_bytes: int | None = None
     """The most that torch had allocated on one of its GPUs; None on CPU ranks."""
+    num_reused: int = 0
+    """Steps that ran without the transformer."""
+    why_reused: str | None = None
+    """Why a policy had steps reused; None if none did."""
 
     @property
     def met_deadline(self) -> bool | None:

@@ -12,8 +12,9 @@ from typing import Any
 from gfgen.snapshot import JobView
 
 SortKey = Callable[[JobView], Any]
-JobKind = tuple[str, str, int]
-"""Model, shape and number of tasks: jobs of one kind that have not started have equal durations."""
+JobKind = tuple[str, str, int, int]
+"""Model, shape, number of tasks and of reused steps: jobs of one kind that have not started have equal
+durations."""
 
 MAX_ORDERS = 4
 """Sort orders that are maintained. A policy has one or two; a key created at each call evicts others."""
@@ -22,7 +23,7 @@ MAX_CHANGED = 10_000
 
 
 def kind_of(view: JobView) -> JobKind:
-    return view.model, view.shape, view.num_tasks
+    return view.model, view.shape, view.num_tasks, view.num_reused
 
 
 def is_unbegun(view: JobView) -> bool:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import OutputError
+from gfgen.graph import Stage
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
@@ -178,9 +179,10 @@ def first_job_file(path: Path) -> str | None:
 
 
 def dispatch_summary(dispatch: Dispatch) -> list[Any]:
-    """[number, job, index, ranks, degrees]"""
+    """[number, job, index, ranks, degrees], and "reuse" if the step runs no transformer."""
     layout, task = dispatch.layout, dispatch.task
-    return [dispatch.number, task.job_id, task.index, list(layout.ranks), list(layout.degrees)]
+    choice = ["reuse"] if task.stage is Stage.REUSE else []
+    return [dispatch.number, task.job_id, task.index, list(layout.ranks), list(layout.degrees), *choice]
 
 
 def _move_away_foreign(path: Path) -> None:

@@ -118,6 +118,9 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
     if spec.owner is not None:
         entry["owner"] = spec.owner
     entry |= {name: value for name in PIPELINE_FIELDS if (value := getattr(spec, name)) is not None}
+    if spec.reuse is not None:
+        entry |= {"reuse": spec.reuse, "steps_reused": outcome.num_reused}
+        entry |= {} if outcome.why_reused is None else {"why_reused": outcome.why_reused}
     if outcome.files:
         entry["outputs"] = [
             {"file": _in_folder(outcome, name), "size_bytes": size, "sha256": digest}

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.dispatch import NOTHING_GIVEN_UP, GivenUp
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class ResumePoint:
     producer: int
     last_number: int
     path: Path
+    given_up: GivenUp = NOTHING_GIVEN_UP
 
 
 def resume_path(output_dir: Path, job_id: str) -> Path:
@@ -49,24 +51,24 @@ def resume_path(output_dir: Path, job_id: str) -> Path:
 
 
 def save(
-    path: Path,
-    job: AdmittedJob,
-    slab_fd: int,
-    *,
-    next_index: int,
-    producer: int,
-    last_number: int,
-    weights: str,
-    computed_with: Mapping[str, Any],
+    point: ResumePoint, job: AdmittedJob, slab_fd: int, *, weights: str, computed_with: Mapping[str, Any]
 ) -> None:
     """Write a job's resume file atomically; `weights` and `computed_with` come from the pool.
 
     Raises: OSError when it cannot be written.
     """
+    path = point.path
     path.parent.mkdir(exist_ok=True)
     extents = list(_extents(slab_fd, SlabPlan.of(job.trajectory).size_bytes))
-    header = {**_identity(job), "weights": weights, "next_index": next_index, "producer": producer}
-    header |= {"last_number": last_number, "extents": extents, "computed_with": dict(computed_with)}
+    header = {
+        **_identity(job),
+        "weights": weights,
+        "next_index": point.next_index,
+        "producer": point.producer,
+    }
+    header |= {"last_number": point.last_number, "extents": extents, "computed_with": dict(computed_with)}
+    if point.given_up.steps:
+        header["given_up"] = [point.given_up.steps, point.given_up.why]
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as file:
@@ -111,7 +113,8 @@ def find(
             )
             continue
         numbers = (header["next_index"], header["producer"], header["last_number"])
-        points[job.job_id] = ResumePoint(*numbers, path)
+        steps, why = header.get("given_up", ((), None))
+        points[job.job_id] = ResumePoint(*numbers, path, GivenUp(tuple(steps), why))
     return points
 
 

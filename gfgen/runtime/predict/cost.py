@@ -66,8 +66,9 @@ class CostClass:
     """The last durations of each kind of task, for a profile."""
     published: dict[tuple[Stage, Degrees], float] = field(default_factory=dict)
     """Estimates returned since the last notable change."""
-    rests: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Results of `rest_alone_s` since then, by next task (2 for any step or the decode) and tasks left."""
+    rests: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    """Results of `rest_alone_s` since then, by next task (2 for any step or the decode), tasks left,
+    and reused steps of them."""
     profiled: dict[tuple[Stage, Degrees], Estimate | None] = field(default_factory=dict)
     """The profile's estimates, looked up once."""
     limits: Limits = field(default_factory=Limits)
@@ -168,6 +169,9 @@ class CostModel:
         measured = cost_class.measured.get((stage, degrees))
         if measured is not None:
             return Estimate(measured.value, measured.value, Provenance.MEASURED)
+        if stage is Stage.REUSE:
+            seconds = OVERHEAD_S + cost_class.state_bytes / self._move_bytes_per_s
+            return Estimate(seconds, seconds, Provenance.EXTRAPOLATED)
         profiled = self._profiled(cost_class, stage, degrees)
         if profiled is not None:
             return profiled.scaled(self._drift(cost_class.model, stage), profiled.provenance)
@@ -203,15 +207,19 @@ class CostModel:
         num_tasks: int,
         degrees: Degrees,
         *,
+        num_reused: int = 0,
         is_handed_out: bool = True,
     ) -> float:
         """Predicted time from `task` to the end of its job, with its steps on these degrees.
 
-        The decode runs on as many of the same ranks as make it fastest.
+        num_reused: of these steps. The decode runs on as many of the same ranks as make it fastest.
         """
         num_left = num_tasks - task.index
-        num_steps = min(num_left - 1, num_tasks - 3)
+        num_steps = min(num_left - 1, num_tasks - 3) - num_reused
         total_s = num_steps * self.task_s(cost_class, Stage.DENOISE, degrees, is_handed_out=is_handed_out)
+        if num_reused:
+            reused_s = self.task_s(cost_class, Stage.REUSE, degrees, is_handed_out=is_handed_out)
+            total_s += num_reused * reused_s
         in_bands = self._decode_degrees(cost_class, math.prod(degrees))
         total_s += self.task_s(cost_class, Stage.DECODE, in_bands, is_handed_out=is_handed_out)
         if task.index < 2:
@@ -220,12 +228,15 @@ class CostModel:
             total_s += self.task_s(cost_class, Stage.ENCODE, _ONE, is_handed_out=is_handed_out)
         return total_s
 
-    def rest_alone_s(self, cost_class: CostClass, task: Task, num_tasks: int) -> float:
+    def rest_alone_s(
+        self, cost_class: CostClass, task: Task, num_tasks: int, *, num_reused: int = 0
+    ) -> float:
         """The same on one rank, computed once for equal jobs because every job needs it."""
-        key = (min(task.index, 2), num_tasks - task.index)  # all that `remaining_s` depends on
+        key = (min(task.index, 2), num_tasks - task.index, num_reused)  # all that `remaining_s` depends on
         rest_s = cost_class.rests.get(key)
         if rest_s is None:
-            rest_s = cost_class.rests[key] = self.remaining_s(cost_class, task, num_tasks, _ONE)
+            rest_s = self.remaining_s(cost_class, task, num_tasks, _ONE, num_reused=num_reused)
+            cost_class.rests[key] = rest_s
         return rest_s
 
     def arrangement(self, cost_class: CostClass) -> Arrangement:
@@ -320,7 +331,7 @@ class CostModel:
             self.version += 1
 
     def _profiled(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate | None:
-        if self._table is None:
+        if self._table is None or stage is Stage.REUSE:
             return None
         key = (stage, degrees)
         if key not in cost_class.profiled:

@@ -159,7 +159,7 @@ def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: i
         )
     for model in dict.fromkeys(job.model_in(models) for job in jobs):
         stages = {row.stage for row in profile.rows if row.model == model}
-        lacking = [str(stage) for stage in Stage if stage not in stages]
+        lacking = [str(stage) for stage in Stage if stage not in (*stages, Stage.REUSE)]
         if lacking:
             raise InputError(
                 f"the profile of {profile.device!r} has no row of {model} for {_some(lacking)} in any "

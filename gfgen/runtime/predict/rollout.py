@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gfgen.graph import Stage, Task
+from gfgen.graph import STEPS, Stage, Task
 from gfgen.layout import Degrees, Layout
 from gfgen.runtime.core.openjobs import JobKind, OpenJobOrders, OpenJobs, kind_of
 from gfgen.snapshot import Decision, JobView, Outlook, Policy, RunningTask, Snapshot
@@ -35,9 +35,11 @@ class KindCosts:
     stages_s: dict[Stage, float]
     """Encode and prepare."""
     steps_s: dict[Degrees, float]
-    """A step, by degrees."""
+    """A step, by degrees; the mean of all steps if some are reused."""
     decodes_s: dict[int, float]
     """A decode, by the number of ranks that it may use."""
+    reused_s: float = 0.0
+    """A step that a policy has reused."""
 
 
 class RolloutCosts:
@@ -50,7 +52,9 @@ class RolloutCosts:
         """A cache by job."""
         examples: dict[JobKind, JobView] = {}
         for job in itertools.chain.from_iterable(jobs.values() for jobs in self._jobs):
-            examples.setdefault(kind_of(job), job)
+            kind = kind_of(job)
+            if kind not in examples or (job.num_reusable and not examples[kind].num_reusable):
+                examples[kind] = job
         self._costs = {kind: _kind_costs(snapshot, job) for kind, job in examples.items()}
 
     def like(self, job_id: str, other: str) -> None:
@@ -66,20 +70,22 @@ class RolloutCosts:
     def task_s(self, task: Task, layout: Layout) -> float:
         costs = self._costs[self._kind(task.job_id)]
         match task.stage:
-            case Stage.DENOISE:
+            case Stage.DENOISE | Stage.REUSE:
                 return self._step_s(costs, layout.degrees)
             case Stage.DECODE:
                 return self._decode_s(costs, layout.degree)
             case stage:
                 return costs.stages_s[stage]
 
-    def remaining_s(self, task: Task, layout: Layout) -> float:
+    def remaining_s(self, task: Task, layout: Layout, *, num_given_up: int = 0) -> float:
         kind = self._kind(task.job_id)
         costs, num_tasks = self._costs[kind], kind[2]
         num_steps = min(num_tasks - task.index - 1, num_tasks - 3)
         total_s = self._decode_s(costs, layout.degree)
         if num_steps > 0:
-            total_s += num_steps * self._step_s(costs, layout.degrees)
+            num_given_up = min(num_given_up, num_steps)
+            total_s += (num_steps - num_given_up) * self._step_s(costs, layout.degrees)
+            total_s += num_given_up * costs.reused_s
         for stage in (Stage.ENCODE, Stage.PREPARE)[task.index :]:
             total_s += costs.stages_s[stage]
         return total_s
@@ -115,14 +121,20 @@ def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
         numbers = itertools.takewhile(lambda n: n <= min(snapshot.max_degree, most), (1, 2, 4, 8))
         return [tuple(range(number)) for number in numbers]
 
+    def step_s(layout: Layout) -> float:
+        return task_s(2, layout) + share * (reused_s - task_s(2, layout))
+
     steps = [job.step_layout(ranks) for ranks in rank_sets(job.step_degree)]
+    share, may_reuse = job.num_reused / max(1, job.num_tasks - 3), job.num_reused or job.num_reusable
+    reused_s = snapshot.costs.task_s(_task(job, 2).as_reused, Layout.single(0)) if may_reuse else 0.0
     return KindCosts(
         {stage: task_s(index, Layout.single(0)) for index, stage in enumerate((Stage.ENCODE, Stage.PREPARE))},
-        {layout.degrees: task_s(2, layout) for layout in steps},
+        {layout.degrees: step_s(layout) for layout in steps},
         {
             len(ranks): task_s(job.num_tasks - 1, job.decode_layout(ranks))
             for ranks in rank_sets(job.max_decode_degree)
         },
+        reused_s,
     )
 
 
@@ -337,6 +349,7 @@ class _Rollout:
         job = segment.job
         del self._segments[job.job_id]
         index = job.next_task.index + segment.num_tasks
+        job = _with_options(job, index)
         if index >= job.num_tasks:
             self._note_end(job, self._now_s)
             return True
@@ -376,8 +389,10 @@ class _Rollout:
         self._open.discard(job.job_id)
         task_s = self._costs.task_s(decision.task, decision.layout)
         num_tasks = 1
-        if decision.task.stage is Stage.DENOISE:
+        if decision.task.stage in STEPS and (job.may_reuse or not job.num_reusable):
             num_left = job.num_tasks - 1 - decision.task.index
+            if job.may_reuse and decision.task.stage is Stage.REUSE:
+                task_s -= self._given_up_s(decision, job) / num_left
             until_settled = math.floor((self._settled_s - self._now_s) / task_s) if task_s > 0 else 1
             is_settled = self._settled_s <= self._now_s + _SAME_S
             num_tasks = num_left if is_settled else min(num_left, max(1, until_settled))
@@ -387,6 +402,14 @@ class _Rollout:
         behind = decision.task.index + num_tasks
         seen = replace(job, next_task=_task(job, behind)) if behind < job.num_tasks else None
         self._segments[job.job_id] = _Segment(job, seen, decision.layout, self._now_s, task_s, num_tasks)
+
+    def _given_up_s(self, decision: Decision, job: JobView) -> float:
+        """What a job saves by giving up as many of its steps as its deadline takes."""
+        full_s = self._costs.remaining_s(decision.task, decision.layout)
+        most = job.num_reusable
+        most_s = full_s - self._costs.remaining_s(decision.task, decision.layout, num_given_up=most)
+        late_s, each_s = self._now_s + full_s - job.deadline_s, most_s / most
+        return min(most_s, max(1, math.ceil(late_s / each_s)) * each_s) if each_s > 0 else 0.0
 
     def _snapshot(self) -> Snapshot:
         running, busy, taken = [], {}, dict(self._decoding_until_s)
@@ -423,6 +446,17 @@ class _Rollout:
         self._num_late += end_s > job.deadline_s
         if not job.job_id.endswith(" again"):
             self._makespan_s = max(self._makespan_s, end_s - self._start.snapshot.now_s)
+
+
+def _with_options(job: JobView, index: int) -> JobView:
+    """The job at a later task; the steps that it may give up count as spread evenly over its steps."""
+    if not job.num_reusable:
+        return job
+    before, left = (max(1, job.num_tasks - 1 - max(2, each)) for each in (job.next_task.index, index))
+    num_reusable = min(job.num_reusable, round(job.num_reusable * left / before))
+    saving_s = job.saving_s * num_reusable / job.num_reusable
+    may_reuse = num_reusable > 0 and 2 <= index < job.num_tasks - 1
+    return replace(job, num_reusable=num_reusable, saving_s=saving_s, may_reuse=may_reuse)
 
 
 def _task(job: JobView, index: int) -> Task:

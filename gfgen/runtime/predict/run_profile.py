@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gfgen.errors import InputError
+from gfgen.graph import Stage
 from gfgen.runtime.predict.cost import CostClass
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, interquartile_range, load_profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, write_profile
@@ -58,6 +59,8 @@ def keep_measured(
 def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[ProfileRow]:
     for each in {id(each): each for each in classes}.values():
         for (stage, degrees), samples in each.samples.items():
+            if stage is Stage.REUSE:  # profiles have computed tasks only
+                continue
             seconds = round(statistics.median(samples), 6)
             yield ProfileRow(
                 model=each.model,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.dispatch import GivenUp
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.ipc.messages import StartJob
@@ -53,19 +54,19 @@ class JobMemory:
             worker.tell(message, (self.slab(job_id),))
             worker.jobs.add(job_id)
 
-    def save(self, job_id: str, pool: WorkerPool, *, next_index: int, producer: int) -> None:
+    def save(
+        self, job_id: str, pool: WorkerPool, *, next_index: int, producer: int, given_up: GivenUp
+    ) -> None:
         """Keep a stopped job's state for the next run; if that fails, the job starts again then."""
         if job_id in self._resume_points:  # none of its tasks began, so the kept state is unchanged
             return
-        job = self.jobs[job_id]
+        job, path = self.jobs[job_id], resume.resume_path(self.output_dir, job_id)
+        point = ResumePoint(next_index, producer, pool.last_number, path, given_up)
         try:
             resume.save(
-                resume.resume_path(self.output_dir, job_id),
+                point,
                 job,
                 self.slab(job_id),
-                next_index=next_index,
-                producer=producer,
-                last_number=pool.last_number,
                 weights=pool.models.weights_mark(job.checkpoint),
                 computed_with=pool.settings.computed_with,
             )

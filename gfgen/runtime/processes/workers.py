@@ -17,7 +17,7 @@ from gfgen.errors import in_one_line
 from gfgen.graph import Stage
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.dispatch import Dispatch, GivenUp
 from gfgen.runtime.core.events import (
     ClosingTime,
     Event,
@@ -170,6 +170,7 @@ class ProcessBackend:
                 transfers=tuple([t for t in dispatch.transfers if t.destination == rank]),
                 wait_s=self._watchdog.time_to_wait_s(dispatch),
                 expected_s=dispatch.predicted_end_s - dispatch.predicted_start_s,
+                is_reused=task.stage is Stage.REUSE,
             )
             worker.tell(message, fds)
         self._rounds.include(now_s=self._clock.now_s)
@@ -193,9 +194,9 @@ class ProcessBackend:
         self._attempts.forget(job_id)
         self._memory.release(job_id)
 
-    def save(self, job_id: str, *, next_index: int, producer: int) -> None:
+    def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
         """Keep a stopped job's state for the next run."""
-        self._memory.save(job_id, self._pool, next_index=next_index, producer=producer)
+        self._memory.save(job_id, self._pool, next_index=next_index, producer=producer, given_up=given_up)
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Let all ranks hold these models and no others."""

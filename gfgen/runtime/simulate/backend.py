@@ -12,7 +12,7 @@ from pathlib import Path
 from gfgen.graph import Stage
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.dispatch import Dispatch, GivenUp
 from gfgen.runtime.core.events import (
     Event,
     OutputWritten,
@@ -108,7 +108,7 @@ class SimulatedBackend:
             self._free_s[rank] = max(self._clock.now_s, free_s) + load_s
             self._clock.at(RankLoaded(self._free_s[rank], rank, load_s))
 
-    def save(self, job_id: str, *, next_index: int, producer: int) -> None:
+    def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
         """No effect: there is no state to save."""
 
     def memory_use(self) -> Mapping[int, MemoryUse]:

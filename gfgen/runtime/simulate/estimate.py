@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from gfgen.errors import PolicyError
-from gfgen.graph import Stage
+from gfgen.graph import STEPS
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.flights import LOOKAHEAD_S
 from gfgen.runtime.control.jobs import timed_out_after
@@ -87,7 +87,7 @@ class SeldomAsked:
             job = snapshot.open.get(self._job_on.get(rank, ""))
             if job is None or job.last_layout is None or not free.issuperset(job.last_layout.ranks):
                 return None
-            if job.next_task.stage is not Stage.DENOISE or not job.next_task.step:
+            if job.next_task.stage not in STEPS or not job.next_task.step or job.may_reuse:
                 return None
             found[job.job_id] = Decision(job.next_task, job.last_layout)
         return list(found.values())

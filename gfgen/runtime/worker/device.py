@@ -187,5 +187,9 @@ def execute(adapters: Mapping[str, Adapter], work: RankTask, parallel: Parallel 
             assert task.step is not None
             inputs = (artifacts[name] for name in ("prompt", "condition", "latents"))
             return {"latents": adapter.denoise(spec, *inputs, step=task.step, parallel=parallel)}
+        case Stage.REUSE:
+            assert task.step is not None
+            inputs = (artifacts[name] for name in ("prompt", "condition", "latents"))
+            return {"latents": adapter.reuse(spec, *inputs, step=task.step)}
         case Stage.DECODE:
             return {"frames": adapter.decode(spec, artifacts["latents"], parallel=parallel)}

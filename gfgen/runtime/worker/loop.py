@@ -292,7 +292,8 @@ class Worker:
             return  # it is given up, and the control plane expects no report
         try:
             job = self._jobs[message.job_id]
-            work = RankTask(message, job, job.start.trajectory.task(message.task_index))
+            task = job.start.trajectory.task(message.task_index)
+            work = RankTask(message, job, task.as_reused if message.is_reused else task)
             with torch.no_grad():
                 self._perform(work, fds)
         except InputVoidError:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gfgen.graph import Stage
+from gfgen.graph import STEPS
 from gfgen.layout import Layout
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core import events
@@ -187,7 +187,7 @@ class RunMirror:
             return
         self._observer.task_done(dispatch, record.facts.model, event.busy_s)
         record.next_index, at = task.index + 1, self.lanes.at(event.ended_s)
-        if task.stage is Stage.DENOISE:
+        if task.stage in STEPS:
             record.event("step", at, step=record.step, steps=record.facts.steps)
         if record.next_index == record.facts.num_tasks:
             record.is_writing = True

@@ -13,7 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from starlette.responses import Response
 
@@ -23,7 +31,7 @@ from gfgen.job.shared import number_of, value_of
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 ServerStatus = Literal["loading", "ready", "draining"]
 RankStatus = Literal["starting", "loading", "idle", "busy", "lost", "retired"]
-StageName = Literal["encode", "prepare", "denoise", "decode", "write"]
+StageName = Literal["encode", "prepare", "denoise", "reuse", "decode", "write"]
 MediaKind = Literal["video", "image"]
 BatchEndpoint = Literal["/v1/images/generations", "/v1/chat/completions", "/v1/videos"]
 
@@ -57,6 +65,11 @@ class JobField:
             context = {"shown": problem.value, "accepted": problem.accepted}
             raise PydanticCustomError("job_field", "{accepted}", context) from None
         return parsed if is_number else value
+
+
+def _unquoted(value: object) -> object:
+    """The number that a form gives as a text."""
+    return number_of(value) if isinstance(value, str) else value
 
 
 Prompt = Annotated[str, JobField("prompt")]
@@ -301,6 +314,7 @@ class JobRequest(RequestModel):
     scheduler: Annotated[dict[str, Any], JobField("scheduler")] | None = None
     sigmas: Annotated[list[float], JobField("sigmas")] | None = None
     lora: Lora | None = None
+    reuse: Annotated[float | str, JobField("reuse"), BeforeValidator(_unquoted)] | None = None
     seed: Seed | None = None
     deadline: Deadline | None = None
     timeout: Annotated[float | str, JobField("timeout")] | None = Field(

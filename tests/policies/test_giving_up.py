@@ -1,0 +1,61 @@
+"""Jobs that give up steps for their deadline."""
+
+from dataclasses import replace
+
+import pytest
+from builders import make_job, simulate
+
+from gfgen.graph import Stage
+from gfgen.runtime.files.manifest import manifest_entry
+
+REUSABLE = (3, 5, 7, 9)
+
+
+def late_job(name, *, steps=12, reusable=REUSABLE, **fields):
+    job = make_job(name, steps=steps, reuse="if-late", **fields)
+    return replace(job, trajectory=replace(job.trajectory, reusable=reusable))
+
+
+def seconds_of(dispatch):
+    return 0.01 if dispatch.task.stage is Stage.REUSE else 1.0
+
+
+def given_up(*jobs, policy, **options):
+    """By job: steps that ran without the transformer, and whether it was in time; and the run."""
+    recorder = simulate(jobs, policy=policy, num_ranks=1, task_s=seconds_of, **options)
+    return {each.info.job_id: (each.num_reused, each.met_deadline) for each in recorder.outcomes}, recorder
+
+
+@pytest.mark.parametrize("policy", ["edf", "triage", "auto"])
+@pytest.mark.parametrize(
+    ("deadline_s", "found"),
+    [(30.0, (0, True)), (13.2, (2, True)), (5.0, (0, False))],
+    ids=["in time", "in time without some", "late in any case"],
+)
+def test_a_job_gives_up_as_few_steps_as_its_deadline_takes(policy, deadline_s, found):
+    """Fifteen tasks of a second each; costs are known from a first job."""
+    first = make_job("first", steps=12)
+    job = late_job("a", arrival_s=20.0, deadline_s=deadline_s)
+    outcomes, _ = given_up(first, job, policy=policy)
+    assert outcomes["a"] == found
+
+
+def test_other_policies_compute_all_steps():
+    outcomes, _ = given_up(make_job("first", steps=12), late_job("a", deadline_s=14.0), policy="fcfs")
+    assert outcomes["a"] == (0, False)
+
+
+def test_dispatches_and_manifest_name_the_choice():
+    job = late_job("a", arrival_s=20.0, deadline_s=13.2)
+    _, recorder = given_up(make_job("first", steps=12), job, policy="edf")
+    chosen = [each.task.step for each in recorder.dispatches if each.task.stage is Stage.REUSE]
+    assert chosen == [3, 5]
+    entry = manifest_entry(recorder.outcomes[-1], written_at=0.0)
+    assert (entry["reuse"], entry["steps_reused"]) == ("if-late", 2)
+    assert "from step 4 on, when it was predicted to end" in entry["why_reused"]
+
+
+def test_options_are_counted_from_the_next_task_on():
+    trajectory = late_job("a").trajectory
+    assert [trajectory.num_reusable_from(index) for index in (0, 5, 6, 11, 12)] == [4, 4, 3, 1, 0]
+    assert [trajectory.may_reuse(index) for index in (4, 5, 14)] == [False, True, False]
