@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from gfgen.errors import ModelError
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import NoImages
-from gfgen.job.reader import parse_job
+from gfgen.job.reader import parse_job, read_jobs, to_mapping
+from gfgen.job.shared import parse_loras
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.lora import fit
@@ -147,3 +148,22 @@ def test_a_request_names_a_lora_of_the_server(tmp_path: Path, width: int) -> Non
     assert job.spec.lora_files == [str(path)]
     assert requested({"name": "oil"})[1] == ["lora = oil: is no LoRA of this server; there are ink"]
     assert "paths are not accepted over HTTP" in requested({"path": str(path)})[1][0]
+
+
+def test_the_option_counts_after_lines_and_defaults_and_null_is_none(tmp_path: Path, width: int) -> None:
+    paths = [lora(tmp_path / f"{name}.safetensors", width=width) for name in ("option", "default", "line")]
+    lines: list[dict[str, object]] = [{"prompt": "one"}, {"prompt": "two", "lora": ["line.safetensors"]}]
+    lines.append({"prompt": "three", "lora": None})
+    found = {}
+    for defaults in ({}, {"lora": ["default.safetensors"]}):
+        first = [{"defaults": defaults}] if defaults else []
+        file = tmp_path / "jobs.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in (*first, *lines)))
+        parsed = read_jobs(file, fallbacks={"lora": parse_loras([f"{paths[0]}:0.5"])})
+        assert not parsed.problems
+        found[bool(defaults)] = [spec.lora_files for spec in parsed.specs]
+        again, _ = parse_job(to_mapping(parsed.specs[0]))
+        assert again is not None
+        assert (again.lora, again.lora_files) == (parsed.specs[0].lora, parsed.specs[0].lora_files)
+    option, default, line = ([str(path)] for path in paths)
+    assert found == {False: [option, line, None], True: [default, line, None]}
