@@ -157,12 +157,15 @@ class _TasksByRank:
         parts = [self._ends[number][rank] for rank in ranks]
         del self._ends[number]
         if not (failures := [part for part in parts if part["event"] == events.TaskFailed.__name__]):
-            times = [
-                events.RankTimes(*[part.get(name) for name in events.RankTimes._fields]) for part in parts
-            ]
+            times = [_rank_times(part) for part in parts]
             return entry["turn"], events.TaskDone(entry["time_s"], number, tuple(times))
         void, lost = (any(part[name] for part in failures) for name in ("void", "lost"))
         return entry["turn"], events.TaskFailed(entry["time_s"], number, failures[0]["reason"], void, lost)
+
+
+def _rank_times(part: dict[str, Any]) -> events.RankTimes:
+    """How one rank ran its part, from an entry of version 1, which lacks fields that are newer."""
+    return events.RankTimes(**{name: part[name] for name in events.RankTimes._fields if name in part})
 
 
 def _end_of_turn(entry: object) -> tuple[int, Turn] | None:
