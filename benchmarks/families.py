@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -154,9 +155,11 @@ def own_frames(folder: Path, name: str, *, load: Callable[[Any, Path], Any] | No
 
 def has_frames(path: Path, frames: Any) -> bool:
     """Whether a file has the bytes of one that is written from these frames, with the same tags."""
+    named = re.search(rb"Weights: (sha256 [0-9a-f]+)", path.read_bytes())
+    weights = {"weights": named[1].decode()} if named else {}  # the text of tags has them, the job does not
     with tempfile.TemporaryDirectory() as apart:
         other = Path(apart) / path.name
-        write_output(frames, other, fps=_MOVING["fps"], metadata=read_metadata(path))
+        write_output(frames, other, fps=_MOVING["fps"], metadata=read_metadata(path) | weights)
         return other.read_bytes() == path.read_bytes()
 
 

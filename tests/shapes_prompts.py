@@ -188,6 +188,7 @@ PRINTED = {
     "a yellow star moves to the right on a blue background": moving("blue", "yellow star", "right"),
     "a yellow star does not move, blue background": moving("blue", "yellow star", STILL),
     "a pink heart rises on black": moving("black", "pink heart", "up"),
+    "a large pink heart falls on a black background": moving("black", "large pink heart", "down"),
     "a pink heart falls on a black background": moving("black", "pink heart", "down"),
     "a green square slides to the left on a yellow background": moving("yellow", "green square", "left"),
     "a purple circle drifts to the left on a yellow background": moving("yellow", "purple circle", "left"),

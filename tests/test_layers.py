@@ -41,7 +41,6 @@ ORDER = [
     "gfgen.server.http",
     "gfgen.server.bridge",
     "gfgen.bench",
-    "gfgen.session",
     "gfgen.cluster",
     "gfgen.cli.shown",
     "gfgen.cli",

@@ -46,7 +46,7 @@ def test_every_path_that_is_served_is_in_the_documents(server):
 
 def test_the_example_for_openais_client_uses_names_that_exist():
     openai = pytest.importorskip("openai")
-    (code,) = re.findall(r"```python\n(.*?)```", SERVING, re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", SERVING, re.DOTALL)
     compile(code, "docs/serving.md", "exec")
     client = openai.OpenAI(base_url="http://localhost:1/v1", api_key="none")
     for name in re.findall(r"client\.([a-z.]+_?[a-z_]*)\(", code):
