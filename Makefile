@@ -13,7 +13,7 @@ run: $(READY)  ## the main job: four CPU ranks, a dozen jobs, pictures and video
 	$(BIN)/gfgen run jobs/batch.jsonl --policy srtf --trace outputs/batch/trace.json
 
 test: check  ## everything that CI runs
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # files that start workers come first
 
 test-gpu:  ## the tests marked gpu, without network, in nine minutes a call (docs/gpu-tests.md)
 	$(GPU_PYTHON) setup.py --quiet build_ext --inplace

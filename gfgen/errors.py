@@ -11,7 +11,6 @@
         PolicyFault             1   a policy raised, or decided something illegal
         StalledError            1   jobs are open, nothing runs and nothing was decided
         WorkerError             1   a worker process died or could not start
-        TaskError               1   a task failed inside a worker
         OutputError             1   a finished job could not be written
         CollectiveError         1   an exchange between ranks failed
           PeerTimeoutError      1   a peer did not answer in time
@@ -128,10 +127,6 @@ class StalledError(RunError):
 
 class WorkerError(RunError):
     """A worker process died, hung, or could not start."""
-
-
-class TaskError(RunError):
-    """A task raised inside a worker; names the job, the task and the exception."""
 
 
 class OutputError(RunError):

@@ -284,7 +284,6 @@ class _Rollout:
         self._latencies_s: list[float] = []
         self._ends_s: dict[str, float] = {}
         self._num_late = 0
-        self._num_present = len(snapshot.open) + len(snapshot.busy)
         self._makespan_s = 0.0
         for running in snapshot.running:
             if (job := snapshot.busy.get(running.task.job_id)) is not None:
