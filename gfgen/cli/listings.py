@@ -174,7 +174,7 @@ def _facts(model: str, geometry: Geometry, trial: Trial) -> dict[str, Any]:
 
 def _weights(checkpoint: Path) -> dict[str, int]:
     """Bytes of weights on a CPU rank and on a GPU."""
-    return {"cpu": footprint(checkpoint).on(1), "cuda": device_bytes(checkpoint)}
+    return {"cpu": footprint(checkpoint).on(1), "cuda": sum(device_bytes(checkpoint).values())}
 
 
 def _told(facts: Mapping[str, Any]) -> str:

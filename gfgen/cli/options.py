@@ -164,7 +164,11 @@ class RankOptions(AskedRanks):
             _show_only(self.gpus)
         ranks = self.here(cpu_ranks=cpu_ranks)
         if not ranks.are_on_gpus:
-            _tell_of_graphs()
+            _tell_of_graphs("on CPU ranks, which launch no kernels")
+        elif ranks.is_offloaded:
+            _tell_of_graphs("with --offload, which moves weights")
+        if self.offload and not ranks.is_offloaded:
+            logger.info("--offload has no effect on CPU ranks")
         return ranks
 
     @property
@@ -186,12 +190,12 @@ def _show_only(gpus: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown[int(part)] if shown else part for part in chosen)
 
 
-def _tell_of_graphs() -> None:
-    """Log that --graphs or --no-graphs has no effect on CPU ranks."""
+def _tell_of_graphs(where: str) -> None:
+    """Log that --graphs or --no-graphs has no effect."""
     context = click.get_current_context()
     if context.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
         word = "--graphs" if context.params["graphs"] else "--no-graphs"
-        logger.info("%s has no effect on CPU ranks, which launch no kernels", word)
+        logger.info("%s has no effect %s", word, where)
 
 
 memory_option = click.option(
@@ -206,6 +210,11 @@ ranks_per_gpu_option = click.option(
     show_default=True,
     metavar="N",
     help="Let N ranks share each GPU, to try layouts of several ranks on one GPU. This is slower.",
+)
+offload_option = click.option(
+    "--offload",
+    is_flag=True,
+    help="On small GPUs: keep text encoders and idle experts in main memory (docs/models.md). Slower.",
 )
 compile_option = click.option(
     "--compile",

@@ -29,6 +29,7 @@ from gfgen.cli.options import (
     max_step_time_option,
     memory_option,
     model_option,
+    offload_option,
     policy_option,
     rank_options,
     ranks_per_gpu_option,
@@ -93,7 +94,7 @@ logger = logging.getLogger(__name__)
     is_flag=True,
     help="Replace files that are already in the folder under the names of outputs, whoever made them.",
 )
-@rank_options(ranks_per_gpu_option, memory_option, trust_code_option, compile_option)
+@rank_options(ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option)
 @cluster_options
 @policy_option
 @model_option

@@ -28,6 +28,7 @@ from gfgen.cli.options import (
     lookahead_option,
     max_step_time_option,
     memory_option,
+    offload_option,
     policy_option,
     rank_options,
     ranks_per_gpu_option,
@@ -224,7 +225,7 @@ _api_options = taken_as(
     help="LoRA that requests can name: a file, a folder or a hub id. Repeatable.",
 )
 @_api_options
-@rank_options(ranks_per_gpu_option, memory_option, trust_code_option, compile_option)
+@rank_options(ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option)
 @policy_option
 @lookahead_option
 @grace_option

@@ -34,6 +34,7 @@ from gfgen.runtime.core.memory_check import (
     available_bytes,
     check_models,
     check_models_on_gpu,
+    check_offloaded,
     check_together,
     gpu_job_bytes,
     gpu_work_bytes,
@@ -225,6 +226,7 @@ class Admission:
     devices: Devices
     has_random_weights: bool = False
     vae_dtype: str = "auto"
+    is_offloaded: bool = False
     trusts_code: bool = False
     known: dict[str, ResolvedModel] = field(default_factory=dict)
     unusable: dict[str, str] = field(default_factory=dict)
@@ -255,7 +257,14 @@ class Admission:
         Raises: InputError when a model does not fit, or when all of them must fit together and do not.
         """
         admitted, refused = self._admit(specs)
-        models_bytes = self.check({job.checkpoint for job in admitted})
+        models_bytes = self.check(checkpoints := {job.checkpoint for job in admitted})
+        if self.is_offloaded:
+            check_offloaded(
+                checkpoints,
+                num_ranks=self.devices.num_ranks,
+                available=available_bytes(),
+                has_random_weights=self.has_random_weights,
+            )
         if are_models_together:
             check_together(models_bytes, available=self.room_bytes)
         fitting, too_large = self._refuse_large(admitted, models_bytes)
@@ -310,6 +319,7 @@ class Admission:
             beside_bytes=self._beside_bytes,
             has_random_weights=self.has_random_weights,
             vae_dtype=self.vae_dtype,
+            is_offloaded=self.is_offloaded,
             where=self.devices.where,
         )
 
@@ -318,7 +328,7 @@ class Admission:
         jobs, refused = admit(
             self._with_files(specs, unknown), default_model=self.default_model, find_model=self.find_model
         )
-        fitting, unfit = split_by_loras(jobs, self.lora_fits)
+        fitting, unfit = split_by_loras(jobs, self.lora_fits, is_offloaded=self.is_offloaded)
         return fitting, (*unknown, *refused, *unfit)
 
     def _with_files(self, specs: Iterable[JobSpec], unknown: list[Problem]) -> Iterator[JobSpec]:

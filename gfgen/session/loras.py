@@ -12,7 +12,7 @@ from typing import Any
 from gfgen.errors import InputError, JobError, ModelError, Problem
 from gfgen.job.loras import LoraError, LoraFiles
 from gfgen.job.spec import JobSpec
-from gfgen.models.geometry.weights import footprint
+from gfgen.models.geometry.weights import TEXT_ENCODER, footprint
 from gfgen.models.lora.fit import KEPT_FILES, LoraFits
 from gfgen.runtime.core.admission import AdmittedJob
 
@@ -21,7 +21,7 @@ CPU_BYTES, GPU_BYTES = 4, 2
 
 
 def split_by_loras(
-    jobs: Sequence[AdmittedJob], fits: LoraFits
+    jobs: Sequence[AdmittedJob], fits: LoraFits, *, is_offloaded: bool = False
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs whose LoRAs fit their models, and problems for the others."""
     asking = [job for job in jobs if job.spec.lora]
@@ -33,7 +33,7 @@ def split_by_loras(
         why = Problem.of("lora", None, str(error))
         problems = {job.job_id: [replace(why, line=job.spec.line)] for job in asking}
     else:
-        problems = {job.job_id: list(_problems(job, fits)) for job in asking}
+        problems = {job.job_id: list(_problems(job, fits, is_offloaded=is_offloaded)) for job in asking}
     kept = [job for job in jobs if not problems.get(job.job_id)]
     return kept, [problem for found in problems.values() for problem in found]
 
@@ -162,7 +162,11 @@ def _wanted(job: AdmittedJob) -> Iterator[tuple[Path, str, Path]]:
         yield job.checkpoint, lora["sha256"], Path(path)
 
 
-def _problems(job: AdmittedJob, fits: LoraFits) -> Iterator[Problem]:
+def _is_of_text_encoder(weight: str) -> bool:
+    return TEXT_ENCODER.fullmatch(weight.partition(".")[0]) is not None
+
+
+def _problems(job: AdmittedJob, fits: LoraFits, *, is_offloaded: bool) -> Iterator[Problem]:
     for lora, path in zip(job.spec.lora or (), job.spec.lora_files or (), strict=True):
         fit, target = fits.of(job.checkpoint, lora["sha256"]), lora.get("target")
         problem = None
@@ -173,5 +177,7 @@ def _problems(job: AdmittedJob, fits: LoraFits) -> Iterator[Problem]:
             problem = Problem.of("lora.target", target, accepted)
         elif not fit.changed_in(target):
             problem = Problem.of("lora.target", target, f"{path} changes no layer of it; leave it out")
+        elif is_offloaded and any(map(_is_of_text_encoder, fit.changed_in(target))):
+            problem = Problem.of("lora", None, f"{path} changes a text encoder; run it without --offload")
         if problem is not None:
             yield replace(problem, line=job.spec.line)

@@ -43,6 +43,8 @@ class Ranks:
     """Whether code that comes with a checkpoint may run."""
     compile: str = "auto"
     """Whether blocks of general pipelines are compiled (kernels.py): auto, on or off."""
+    is_offloaded: bool = False
+    """Whether GPUs hold neither text encoders nor idle experts."""
 
     @property
     def num_ranks(self) -> int:
@@ -78,7 +80,8 @@ class Ranks:
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
         words += ["--trust-remote-code"] if self.trusts_code else []
         words += [] if self.compile == "auto" else ["--compile", self.compile]
-        return (*words, *([] if self.has_graphs else ["--no-graphs"]))
+        words += ["--offload"] if self.is_offloaded else []
+        return (*words, *([] if self.has_graphs or self.is_offloaded else ["--no-graphs"]))
 
     def step_times(self) -> StepTimes:
         """How long steps take at least, by this machine's profile."""
@@ -93,6 +96,7 @@ class Ranks:
             devices=self.devices,
             has_random_weights=self.has_random_weights,
             vae_dtype=self.vae_dtype,
+            is_offloaded=self.is_offloaded,
             trusts_code=self.trusts_code,
             bounds=bounds,
             step_times=self.step_times() if has_bounded_steps else None,
@@ -112,6 +116,7 @@ class AskedRanks:
     graphs: bool = True
     trust_remote_code: bool = False
     compile: str = "auto"
+    offload: bool = False
 
     def here(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
         """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them.
@@ -124,8 +129,15 @@ class AskedRanks:
         )
         if devices.kind == CPU:
             devices = replace(devices, num_ranks=self.ranks or cpu_ranks)
+        is_offloaded = self.offload and devices.kind != CPU
         return Ranks(
-            devices, self.random_weights, self.vae_dtype, self.graphs, self.trust_remote_code, self.compile
+            devices,
+            self.random_weights,
+            self.vae_dtype,
+            self.graphs and not is_offloaded,  # moved weights have other addresses than records
+            self.trust_remote_code,
+            self.compile,
+            is_offloaded,
         )
 
 
@@ -184,6 +196,7 @@ def ready_pool(
         has_random_weights=ranks.has_random_weights,
         vae_dtype=ranks.vae_dtype,
         has_graphs=ranks.has_graphs,
+        is_offloaded=ranks.is_offloaded,
         trusts_code=ranks.trusts_code,
         kernels=kernels,
         are_all_needed=are_all_needed,

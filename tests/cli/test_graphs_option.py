@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from gfgen.cli.main import cli
 from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
-from gfgen.session.ranks import Ranks
+from gfgen.session.ranks import AskedRanks, Ranks
 
 GPUS = Devices(CUDA, 2, (Gpu("NVIDIA H200", 140 * 10**9),) * 2)
 
@@ -42,9 +42,18 @@ def test_steps_are_graphs_unless_told_otherwise_and_what_has_no_effect_is_told_i
     assert given or "graphs" not in result.output
 
 
+def test_offload_moves_weights_on_gpus_alone_and_forgoes_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: GPUS)
+    found = AskedRanks(offload=True).here()
+    assert (found.is_offloaded, found.has_graphs) == (True, False)
+    monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: Devices(CPU, 2))
+    assert not AskedRanks(offload=True).here().is_offloaded
+
+
 def test_recorded_commands_say_so_where_steps_are_not_graphs() -> None:
     assert Ranks(GPUS).words == ()
     assert Ranks(GPUS, has_random_weights=True, has_graphs=False).words == ("--random-weights", "--no-graphs")
+    assert Ranks(GPUS, has_graphs=False, is_offloaded=True).words == ("--offload",)
     shared = Ranks(Devices(CUDA, 2, GPUS.gpus[:1], ranks_per_gpu=2))
     assert shared.words == ("--ranks-per-gpu", "2")
     assert shared.description == "2 ranks on 1 x NVIDIA H200"

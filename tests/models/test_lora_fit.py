@@ -116,6 +116,24 @@ def test_jobs_are_refused_for_misfits_and_unknown_targets(tmp_path: Path, width:
     ]
 
 
+def test_a_lora_of_a_text_encoder_is_refused_where_that_is_offloaded(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora(tmp_path / "both.safetensors", width=width)
+    changed = {f"{name}.weight": 1 for name in ("transformer.blocks.0", "text_encoder.layers.0")}
+    found = LoraFit(changed=changed, components=("transformer", "text_encoder"))
+    monkeypatch.setattr(fit, "by_headers", lambda *_: found)
+    job = {"prompt": "a red circle", "frames": 1, "lora": ["both.safetensors"]}
+    spec, _ = parse_job(job, folder=tmp_path)
+    assert spec is not None
+    for offloads, refused in (
+        (False, []),
+        (True, [f"lora: {tmp_path}/both.safetensors changes a text encoder; run it without --offload"]),
+    ):
+        _, problems = replace(admission(), is_offloaded=offloads).fitting([spec])
+        assert [str(problem) for problem in problems] == refused
+
+
 def test_jobs_are_refused_if_copies_of_changed_weights_do_not_fit(tmp_path: Path, width: int) -> None:
     lora(tmp_path / "ok.safetensors", width=width)
     spec, _ = parse_job({"prompt": "a red circle", "frames": 1, "lora": ["ok.safetensors"]}, folder=tmp_path)

@@ -1,12 +1,14 @@
 """Memory that is short is told before anything starts, with numbers and what would help."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from builders import make_job
 
 from gfgen.errors import InputError
+from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.geometry.weight_files import read_header
 from gfgen.models.geometry.weights import Footprint, device_bytes
@@ -17,6 +19,7 @@ from gfgen.runtime.core.memory_check import (
     check_addresses,
     check_models,
     check_models_on_gpu,
+    check_offloaded,
     check_together,
     gpu_job_bytes,
     job_bytes,
@@ -160,6 +163,39 @@ def test_a_model_too_large_for_a_gpu_is_refused_with_the_numbers():
         )
 
 
+@pytest.mark.parametrize(
+    ("model", "gpu_gb", "on_gpu_gb", "shape"),
+    [
+        ("wan2.2-ti2v-5b", 24, 12.8, {"width": 832, "height": 480, "frames": 49}),
+        ("qwen-image", 48, 41.1, {"width": 1328, "height": 1328}),
+        ("wan2.2-t2v-a14b", 48, 29.1, {"width": 832, "height": 480, "frames": 81}),
+    ],
+)
+def test_offload_admits_models_on_gpus_that_cannot_hold_them_whole(
+    model, gpu_gb, on_gpu_gb, shape, monkeypatch
+):
+    monkeypatch.setattr("gfgen.session.admission.available_bytes", lambda: 128 * GB)
+    whole = Admission(
+        default_model=model, devices=Devices("cuda", 1, (Gpu("a GPU", gpu_gb * GB),)), has_random_weights=True
+    )
+    spec = JobSpec(id="a", prompt="a red fox", line=1, **shape)
+    with pytest.raises(InputError, match=rf"{model} .*, {gpu_gb}\.0 GB there; --offload would fit"):
+        whole.fitting([spec])
+    (job,), problems = replace(whole, is_offloaded=True).fitting([spec])
+    assert not problems
+    weights = replace(whole, is_offloaded=True).check([job.checkpoint])
+    assert weights[job.checkpoint] / GB == pytest.approx(on_gpu_gb, abs=0.1)
+
+
+def test_main_memory_must_hold_what_is_offloaded_once_for_all_ranks_or_for_each():
+    # Text encoders are mapped; UMT5 takes 11.4 GB. Each rank has its own idle expert of 28.6 GB.
+    folder = CONFIGS / "wan2.2-t2v-a14b"
+    check_offloaded([folder], num_ranks=4, available=126 * GB, has_random_weights=True)
+    message = r"--offload: wan2\.2-t2v-a14b on 4 ranks needs at least 125\.\d GB of main memory, 125\.0"
+    with pytest.raises(InputError, match=message):
+        check_offloaded([folder], num_ranks=4, available=125 * GB, has_random_weights=True)
+
+
 def test_weights_of_a_checkpoint_on_a_gpu_are_counted_from_its_files(tiny_models):
     folder = tiny_models["tiny-wan"]
     counts = {
@@ -167,7 +203,7 @@ def test_weights_of_a_checkpoint_on_a_gpu_are_counted_from_its_files(tiny_models
         for path in folder.glob("*/*.safetensors")
     }
     wide = counts.pop("vae")
-    assert device_bytes(folder) == 4 * wide + 2 * sum(counts.values())
+    assert sum(device_bytes(folder).values()) == 4 * wide + 2 * sum(counts.values())
 
 
 def test_a_job_too_large_for_a_gpu_is_refused_with_the_numbers():

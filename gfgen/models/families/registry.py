@@ -13,6 +13,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,12 +148,14 @@ def load_adapter(
     has_random_weights: bool = False,
     trusts_code: bool = False,
     kernels: KernelChoice = "own",
+    is_offloaded: bool = False,
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
 
     dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
     VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
     checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
+    With `is_offloaded`, text encoders and idle experts are in host memory.
 
     Raises: ModelError for a broken directory, an unknown family, or an unknown dtype.
     """
@@ -170,7 +173,7 @@ def load_adapter(
     from gfgen.models.loading.components import load_pipeline
     from gfgen.models.loading.random_weights import random_pipeline
 
-    load = random_pipeline if has_random_weights else load_pipeline
+    load = partial(random_pipeline if has_random_weights else load_pipeline, is_offloaded=is_offloaded)
     options = {"device": device, "dtype": getattr(torch, name), "vae_dtype": vae_dtype, "load": load}
     if geometry.family == "qwen-image":
         from gfgen.models.families.qwen_adapter import load_qwen_image

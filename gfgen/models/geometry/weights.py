@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,11 @@ FP32_ON_DEVICE: Mapping[str, tuple[str, ...]] = {
     "WanImageToVideoPipeline": ("vae",),
 }
 """By pipeline class, the components that adapters load in fp32 on every device by default."""
+
+TEXT_ENCODER = re.compile(r"text_encoder(_\d)?")
+"""Names of components that `--offload` keeps in host memory."""
+EXPERTS = ("transformer", "transformer_2")
+"""Names of two components of which a step uses one; with `--offload` the other one is in host memory."""
 
 VAE_DTYPES = ("auto", "float32", "bfloat16")
 """dtypes for a VAE; auto follows FP32_ON_DEVICE, and otherwise uses the dtype of the other components."""
@@ -47,10 +52,10 @@ class ComponentFiles:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Main memory that a checkpoint's weights take on CPU ranks, in fp32.
+    """Main memory that weights of a checkpoint take.
 
-    All ranks share one mapping of weights that are stored in fp32; each rank has its own converted copy of
-    the others.
+    All ranks share one mapping of weights that are stored in the dtype that is used; each rank has its own
+    converted copy of the others.
     """
 
     shared_bytes: int
@@ -61,7 +66,7 @@ class Footprint:
 
 
 def footprint(checkpoint: Path) -> Footprint:
-    """Raises: ModelError like `weight_files`."""
+    """Of CPU ranks, which compute in fp32. Raises: ModelError like `weight_files`."""
     shared = private = 0
     for component in component_files(checkpoint).values():
         for path in component.files:
@@ -77,8 +82,8 @@ def footprint(checkpoint: Path) -> Footprint:
 
 def device_bytes(
     checkpoint: Path, *, num_parameters: Mapping[str, int] | None = None, vae_dtype: str = "auto"
-) -> int:
-    """Bytes that a checkpoint's weights take on a GPU: in bf16, or fp32 if `component_dtypes` says so.
+) -> Mapping[str, int]:
+    """Bytes that each component takes on a GPU: in bf16, or fp32 if `component_dtypes` says so.
 
     num_parameters: by component; None counts them in the weight files.
     Raises: ModelError like `weight_files`.
@@ -88,9 +93,25 @@ def device_bytes(
     name = _model_index(checkpoint)["_class_name"]
     dtypes = component_dtypes(name if isinstance(name, str) else "", vae_dtype)
     wide = {name for name, dtype in dtypes.items() if dtype == "float32"}
-    return sum(
-        count * (_FP32_BYTES if name in wide else _BF16_BYTES) for name, count in num_parameters.items()
-    )
+    return {
+        name: count * (_FP32_BYTES if name in wide else _BF16_BYTES) for name, count in num_parameters.items()
+    }
+
+
+def offloaded(sizes: Mapping[str, int]) -> Footprint:
+    """What `--offload` keeps in main memory in place of GPUs, by the bytes of each component.
+
+    Ranks share a mapping of text encoders. Each rank has its own idle expert, because experts change.
+    """
+    experts = [sizes[name] for name in EXPERTS if name in sizes]
+    idle = min(experts) if len(experts) == len(EXPERTS) else 0
+    return Footprint(sum(sizes[name] for name in sizes if TEXT_ENCODER.fullmatch(name)), idle)
+
+
+def is_offloaded(component: str, components: Collection[str]) -> bool:
+    """Whether `--offload` keeps a component in host memory until it is used."""
+    has_experts = set(EXPERTS) <= set(components)
+    return TEXT_ENCODER.fullmatch(component) is not None or (has_experts and component in EXPERTS)
 
 
 def count_parameters(checkpoint: Path) -> Mapping[str, int]:

@@ -18,8 +18,10 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from gfgen.errors import ModelError, in_one_line
+from gfgen.models.geometry import weights
 from gfgen.models.geometry.checkpoint import OwnClass, read_checkpoint
 from gfgen.models.geometry.weights import ComponentFiles, component_files, components_of
+from gfgen.models.loading.offload import offload
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,11 @@ def load_pipeline(
     dtype: torch.dtype,
     dtypes: Mapping[str, str] | None = None,
     own_code: Mapping[str, OwnClass] | None = None,
+    is_offloaded: bool = False,
 ) -> Any:
     """A pipeline of this class with its weights on the device, ready for inference.
+
+    With `is_offloaded`, text encoders and idle experts are in host memory (offload.py).
 
     Components in `own_code` are of classes in the checkpoint's own files, which are run.
 
@@ -58,9 +63,12 @@ def load_pipeline(
         with without_progress_bars():
             taken = inspect.signature(pipeline_class).parameters
 
+            names = component_files(checkpoint).keys()
+
             def load(files: ComponentFiles, kind: Any) -> Any:
                 name = files.folder.name
-                return _load_model(files, kind, device=device, dtype=wanted.get(name, dtype))
+                place = "cpu" if is_offloaded and weights.is_offloaded(name, names) else device
+                return _load_model(files, kind, device=place, dtype=wanted.get(name, dtype))
 
             if own_code:
                 pipeline = _with_own_code(pipeline_class, checkpoint, own_code, load)
@@ -79,6 +87,8 @@ def load_pipeline(
         raise ModelError(
             f"model {checkpoint}: cannot be loaded as {pipeline_class.__name__}: {reason}"
         ) from error
+    if is_offloaded:
+        offload(pipeline, torch.device(device))
     logger.info("loaded %s from %s on %s in %s", pipeline_class.__name__, checkpoint, device, dtype)
     return pipeline
 

@@ -24,10 +24,12 @@ from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from gfgen.errors import ModelError
+from gfgen.models.geometry import weights
 from gfgen.models.geometry.checkpoint import VOCABULARIES, Checkpoint, read_checkpoint
-from gfgen.models.geometry.weights import has_weights
+from gfgen.models.geometry.weights import components_of, has_weights
 from gfgen.models.loading import tiny_text
 from gfgen.models.loading.components import without_progress_bars
+from gfgen.models.loading.offload import offload
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,9 @@ def random_pipeline(
     device: str,
     dtype: torch.dtype,
     dtypes: Mapping[str, str] | None = None,
+    is_offloaded: bool = False,
 ) -> Any:
-    """A pipeline of this class with random weights, from config files; dtypes as in `load_pipeline`.
+    """A pipeline of this class with random weights, from config files; options as in `load_pipeline`.
 
     Raises: ModelError for configs that the pipeline's classes reject.
     """
@@ -57,11 +60,12 @@ def random_pipeline(
     own = {name: getattr(torch, each) for name, each in (dtypes or {}).items()}
     try:
         with without_progress_bars():
-            parts = {
-                name: _made(files, name, device=device, dtype=own.get(name, dtype))
-                for name, entry in files.index.items()
-                if isinstance(entry, list)
-            }
+            names = [name for name, entry in files.index.items() if isinstance(entry, list)]
+            parts: dict[str, Any] = {}
+            for name in names:
+                parts[name] = _made(files, name, device=device, dtype=own.get(name, dtype))
+                if is_offloaded and weights.is_offloaded(name, components_of(files.index)):
+                    parts[name].to("cpu")
             flags = {
                 name: value
                 for name, value in files.index.items()
@@ -73,6 +77,8 @@ def random_pipeline(
         raise ModelError(
             f"model {checkpoint}: cannot be made as {pipeline_class.__name__}: {reason}"
         ) from error
+    if is_offloaded:
+        offload(pipeline, torch.device(device))
     logger.info(
         "made %s of %s on %s in %s: random weights", pipeline_class.__name__, checkpoint, device, dtype
     )

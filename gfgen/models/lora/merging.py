@@ -75,6 +75,7 @@ class MergedLoras:
             for adapter in [self._adapter(lora, component)]
             for name, layer in self._outlines.layers(component, adapter)
         ]
+        self._weights.pop(component, None)  # an offloaded expert may have moved since
         base = self._base.setdefault(component, {})
         is_original = set(base)
         for name in base:

@@ -1,9 +1,10 @@
 """Check at admission, before a model is loaded, whether there is enough memory.
 
 CPU ranks need at least the weights (mapped ones count once for all ranks), the job's state in its slab, and
-its frames during a decode. Each GPU holds all weights, and the frames during a decode; slabs and writers then
-use main memory. Activations come on top but are unknown: a job that is refused here could not have run, and a
-job that passes may still fail at a task. Models that do not fit together take turns (residency.py).
+its frames during a decode. Each GPU holds all weights (with --offload neither text encoders nor idle experts,
+which main memory then holds), and the frames during a decode; slabs and writers use main memory. Activations
+come on top but are unknown: a job that is refused here could not have run, and a job that passes may still
+fail at a task. Models that do not fit together take turns (residency.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from gfgen.errors import InputError, ModelError, Problem
 from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
-from gfgen.models.geometry.weights import Footprint, count_parameters, device_bytes, footprint
+from gfgen.models.geometry.weights import Footprint, count_parameters, device_bytes, footprint, offloaded
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.ipc.slab import SlabPlan
 from gfgen.system.wording import counted, size_in_words
@@ -111,24 +112,41 @@ def check_models_on_gpu(
     beside_bytes: int,
     has_random_weights: bool = False,
     vae_dtype: str = "auto",
+    is_offloaded: bool = False,
     where: str = "on each GPU",
 ) -> dict[Path, int]:
     """Bytes of a rank's GPU that each model's weights take, in addition to `beside_bytes`.
 
     Raises: InputError if one takes more than the `memory_bytes` of each rank.
     """
-    sizes = {
-        path: _gpu_bytes(path, has_random_weights=has_random_weights, vae_dtype=vae_dtype)
-        for path in sorted(checkpoints)
-    }
-    for path, size in sizes.items():
+    sizes: dict[Path, int] = {}
+    for path in sorted(checkpoints):
+        parts = _gpu_bytes(path, has_random_weights=has_random_weights, vae_dtype=vae_dtype)
+        can_leave = offloaded(parts).on(1)
+        size = sizes[path] = sum(parts.values()) - (can_leave if is_offloaded else 0)
         need = size + beside_bytes
         if memory_bytes is not None and need > memory_bytes:
+            would_fit = not is_offloaded and need - can_leave <= memory_bytes
             raise InputError(
                 f"{model_name(path)} ({size_in_words(size)}): at least {size_in_words(need)} needed {where}, "
-                f"{size_in_words(memory_bytes)} there; run a smaller model"
+                f"{size_in_words(memory_bytes)} there; "
+                + ("--offload would fit" if would_fit else "run a smaller model")
             )
     return sizes
+
+
+def check_offloaded(
+    checkpoints: Collection[Path], *, num_ranks: int, available: int | None, has_random_weights: bool = False
+) -> None:
+    """Raises: InputError if main memory cannot hold what `--offload` keeps there."""
+    for path in sorted(checkpoints):
+        parts = _gpu_bytes(path, has_random_weights=has_random_weights, vae_dtype="auto")
+        if available is not None and (need := offloaded(parts).on(num_ranks)) > available:
+            raise InputError(
+                f"--offload: {model_name(path)} on {counted(num_ranks, 'rank')} needs at least "
+                f"{size_in_words(need)} of main memory, {size_in_words(available)} available; fewer --ranks "
+                "or no --offload would help"
+            )
 
 
 def refuse_large_on_gpu(
@@ -181,7 +199,8 @@ def job_bytes(job: AdmittedJob) -> int:
     return slab.size_bytes + _FRAME_COPIES * job.trajectory.frames_bytes
 
 
-def _gpu_bytes(checkpoint: Path, *, has_random_weights: bool, vae_dtype: str) -> int:
+def _gpu_bytes(checkpoint: Path, *, has_random_weights: bool, vae_dtype: str) -> Mapping[str, int]:
+    """By component."""
     num_parameters = _random_parameters(checkpoint) if has_random_weights else None
     return device_bytes(checkpoint, num_parameters=num_parameters, vae_dtype=vae_dtype)
 

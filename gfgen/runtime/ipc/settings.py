@@ -29,6 +29,8 @@ class RankSettings:
     vae_dtype: str = "auto"
     has_graphs: bool = False
     """On a GPU: whether forwards may be recorded, to be launched at once."""
+    is_offloaded: bool = False
+    """On a GPU: whether text encoders and idle experts are in host memory."""
     trusts_code: bool = False
     """Whether code that comes with a checkpoint may run."""
     kernels: KernelChoice = "own"

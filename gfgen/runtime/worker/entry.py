@@ -73,6 +73,7 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
         has_random_weights=settings.ranks.has_random_weights,
         trusts_code=settings.ranks.trusts_code,
         kernels=settings.ranks.kernels,
+        is_offloaded=settings.ranks.is_offloaded,
     )
     give_back_freed_memory()
     return adapter

@@ -307,7 +307,8 @@ class GpuDevice:
         is_step = work.task.stage is Stage.DENOISE
         forward = self.forwards.kind_of(job, message.layout) if is_step else None
         kinds = task_kinds(work, self._settings.rank, forward)
-        is_familiar = self._memory.is_familiar(kinds)
+        # accelerate's hooks give memory back to the device when they have copied weights
+        is_familiar = not self._settings.ranks.is_offloaded and self._memory.is_familiar(kinds)
         self._get_ready(work, forward, may_block=self._has_peers and not is_familiar)
         ready_s = time.monotonic()
         with self._memory.launching(kinds, model=job.start.spec.model or ""):

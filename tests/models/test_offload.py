@@ -1,0 +1,98 @@
+"""`--offload`: text encoders and idle experts in host memory give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from gfgen.job.spec import JobSpec
+from gfgen.models.geometry.weights import is_offloaded
+from gfgen.models.loading.components import load_pipeline
+from gfgen.models.loading.offload import offload
+from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
+from gfgen.runtime.worker.entry import load_model
+
+torch.set_num_threads(1)
+
+
+def result(adapter: Any, spec: JobSpec) -> torch.Tensor:
+    prompt = adapter.encode(spec)
+    condition, latents = adapter.prepare(spec, prompt)
+    for step in range(spec.steps or 0):
+        latents = adapter.denoise(spec, prompt, condition, latents, step=step)
+    frames: torch.Tensor = adapter.decode(spec, latents).tensors["frames"]
+    return frames
+
+
+@pytest.mark.parametrize(
+    ("name", "has_random_weights"), [("tiny-wan-moe", False), ("tiny-qwen-image", False), ("tiny-wan", True)]
+)
+def test_an_offloaded_model_makes_the_pictures_of_the_whole_one(
+    tiny_models: Mapping[str, Path], name: str, has_random_weights: bool
+) -> None:
+    job, found = JobSpec(id="a", prompt="a red fox", seed=1, width=64, height=64, steps=2), []
+    for offloads in (False, True):
+        ranks = RankSettings(num_ranks=1, has_random_weights=has_random_weights, is_offloaded=offloads)
+        adapter: Any = load_model(WorkerSettings(0, (), ranks), str(tiny_models[name]))
+        spec = adapter.geometry.resolve(job)
+        found.append(result(adapter, spec))
+        pipeline = adapter._pipeline if name == "tiny-qwen-image" else adapter._text
+        on_meta = {parameter.is_meta for parameter in pipeline.text_encoder.parameters()}
+        assert on_meta == {offloads}, "between tasks the device holds no text encoder"
+    assert torch.equal(*found)
+
+
+def test_a_pipelines_own_call_works_with_offloaded_parts(
+    tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # diffusers looks for a part on a GPU, and finds none here
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "_execution_device", torch.device("cpu"))
+    checkpoint = tiny_models["tiny-wan-moe"]
+    load = partial(load_pipeline, diffusers.WanPipeline, checkpoint, device="cpu", dtype=torch.float32)
+    call = {"prompt": "a red fox", "width": 64, "height": 64, "num_frames": 5, "num_inference_steps": 2}
+    videos = [
+        load(is_offloaded=offloads)(**call, generator=torch.Generator().manual_seed(1), output_type="pt")
+        for offloads in (False, True)
+    ]
+    assert torch.equal(videos[0].frames, videos[1].frames)
+
+
+class Expert(torch.nn.Module):
+    """Knows on which of two pretended devices it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = torch.device("cpu")
+
+    def to(self, device: Any, *_: Any, **__: Any) -> Expert:
+        self.place = torch.device(device)
+        return self
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        yield SimpleNamespace(device=self.place)
+
+    def forward(self) -> str:
+        return self.place.type
+
+
+def test_the_device_holds_the_expert_of_the_present_step_alone() -> None:
+    high, low = Expert(), Expert()
+    parts = {"transformer": high, "transformer_2": low, "vae": torch.nn.Linear(1, 1)}
+    offload(SimpleNamespace(components=parts), torch.device("meta"))
+    assert [high.place.type, low.place.type] == ["cpu", "cpu"], "until the first step"
+    for expert, other in ((high, low), (high, low), (low, high), (high, low)):
+        assert expert() == "meta"
+        assert other.place.type == "cpu"
+
+
+def test_text_encoders_and_experts_are_offloaded_and_a_transformer_alone_is_not() -> None:
+    parts = ["text_encoder", "text_encoder_2", "tokenizer", "transformer", "vae"]
+    assert [name for name in parts if is_offloaded(name, parts)] == ["text_encoder", "text_encoder_2"]
+    assert is_offloaded("transformer", [*parts, "transformer_2"])
