@@ -249,6 +249,7 @@ def test_options_of_the_other_commands():
             "--json",
             "--memory",
             "--model",
+            "--nodes",
             "--policy",
             "--profile",
             "--ranks",

@@ -16,27 +16,34 @@ from tqdm import tqdm
 from gfgen.cli.options import JobOptions, configure_log, job_options, model_option, profile_option
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import (
+    NodesType,
     RankCounts,
     choose_profile,
     closer_profile,
     default_ranks,
     describe,
     machine,
+    profile_of_nodes,
     unseen_shapes,
 )
 from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
+from gfgen.cluster.plan import NodePlanner, Nodes
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.control.closing import closing_at
+from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.report.picture import check_suffix
 from gfgen.runtime.report.plot_plan import plot_plan
 from gfgen.runtime.simulate.plan_report import as_json as plan_as_json
 from gfgen.runtime.simulate.plan_report import in_plain_words
 from gfgen.runtime.simulate.planner import PlanProgress, PlanWindow, make_plan
 from gfgen.session.admission import admit_weightless
+from gfgen.system.wording import counted
 
 BAR_DELAY_S = 1.0
 NO_CHOICE = ("legacy",)
 """Not useful for a batch: the baseline of comparisons."""
+ON_NODES = ("auto", "edf", "makespan", "srtf", "triage")
+"""Considered for several machines, where every task of each is simulated."""
 
 
 @click.command()
@@ -53,6 +60,13 @@ NO_CHOICE = ("legacy",)
     metavar="N",
     help="Numbers of ranks: 4, 1,2,4 or 1..8. The plan is for the largest; the others are alternatives. "
     "[4, and all that the profile has]",
+)
+@click.option(
+    "--nodes",
+    type=NodesType(),
+    metavar="NxRANKS",
+    help="Plan for N machines with this many ranks, such as 4x8 or, to name their devices, 4xh200x8, and say "
+    "how many of them are enough. [one]",
 )
 @click.option(
     "--at",
@@ -77,6 +91,7 @@ def plan(
     jobs: JobOptions,
     policies: tuple[str, ...],
     ranks: tuple[int, ...] | None,
+    nodes: Nodes | None,
     by: str | None,
     at: str | None,
     profile_path: Path | None,
@@ -92,28 +107,44 @@ def plan(
     configure_log("warning")
     if chart is not None:
         check_suffix(chart)
+    if nodes and (memory or ranks):
+        option = "--memory" if memory else "--ranks"
+        raise click.UsageError(f"{option} goes with one machine; leave out --nodes")
     now = time.time()
     started_at = now if at is None else closing_at(at, now=now, option="--at")
     by_s = None if by is None else closing_at(by, now=started_at, option="--by") - started_at
     source = jobs.source()
     admitted = admit_weightless(source, default_model=model, has_bar=has_cursor(sys.stderr))
     room = SimulatedMemory.of(admitted, memory, source=source.name)
-    num_ranks = max(ranks or default_ranks(profile_path, admitted))
-    profile = choose_profile(profile_path, admitted, num_ranks=num_ranks)
-    rank_counts = ranks or range(1, profile.num_ranks + 1)
+    if nodes is None:
+        num_ranks = max(ranks or default_ranks(profile_path, admitted))
+        profile = choose_profile(profile_path, admitted, num_ranks=num_ranks)
+    else:
+        num_ranks, profile = nodes.num_ranks, profile_of_nodes(profile_path, admitted, nodes)
+    rank_counts, window = ranks or range(1, profile.num_ranks + 1), PlanWindow(started_at, by_s)
     with _progress() as progress:
-        made = make_plan(
-            admitted,
-            policies=[load_policy(text).name for text in policies] or _usual_policies(num_ranks),
-            num_ranks=num_ranks,
-            rank_counts=rank_counts,
-            profile=profile,
-            window=PlanWindow(started_at, by_s),
-            progress=progress,
-            residency=room.residency,
-        )
-    made = replace(made, machine=machine(profile, admitted, num_ranks=num_ranks))
-    turns, closer = room.in_words(num_ranks), closer_profile(profile_path, admitted, counts=rank_counts)
+        if nodes is None:
+            made = make_plan(
+                admitted,
+                policies=[load_policy(text).name for text in policies] or _usual_policies(num_ranks),
+                num_ranks=num_ranks,
+                rank_counts=rank_counts,
+                profile=profile,
+                window=window,
+                progress=progress,
+                residency=room.residency,
+            )
+        else:
+            planner = NodePlanner(admitted, nodes, profile, window, progress)
+            made = planner.plan([load_policy(text).name for text in policies] or ON_NODES)
+    place = machine(profile, admitted, num_ranks=num_ranks)
+    made = replace(made, machine=place if nodes is None else f"{counted(nodes.number, 'node')} of {place}")
+    turns = room.in_words(num_ranks)
+    closer = (
+        closer_profile(profile_path, admitted, counts=rank_counts)
+        if nodes is None
+        else _most_shared(profile, nodes)
+    )
     unseen = unseen_shapes(profile, admitted)
     if as_json:
         said = {"memory": turns, "closer_profile": closer, "unseen": unseen}
@@ -125,6 +156,13 @@ def plan(
         plot_plan(made, chart)
         if not as_json:
             click.echo(f"The chart is {chart}.")
+
+
+def _most_shared(profile: Profile, nodes: Nodes) -> str | None:
+    """Say that tasks use fewer ranks than a node has; None if they can use all."""
+    if nodes.num_ranks <= profile.num_ranks:
+        return None
+    return f"A step uses at most {counted(profile.num_ranks, 'rank')} here: the profile has no times of more."
 
 
 def _usual_policies(num_ranks: int) -> Sequence[str]:

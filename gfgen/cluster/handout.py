@@ -23,6 +23,9 @@ QUEUE_SHARE = 0.25
 """Of the waiting jobs per rank."""
 MAX_AHEAD = 2
 """Jobs ahead of need per rank."""
+AT_ONCE = 2
+"""Jobs that a node gets ahead of need before other nodes with room get some, too. With more, the longest jobs
+of the queue end on one node."""
 
 
 class HandOut:
@@ -49,6 +52,8 @@ class HandOut:
         if rooms:
             slot = max(rooms, key=lambda slot: (rooms[slot] / self._fleet.nodes[slot].num_ranks, -slot))
             share = math.ceil(len(snapshot.open) / len(rooms))
+            if len(handed[slot]) >= self._fleet.nodes[slot].num_ranks:
+                share = min(share, AT_ONCE)
             decisions = self._next_jobs(snapshot, slot, rooms[slot])[:share]
             self.wants_turn = bool(decisions) and (len(rooms) > 1 or rooms[slot] > len(decisions))
         return decisions or self._overtake(snapshot, handed)

@@ -45,6 +45,7 @@ class SimulatedNode(Observer):
         policy: NamedPolicy,
         times: SimulatedTimes,
         profile: Profile | None = None,
+        max_degree: int | None = None,
     ) -> None:
         self.name, self.num_ranks = name, num_ranks
         self._cluster = cluster
@@ -54,7 +55,7 @@ class SimulatedNode(Observer):
         """The last attempt at each job."""
         self.costs = CostModel(profile)
         self._backend = SimulatedBackend(self._clock, num_ranks=num_ranks, times=times)
-        start = RunStart(num_ranks=num_ranks, lookahead_s=LOOKAHEAD_S)
+        start = RunStart(num_ranks=num_ranks, lookahead_s=LOOKAHEAD_S, max_degree=max_degree)
         self.control = Control(
             (),
             state=State((), start, clock=self._clock, costs=self.costs),
@@ -180,8 +181,11 @@ def simulate_nodes(
     profile: Profile,
     started_at: float = 0.0,
     observers: Sequence[Observer] = (),
+    max_degree: int | None = None,
 ) -> Simulated:
     """Run these jobs in virtual time on equal nodes of `num_ranks` ranks, with task times from the profile.
+
+    `max_degree` is the most ranks of one task. None: those of a node.
 
     Raises: StalledError if the policy leaves jobs waiting forever.
     """
@@ -190,9 +194,16 @@ def simulate_nodes(
     times = profiled_times(profile, jobs, num_ranks=num_ranks)
     for number in range(num_nodes):
         name = f"node {number}"
-        cluster.join(
-            SimulatedNode(name, cluster, num_ranks=num_ranks, policy=policy, times=times, profile=profile)
+        node = SimulatedNode(
+            name,
+            cluster,
+            num_ranks=num_ranks,
+            policy=policy,
+            times=times,
+            profile=profile,
+            max_degree=max_degree,
         )
+        cluster.join(node)
     driver = driver_of(
         jobs,
         cluster,

@@ -435,6 +435,20 @@ def test_a_comparison_says_beforehand_that_its_folder_cannot_be_made(gfgen, fold
     assert "cannot be made" in err
 
 
+def test_a_plan_for_several_machines_says_how_many_are_enough(gfgen, folder):
+    command = ["plan", folder / "night.jsonl", "--by", "1h", "--profile", folder / "profile.json"]
+    code, out, _ = gfgen(*command, "--policy", "srtf", "--nodes", "2x2")
+    assert code == 0
+    assert out.startswith("On 2 nodes of 2 x a test (measured on another machine; ")
+    assert "No number of nodes up to 2 meets everything: on 2 nodes, " in out
+    for options, words in [
+        (["--nodes", "2x2", "--ranks", "2"], "--ranks goes with one machine; leave out --nodes"),
+        (["--nodes", "2x99"], "up to 64 nodes with up to 8 ranks, such as 4x8 or 4xh200x8"),
+    ]:
+        code, _, err = gfgen(*command, *options)
+        assert (code, words in err) == (2, True), err
+
+
 def test_the_plan_begins_with_the_answer_and_can_be_drawn(gfgen, folder):
     profile = folder / "profile.json"
     code, out, _ = gfgen(

@@ -1,5 +1,6 @@
 """The driver over simulated nodes: what is handed out when, and what deaths of nodes cost."""
 
+import os
 from collections import Counter
 
 import pytest
@@ -13,6 +14,8 @@ from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.events import TaskDone, TaskFailed
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 
+NUM_SEEDS = int(os.environ.get("NUM_SEEDS", "10"))
+"""Schedules of faults."""
 JOB_S = 7 * STEP_S
 """Encode, prepare, four steps, decode."""
 
@@ -25,7 +28,7 @@ def test_all_jobs_are_done_whatever_the_policy(policy):
     assert sorted(recorder.end_order) == sorted(job.job_id for job in jobs)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_nothing_is_lost_or_doubled_whatever_dies(seed):
     jobs = [make_job(f"job-{n}", steps=1 + n % 3, arrival_s=0.2 * (n % 4)) for n in range(16)]
     cluster = FaultyCluster(seed, num_nodes=2)
@@ -126,6 +129,14 @@ def test_the_work_is_split_nearly_perfectly(num_nodes):
     assert run.summary.num_done == len(jobs)
     assert run.summary.num_tasks == 7 * len(jobs)
     assert run.summary.utilisation > 0.97
+
+
+def test_the_longest_jobs_are_spread_over_the_nodes():
+    profile = profile_of(shapes={"small": 1.0, "large": 10.0})
+    shapes = ["large"] * 12 + ["small"] * 120
+    jobs = [make_job(f"job-{n}", shape=shape) for n, shape in enumerate(shapes)]
+    run = simulate_nodes(jobs, policy=load_policy("makespan"), num_nodes=4, num_ranks=2, profile=profile)
+    assert run.summary.makespan_s < 1.03 * 7 * (12 * 10 + 120) / 8
 
 
 def profile_of(*, shapes):

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import click
 
+from gfgen.cluster.plan import Nodes
+from gfgen.cluster.simulated import MAX_NODES
+from gfgen.errors import InputError
 from gfgen.graph import Stage
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import PACKAGED
@@ -43,6 +46,40 @@ class RankCounts(click.ParamType[tuple[int, ...]]):
             most = self._most
             self.fail(f"{value!r}: give 1 to {most} {self.name}, such as 4, 1,2,4 or 1..{most}", param, ctx)
         return tuple(sorted(set(counts)))
+
+
+class NodesType(click.ParamType[Nodes]):
+    """Machines, such as 4x8 or 4xh200x8."""
+
+    name = "nodes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Nodes:
+        found = re.fullmatch(r"(\d+)x(?:(.+)x)?(\d+)", str(value))
+        number, num_ranks = (int(found[1]), int(found[3])) if found else (0, 0)
+        if found is None or not (1 <= number <= MAX_NODES and 1 <= num_ranks <= MAX_RANKS):
+            most = f"up to {MAX_NODES} nodes with up to {MAX_RANKS} ranks"
+            self.fail(f"{value!r}: give {most}, such as 4x8 or 4xh200x8", param, ctx)
+        return Nodes(number, num_ranks, found[2] and found[2].lower())
+
+
+def profile_of_nodes(path: Path | None, jobs: Sequence[AdmittedJob], nodes: Nodes) -> Profile:
+    """The profile in the file, or the known one of these devices; goals count last.
+
+    Raises: InputError when there is none, or when it cannot predict the jobs.
+    """
+    if path is None and nodes.device is not None:
+        known = [each for each in _known(jobs) if nodes.device in each.device.lower()]
+        if not known:
+            devices = ", ".join(dict.fromkeys(each.device for each in _known(jobs)))
+            raise InputError(
+                f"--nodes: no profile of {nodes.device!r}; there are {devices}: name one with --profile"
+            )
+        fit = [each for each in known if each.knows(jobs)] or known
+        profile = min(fit, key=lambda each: (each.has_goals, -each.num_ranks))
+    else:
+        profile = (_fitting(jobs, num_ranks=nodes.num_ranks) if path is None else None) or open_profile(path)
+    check_profile(profile, jobs, num_ranks=1)
+    return profile
 
 
 def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage, Task
-from gfgen.layout import Layout
+from gfgen.layout import MAX_RANKS, Layout
 from gfgen.runtime.control.closing import Closing
 from gfgen.runtime.control.flights import Flight, Flights
 from gfgen.runtime.control.jobs import JobRecord, Jobs
@@ -65,7 +65,7 @@ class State:
         )
         self.closing = Closing(start, costs)
         self.shares = Shares()
-        self.max_degree = start.max_degree or max(map(len, self.ranks.islands))
+        self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, self.ranks.islands)))
         """The most ranks that one task can use."""
         self._job_costs = _JobCosts(self.jobs.records, costs)
         self.expects_more = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gfgen.runtime.report.picture import name_rows, save_figure
 from gfgen.runtime.simulate.plan_report import answer, clock_time, missed
 from gfgen.runtime.simulate.planner import Plan, PlanOption
-from gfgen.system.wording import counted, in_words
+from gfgen.system.wording import in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ def draw_plan(plan: Plan) -> Figure:
 
     groups = [(plan.by_policy, [option.policy for option in plan.by_policy])]
     if len(plan.by_ranks) > 1:
-        names = [f"{counted(option.num_ranks, 'rank')}, {option.policy}" for option in plan.by_ranks]
+        names = [f"{plan.counted(option.num_ranks)}, {option.policy}" for option in plan.by_ranks]
         groups.append((plan.by_ranks, names))
     height = MARGIN * (len(groups) + 1) + ROW_INCHES * sum(len(names) for _, names in groups)
     figure = Figure(figsize=(WIDTH, height))

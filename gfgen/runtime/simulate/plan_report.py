@@ -9,7 +9,7 @@ from typing import Any
 
 from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.simulate.planner import FailedJob, LateJob, Plan, PlanOption
-from gfgen.system.wording import counted, in_words
+from gfgen.system.wording import in_words
 
 MAX_LINES, MAX_NAMED = 5, 5
 """Jobs with a line each, and further jobs named in one line."""
@@ -24,11 +24,15 @@ def in_plain_words(plan: Plan, *, device: str) -> list[str]:
     """One screen of lines; `device` describes the profile."""
     lines = [answer(plan), *_late_lines(plan), *_failed_lines(plan)]
     if len(plan.by_policy) > 1:
-        title = f"Policies on {counted(plan.best.num_ranks, 'rank')}"
+        title = f"Policies on {plan.counted(plan.best.num_ranks)}"
         lines += ["", *_chart(plan, plan.by_policy, [option.policy for option in plan.by_policy], title)]
     if len(plan.by_ranks) > 1:
-        names = [f"{option.num_ranks}  {option.policy}" for option in plan.by_ranks]
-        lines += ["", *_chart(plan, plan.by_ranks, names, "Ranks"), _enough(plan)]
+        size = plan.ranks_per_node or 1
+        names = [f"{option.num_ranks // size}  {option.policy}" for option in plan.by_ranks]
+        title = "Ranks" if plan.ranks_per_node is None else "Nodes"
+        lines += ["", *_chart(plan, plan.by_ranks, names, title), _enough(plan)]
+    elif plan.ranks_per_node is not None:
+        lines += ["", _enough(plan)]
     if any(option.is_estimated for option in (*plan.by_policy, *plan.by_ranks)):
         lines += ["", ESTIMATED]
     lines += ["", f"Predicted with {device}."]
@@ -42,7 +46,7 @@ def answer(plan: Plan) -> str:
     """The first line: machine, policy, end, and whether everything is in time."""
     best, by_s = plan.best, plan.window.by_s
     done = sum(end_s <= (math.inf if by_s is None else by_s) for end_s in best.ends_s)
-    text = f"With {best.policy} on {counted(best.num_ranks, 'rank')} "
+    text = f"With {best.policy} on {plan.counted(best.num_ranks)} "
     if plan.machine:
         text = f"On {plan.machine}: with {best.policy} "
     if done == plan.num_jobs:
@@ -90,6 +94,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "policies": [_option_as_json(option) for option in plan.by_policy],
         "ranks": [_option_as_json(option) for option in plan.by_ranks],
         "fewest_ranks": None if fewest is None else fewest.num_ranks,
+        "ranks_per_node": plan.ranks_per_node,
         "doubts": uncertain(plan.doubts, has_writes=plan.has_writes),
         "refused": list(plan.refused),
     }
@@ -174,10 +179,12 @@ def _bar(end_s: float, *, by_s: float | None, scale_s: float) -> str:
 
 def _enough(plan: Plan) -> str:
     fewest, most = plan.fewest, plan.by_ranks[-1]
+    number, noun = plan.counted(most.num_ranks).split()
     if fewest is None:
-        ranks = counted(most.num_ranks, "rank")
-        return f"No number of ranks up to {most.num_ranks} meets everything: on {ranks}, {missed(most)}."
-    enough = f"{counted(fewest.num_ranks, 'rank')} {'is' if fewest.num_ranks == 1 else 'are'} enough"
+        nouns = noun.removesuffix("s") + "s"
+        return f"No number of {nouns} up to {number} meets everything: on {number} {noun}, {missed(most)}."
+    enough = plan.counted(fewest.num_ranks)
+    enough += " is enough" if enough.startswith("1 ") else " are enough"
     about = ", as is estimated" if fewest.is_estimated else ""
     return f"{enough} for everything to be in time, with {fewest.policy}{about}."
 

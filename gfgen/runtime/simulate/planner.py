@@ -112,6 +112,14 @@ class Plan:
     """Whether the times include writing files."""
     machine: str = ""
     """The machine, and the source of its times."""
+    ranks_per_node: int | None = None
+    """None: one machine."""
+
+    def counted(self, num_ranks: int) -> str:
+        """'4 ranks', or '2 nodes'."""
+        if self.ranks_per_node is None:
+            return counted(num_ranks, "rank")
+        return counted(num_ranks // self.ranks_per_node, "node")
 
     @property
     def best(self) -> PlanOption:
@@ -293,7 +301,7 @@ class _Evaluator:
         if run.summary.policy_fault is not None:
             self.refused.append(f"policy {policy} failed: {run.summary.policy_fault}")
             return None
-        return _option(run.outcomes, policy, num_ranks, self.window.by_s, doubts=run.doubts)
+        return option_of(run.outcomes, policy, num_ranks, self.window.by_s, doubts=run.doubts)
 
     def _estimated(self, policy: str, num_ranks: int) -> PlanOption | None:
         """The estimated option; None if only a simulation can tell."""
@@ -310,7 +318,7 @@ class _Evaluator:
         outcomes = self._estimates[key]
         if outcomes is None:
             return None
-        return _option(outcomes, policy, num_ranks, self.window.by_s, is_estimated=True)
+        return option_of(outcomes, policy, num_ranks, self.window.by_s, is_estimated=True)
 
     def _note(self, policy: str, num_ranks: int, *, share: float) -> Callable[[], None]:
         """A function that reports one more ended job as progress."""
@@ -334,7 +342,7 @@ def _as_called(policy: Policy) -> tuple[object, ...]:
     return getattr(policy, "func", policy), *[(each.name, each.default) for each in parameters]
 
 
-def _option(
+def option_of(
     outcomes: Sequence[JobOutcome],
     policy: str,
     num_ranks: int,
