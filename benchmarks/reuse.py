@@ -1,151 +1,227 @@
-"""Reused steps of the built-in model against fewer steps: nearness to the full result, and what is right.
+"""Reused steps of the built-in model against fewer steps and diffusers' caches, at equal computed blocks.
 
-    python -m benchmarks.reuse --output benchmarks/results/2026-11-24-reuse --chart docs/reuse.png
+    python -m benchmarks.reuse --output benchmarks/results/2026-11-25-reuse --chart docs/reuse.png
 
-Held-out prompts of 128x128 videos. PSNR is that of the decoded video to the one with all steps, a mean over
-prompts in dB; the measures are those of the model's card (training/measures.py). Writes OUTPUT.json and
-OUTPUT.md; `--chart` draws both curves.
+PSNR is that of the decoded result to the one with all steps and blocks. Curves are means over held-out
+prompts of 128x128 videos. The measures are those of the model's card (training/measures.py), of 128x128
+pictures, which take a fifth of the time. One thread. Writes OUTPUT.json after every row, then
+OUTPUT-tables.md; `--chart` draws the curves. benchmarks/reuse_caches.py has diffusers' caches.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.reuse_caches import cached_latents, cases, mag_ratios
+from benchmarks.reuse_sampling import guided_flow, sampled
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.outputs import extrapolated, keep_outputs
 from gfgen.models.fast.prompt_memory import remember_prompts
-from gfgen.models.geometry.reuse import chosen_steps
+from gfgen.models.geometry.reuse import NUM_FIRST, NUM_LAST, chosen_steps
 from training.codec import LatentScale, decode_clip
 from training.evaluation import Figures, Question, _judged, questions
-from training.parts import Parts, load, unipc
-from training.sampling import Recipe, _flow, _noise, prompt_embeds, token_timesteps
+from training.parts import Parts, load
+from training.sampling import Recipe
 
 SHAPES = Path("gfgen/models/weights/shapes")
-STEPS = (8, 12, 30)
 SHARE = 0.4
-CURVE_STEPS = 30
-CURVE = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-RECIPE = Recipe()
+MEASURED_STEPS = (8, 12, 30)
+CURVES = {
+    30: (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8),
+    20: (0.1, 0.15, 0.3, 0.5, 0.6),
+    12: (0.17, 0.25, 0.5, 0.6),
+}
+"""Shares by number of steps."""
+CHART_STEPS = 30
+GUIDANCE_SHARES = (0.2, 0.4)
+VIDEO, PICTURE = Recipe(), Recipe(frames=1)
+Row = dict[str, Any]
 
 
-@torch.no_grad()
-def latents_of(
-    parts: Parts, asked: Sequence[Question], num_steps: int, reused: Collection[int] = ()
+def reused_latents(
+    parts: Parts, asked: Sequence[Question], num_steps: int, reused: Collection[int], recipe: Recipe
 ) -> Tensor:
     """Latents of prompts, sampled together; some steps extrapolate, as jobs with `reuse` do."""
-    embeds = [prompt_embeds(parts, [q.prompt for q in asked]), prompt_embeds(parts, [""] * len(asked))]
-    latents = _noise(parts, [q.seed for q in asked], RECIPE)
-    scheduler, kept = unipc(flow_shift=RECIPE.flow_shift), Fields()
-    scheduler.set_timesteps(num_steps)
-    for step, timestep in enumerate(scheduler.timesteps):
+    kept = Fields()
+
+    def flow(step: int, evaluate: Callable[[int], Tensor]) -> Tensor:
+        nonlocal kept
         if step in reused:
-            (flow,) = extrapolated(kept, step=step)
+            return extrapolated(kept, step=step)[0]
+        output, before, kept = guided_flow(evaluate, recipe), kept, Fields()
+        keep_outputs(kept, before, [output], step=step)
+        return output
+
+    return sampled(parts, asked, num_steps, recipe, flow)
+
+
+def guidance_latents(
+    parts: Parts, asked: Sequence[Question], num_steps: int, reused: Collection[int], recipe: Recipe
+) -> Tensor:
+    """The same if only the branch without the prompt is extrapolated in these steps."""
+    kept = Fields()
+
+    def flow(step: int, evaluate: Callable[[int], Tensor]) -> Tensor:
+        nonlocal kept
+        if step in reused:
+            (unguided,) = extrapolated(kept, step=step)
         else:
-            times_BT = timestep.float().expand(latents.shape[0], latents.shape[2])
-            times = token_timesteps(times_BT, latents)
-            guided, unguided = (_flow(parts, latents, times, branch) for branch in embeds)
-            flow = unguided + RECIPE.guidance_scale * (guided - unguided)
-            after = Fields()
-            keep_outputs(after, kept, [flow], step=step)
-            kept = after
-        latents = scheduler.step(flow, timestep, latents, return_dict=False)[0]
-    return latents
+            unguided, before, kept = evaluate(1), kept, Fields()
+            keep_outputs(kept, before, [unguided], step=step)
+        return unguided + recipe.guidance_scale * (evaluate(0) - unguided)
+
+    return sampled(parts, asked, num_steps, recipe, flow)
 
 
 @torch.no_grad()
-def videos_of(parts: Parts, latents: Tensor) -> Tensor:
+def clips_of(parts: Parts, latents: Tensor) -> Tensor:
     """[B, T, H, W, 3] in [0, 1]."""
     clip = decode_clip(parts.vae, LatentScale(parts.vae, torch.device("cpu")).denormalize(latents))
     return ((clip.clamp(-1, 1) + 1) / 2).permute(0, 2, 3, 4, 1)
 
 
-def psnr_db(videos: Tensor, full: Tensor) -> list[float]:
-    errors = (videos - full).square().flatten(1).mean(1).clamp_min(1e-12)
+def psnr_db(clips: Tensor, full: Tensor) -> list[float]:
+    errors = (clips - full).square().flatten(1).mean(1).clamp_min(1e-12)
     return [round(float(each), 2) for each in -10 * torch.log10(errors)]
 
 
-def right(asked: Sequence[Question], videos: Tensor) -> dict[str, float]:
+def right(asked: Sequence[Question], clips: Tensor) -> dict[str, float]:
     """Shares of right answers by kind."""
-    pixels = (videos * 255).round().to(torch.uint8).numpy()
-    scores = [_judged((question, video, False)) for question, video in zip(asked, pixels, strict=True)]
+    pixels = (clips * 255).round().to(torch.uint8).numpy()
+    scores = [_judged((question, clip, False)) for question, clip in zip(asked, pixels, strict=True)]
     return dict(Figures.of(scores).right)
 
 
-def compared(parts: Parts, asked: Sequence[Question], num_steps: int, share: float, full: Tensor) -> Any:
-    """A row: reused steps and as many steps as were computed, against the full result."""
-    reused = chosen_steps(num_steps, share)
-    row: dict[str, Any] = {"steps": num_steps, "share": share, "computed": num_steps - len(reused)}
-    for name, latents in (
-        ("reused", latents_of(parts, asked, num_steps, frozenset(reused))),
-        ("fewer", latents_of(parts, asked, num_steps - len(reused))),
-    ):
-        videos = videos_of(parts, latents)
-        row[name] = {"psnr_db": psnr_db(videos, full), "right": right(asked, videos)}
-    return row
+def curve_rows(parts: Parts, asked: Sequence[Question], ratios: Sequence[float]) -> Iterator[Row]:
+    """PSNR of every way to save blocks, by number of steps."""
+
+    def row(name: str, saved: float, latents: Tensor, detail: str = "") -> Row:
+        found = {"kind": "curve", "steps": num_steps, "way": name, "saved": round(saved, 4)}
+        return found | {"detail": detail, "psnr_db": psnr_db(clips_of(parts, latents), full)}
+
+    for num_steps, shares in CURVES.items():
+        full = clips_of(parts, reused_latents(parts, asked, num_steps, (), VIDEO))
+        for share in shares:
+            reused = chosen_steps(num_steps, share)
+            saved = len(reused) / num_steps
+            yield row("reused", saved, reused_latents(parts, asked, num_steps, reused, VIDEO))
+            yield row("fewer", saved, reused_latents(parts, asked, num_steps - len(reused), (), VIDEO))
+        if num_steps != CHART_STEPS:
+            continue
+        for share in GUIDANCE_SHARES:
+            middle = range(NUM_FIRST, num_steps - NUM_LAST)
+            number = min(len(middle), round(2 * share * num_steps))
+            reused = tuple(middle[int((place + 0.5) * len(middle) / number)] for place in range(number))
+            latents = guidance_latents(parts, asked, num_steps, reused, VIDEO)
+            yield row("guidance", number / num_steps / 2, latents)
+        for name, detail, config in cases(num_steps, ratios):
+            latents, saved = cached_latents(parts, asked, num_steps, VIDEO, config)
+            yield row(name, saved, latents, detail)
 
 
-def table(rows: Sequence[dict[str, Any]], fulls: dict[int, dict[str, float]]) -> str:
-    lines = [
-        "| steps | share | computed | PSNR reused, dB | PSNR fewer, dB | correct: full | reused | fewer |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def measured_rows(parts: Parts, asked: Sequence[Question]) -> Iterator[Row]:
+    """What is right in pictures with all steps, SHARE of them reused, and fewer steps."""
+    for num_steps in MEASURED_STEPS:
+        reused = chosen_steps(num_steps, SHARE)
+        number = num_steps - len(reused)
+        made = partial(reused_latents, parts, asked, recipe=PICTURE)
+        full = clips_of(parts, made(num_steps, reused=()))
+        ways = (("full", num_steps, ()), ("reused", num_steps, reused), ("fewer", number, ()))
+        for way, steps, those in ways:
+            clips = full if way == "full" else clips_of(parts, made(steps, reused=those))
+            decibels = [] if way == "full" else psnr_db(clips, full)
+            found = {"kind": "measures", "steps": num_steps, "way": way, "computed": number}
+            yield found | {"psnr_db": decibels, "right": right(asked, clips)}
+
+
+def tables(rows: Sequence[Row]) -> str:
+    lines = ["| steps | way | blocks saved | PSNR, dB (least to most) |", "|---|---|---|---|"]
     for row in rows:
-        cells = [_decibels(row[name]["psnr_db"]) for name in ("reused", "fewer")]
-        shares = [fulls[row["steps"]], row["reused"]["right"], row["fewer"]["right"]]
-        correct = " | ".join(f"{100 * each['correct']:.0f}%" for each in shares)
-        head = f"| {row['steps']} | {row['share']:g} | {row['computed']} "
-        lines.append(f"{head}| {cells[0]} | {cells[1]} | {correct} |")
+        if row["kind"] == "curve":
+            way = f"{row['way']} {row['detail']}".strip()
+            saved = f"{100 * row['saved']:.0f}%"
+            lines.append(f"| {row['steps']} | {way} | {saved} | {_decibels(row['psnr_db'])} |")
+    measured = [row for row in rows if row["kind"] == "measures"]
+    kinds = sorted({kind for row in measured for kind in row["right"]})
+    lines += ["", f"| steps | way | PSNR, dB | {' | '.join(kinds)} |", "|---|---|---|" + "---|" * len(kinds)]
+    for row in measured:
+        shares = " | ".join(f"{100 * row['right'][kind]:.1f}%" for kind in kinds)
+        lines.append(f"| {row['steps']} | {row['way']} | {_decibels(row['psnr_db'])} | {shares} |")
     return "\n".join(lines) + "\n"
 
 
 def _decibels(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+    return f"{_mean(values):.1f} ({min(values):.1f} to {max(values):.1f})" if values else "-"
 
 
-def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+LABELS = {
+    "reused": "gfgen: reused steps",
+    "fewer": "fewer steps at equal cost",
+    "guidance": "only the branch without prompt",
+    "first block": "diffusers FirstBlockCache",
+    "taylorseer": "diffusers TaylorSeer",
+    "magcache": "diffusers MagCache",
+}
+
+
+def draw(path: Path, rows: Sequence[Row]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 3.4))
-    curve = [row for row in rows if row["steps"] == CURVE_STEPS]
-    for name, label in (("reused", "reused steps"), ("fewer", "fewer steps at equal cost")):
-        means = [sum(row[name]["psnr_db"]) / len(row[name]["psnr_db"]) for row in curve]
-        axes.plot([100 * row["share"] for row in curve], means, marker="o", label=label)
-    axes.set_xlabel(f"share of {CURVE_STEPS} steps that run no transformer, %")
+    figure, axes = pyplot.subplots(figsize=(6.5, 3.8))
+    curve = [row for row in rows if row["kind"] == "curve" and row["steps"] == CHART_STEPS]
+    for way, label in LABELS.items():
+        own = sorted((100 * row["saved"], _mean(row["psnr_db"])) for row in curve if row["way"] == way)
+        style = {"marker": "o"} if way in ("reused", "fewer") else {"marker": "x", "linestyle": "--"}
+        axes.plot([x for x, _ in own], [y for _, y in own], label=label, **style)
+    axes.set_xlabel(f"transformer blocks of {CHART_STEPS} steps that are not computed, %")
     axes.set_ylabel("PSNR to the full result, dB")
-    axes.legend()
+    axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
 
 
+def asked_of(frames: int, count: int) -> list[Question]:
+    """Held-out prompts of one size."""
+    return [q for q in questions(500) if (q.width, q.height, q.frames) == (128, 128, frames)][:count]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reuse", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--videos", type=int, default=4)
+    parser.add_argument("--pictures", type=int, default=70)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--chart", type=Path)
     options = parser.parse_args()
+    torch.set_num_threads(1)
     parts = load(SHAPES)
     remember_prompts(parts.transformer)
-    of_size = [q for q in questions(500) if (q.width, q.height, q.frames) == (128, 128, 17)]
-    asked, rows, fulls = of_size[: options.prompts], [], {}
-    for num_steps in STEPS:
-        full = videos_of(parts, latents_of(parts, asked, num_steps))
-        fulls[num_steps] = right(asked, full)
-        for share in CURVE if num_steps == CURVE_STEPS else (SHARE,):
-            rows.append(compared(parts, asked, num_steps, share, full))
-            options.output.with_suffix(".json").write_text(json.dumps({"full": fulls, "rows": rows}) + "\n")
-            print(table(rows[-1:], fulls).splitlines()[-1], flush=True)
-    options.output.with_suffix(".md").write_text(table(rows, fulls))
+    videos = asked_of(VIDEO.frames, options.videos + 1)
+    ratios = mag_ratios(parts, videos.pop(), CHART_STEPS, VIDEO)
+    rows: list[Row] = []
+    for made in (curve_rows(parts, videos, ratios), measured_rows(parts, asked_of(1, options.pictures))):
+        for row in made:
+            rows.append(row)
+            options.output.with_suffix(".json").write_text(json.dumps(rows) + "\n")
+            print(
+                row["kind"], row["steps"], row["way"], row.get("saved"), _decibels(row["psnr_db"]), flush=True
+            )
+    options.output.with_name(options.output.name + "-tables.md").write_text(tables(rows))
     if options.chart is not None:
         draw(options.chart, rows)
 
