@@ -45,7 +45,6 @@ from gfgen.cli.run_files import (
     cluster_options,
     resolved,
 )
-from gfgen.cli.shown.cluster_progress import ClusterProgress
 from gfgen.cli.shown.progress import make_file_progress, make_progress
 from gfgen.cluster.session import ClusterSession
 from gfgen.errors import GfgenError, InputError, InterruptedRunError, LockedError, Problem
@@ -170,9 +169,7 @@ def run(
     name = _name_of(jobs, watch)
     cluster.check(
         {
-            "--watch": watch is not None,
             "--dry-run": dry_run,
-            "--trace": trace is not None,
             "--gpus": ranks.gpus is not None,
         }
     )
@@ -386,13 +383,10 @@ def check_trace(trace: Path | None) -> None:
 
 
 def _observers(options: RunOptions) -> list[Observer]:
-    logs, cluster = options.logs, options.cluster
-    if cluster is not None and (logs.log_file or not logs.quiet):
-        observers: list[Observer] = [ClusterProgress(cluster, only_to_file=logs.quiet)]
-    else:
-        observers = [make_progress(quiet=logs.quiet, log_json=logs.log_json)]
-        if logs.log_file:
-            observers.append(make_file_progress(quiet=logs.quiet, log_json=logs.log_json))
+    logs = options.logs
+    observers = [make_progress(quiet=logs.quiet, log_json=logs.log_json)]
+    if logs.log_file:
+        observers.append(make_file_progress(quiet=logs.quiet, log_json=logs.log_json))
     if options.on_file is not None:
         observers.append(options.on_file)
     if options.trace:

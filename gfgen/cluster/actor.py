@@ -18,7 +18,17 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from gfgen.cluster.member import Cancel, Ended, MemberOptions, Ready, Refused, Setup, Start, attempt_folder
+from gfgen.cluster.member import (
+    Cancel,
+    Ended,
+    MemberOptions,
+    Noted,
+    Ready,
+    Refused,
+    Setup,
+    Start,
+    attempt_folder,
+)
 from gfgen.models.families.registry import resolve_checkpoint, resolve_configs
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
 from gfgen.runtime.core.admission import ResolvedModel
@@ -55,7 +65,7 @@ class NodeActor:
             self._folder = Path(tempfile.mkdtemp(prefix="gfgen-node-"))
         else:
             self._folder = shared
-        self._reports: queue.SimpleQueue[Ready | Refused | Ended | Gone] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[Ready | Refused | Ended | Noted | Gone] = queue.SimpleQueue()
         self._connection: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -69,6 +79,10 @@ class NodeActor:
         """The node's versions and ranks. Raises: InputError when it lacks the devices."""
         self._heard_s = time.monotonic()
         return versions_here(), self._options.ranks.here()
+
+    def time(self) -> float:
+        """By this machine's clock, in Unix time."""
+        return time.time()
 
     def find_model(self, name: str) -> ResolvedModel:
         """Raises: ModelError when this node has no such model."""
@@ -86,7 +100,7 @@ class NodeActor:
         threading.Thread(target=self._run, args=(setup,), name="process", daemon=True).start()
         first = self._reports.get()
         self._heard_s = time.monotonic()
-        assert not isinstance(first, Ended), first
+        assert not isinstance(first, Ended | Noted), first
         return first
 
     def start(self, info: JobInfo, attempt: int) -> None:
@@ -95,7 +109,7 @@ class NodeActor:
     def cancel(self, attempt: int) -> None:
         self._send(Cancel(attempt))
 
-    def take_reports(self, timeout_s: float) -> Sequence[Ended | Gone | Ready | Refused]:
+    def take_reports(self, timeout_s: float) -> Sequence[Ended | Gone | Noted | Ready | Refused]:
         """What the process has reported; waits for the first report."""
         found = []
         with contextlib.suppress(queue.Empty):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from gfgen.cluster.fleet import Fleet
 from gfgen.cluster.handout import HandOut
-from gfgen.cluster.node import Cluster, JobEnded, Node, NodeJoined, NodeLost, Report
+from gfgen.cluster.node import Cluster, JobEnded, Node, NodeJoined, NodeLost, NodeNotes, Report
+from gfgen.cluster.watchers import Watchers
 from gfgen.cluster.whole_job import for_node
 from gfgen.errors import OutputError
 from gfgen.runtime.core import events
@@ -20,10 +21,19 @@ from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.ipc.messages import MemoryUse
-from gfgen.system.signals import SignalPipe
+from gfgen.runtime.processes.workers import Requests
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Who else takes part in a run of the driver."""
+
+    inputs: Sequence[Requests] = ()
+    """Signals, and requests from outside."""
+    watchers: Watchers | None = None
 
 
 class ClusterBackend:
@@ -40,14 +50,14 @@ class ClusterBackend:
         *,
         clock: Clock,
         left_s: Callable[[str], float | None],
-        signals: SignalPipe | None = None,
+        links: Links,
     ) -> None:
         self._cluster = cluster
         self._fleet = fleet
         self._handout = handout
         self._clock = clock
         self._left_s = left_s
-        self._signals = signals
+        self._inputs, self._watchers = links.inputs, links.watchers
         self._jobs: dict[str, AdmittedJob] = {}
         self._attempts: dict[int, Dispatch] = {}
         """Those of living nodes; a report of any other comes too late."""
@@ -66,7 +76,7 @@ class ClusterBackend:
         if self._handout.wants_turn:
             self._handout.wants_turn = False
             until = self._clock.now_s
-        found = [*self._taken_signals()]
+        found = [event for each in self._inputs for event in each.take_events(self._clock.now_s)]
         for report in self._cluster.wait(until):
             found += self._events_of(report)
         return [*found, *self._clock.due()]
@@ -99,12 +109,6 @@ class ClusterBackend:
     def memory_use(self) -> Mapping[int, MemoryUse]:
         return {}
 
-    def _taken_signals(self) -> Iterator[Event]:
-        if self._signals is not None:
-            with contextlib.suppress(BlockingIOError):
-                for number in self._signals.take():
-                    yield events.StopRequested(self._clock.now_s, number)
-
     def _node_of(self, dispatch: Dispatch) -> Node:
         return self._fleet.nodes[self._fleet.slot_of(dispatch.layout.ranks[0])]
 
@@ -114,6 +118,9 @@ class ClusterBackend:
                 yield from self._joined(report)
             case NodeLost():
                 yield from self._lost(report)
+            case NodeNotes():
+                if self._watchers is not None:
+                    self._watchers.take(report)
             case JobEnded():
                 dispatch = self._attempts.pop(report.attempt, None)
                 if dispatch is not None:
@@ -130,6 +137,8 @@ class ClusterBackend:
             logger.warning("node %s is not used: there is no place for it in this run", node.name)
             return
         logger.info("node %s joins with %s", node.name, counted(node.num_ranks, "rank"))
+        if self._watchers is not None:
+            self._watchers.join(node.name, node.num_ranks, now_s=self._clock.now_s)
         if slot not in self._ready_slots:
             self._ready_slots.add(slot)
             for lane in self._fleet.lanes_of(slot):
@@ -144,6 +153,8 @@ class ClusterBackend:
         lost = [number for number, each in self._attempts.items() if each.layout.ranks[0] in lanes]
         jobs = f"; {counted(len(lost), 'job')} of it will start again" if lost else ""
         logger.warning("node %s is gone: %s%s", report.name, report.reason, jobs)
+        if self._watchers is not None:
+            self._watchers.lose(report.name, report.reason, now_s=self._clock.now_s)
         for number in lost:
             del self._attempts[number]
             reason = f"node {report.name} is gone: {report.reason}"

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gfgen.cluster.backend import ClusterBackend
+from gfgen.cluster.backend import ClusterBackend, Links
 from gfgen.cluster.fleet import Fleet
 from gfgen.cluster.handout import HandOut
 from gfgen.cluster.node import Cluster
 from gfgen.cluster.whole_job import WholeJobCosts, as_whole
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.control import Control, Intake
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.system.signals import SignalPipe
 
 
 class Driver(Control):
@@ -32,6 +31,9 @@ class Driver(Control):
     def num_ranks(self) -> int:
         """Of the nodes that live."""
         return self.backend.num_ranks
+
+    def take_in(self, intake: Intake) -> None:
+        super().take_in(_WholeJobs(intake))
 
     def conclude(self, outcome: JobOutcome) -> None:
         """A job has ended; its times and layouts are those of its node."""
@@ -46,6 +48,16 @@ class Driver(Control):
         super().conclude(outcome)
 
 
+@dataclass(frozen=True, slots=True)
+class _WholeJobs:
+    """The jobs of another intake, as the driver sees them."""
+
+    intake: Intake
+
+    def take(self) -> Sequence[AdmittedJob]:
+        return [as_whole(job) for job in self.intake.take()]
+
+
 def driver_of(
     jobs: Sequence[AdmittedJob],
     cluster: Cluster,
@@ -55,7 +67,7 @@ def driver_of(
     clock: Clock,
     start: RunStart,
     profile: Profile | None = None,
-    signals: SignalPipe | None = None,
+    links: Links | None = None,
     **options: Any,
 ) -> Driver:
     """A driver for these jobs; `options` are those of `Control`."""
@@ -67,7 +79,7 @@ def driver_of(
         due_s = state.jobs.records[job_id].deadline_s
         return None if due_s == math.inf else due_s - clock.now_s
 
-    backend = ClusterBackend(cluster, fleet, handout, clock=clock, left_s=left_s, signals=signals)
+    backend = ClusterBackend(cluster, fleet, handout, clock=clock, left_s=left_s, links=links or Links())
     backend.add(whole)
     return Driver(whole, state=state, backend=backend, policy=handout.named, **options)
 

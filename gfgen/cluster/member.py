@@ -19,17 +19,32 @@ from pathlib import Path
 from typing import Any
 
 from gfgen import log
+from gfgen.cluster.node import Note
 from gfgen.errors import GfgenError, InterruptedRunError, in_one_line
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.events import Event, JobCancelled, StopRequested
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import (
+    Event,
+    JobCancelled,
+    RankLost,
+    RankReady,
+    StopRequested,
+    TaskDone,
+    TaskFailed,
+)
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome
 from gfgen.session.admission import Admission
 from gfgen.session.provenance import made_with
 from gfgen.session.ranks import AskedRanks, Ranks
 from gfgen.session.session import Arrivals, Session, SessionOptions
+from gfgen.snapshot import JobView, Snapshot
 
 logger = logging.getLogger(__name__)
+
+NOTES_S = 0.25
+"""Between two reports of what ranks do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +86,8 @@ class Ready:
     ranks: Ranks
     made_with: Mapping[str, Mapping[str, Any]]
     """By model."""
+    began_at: float
+    """Unix time at the start of the node's run, by its clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +105,13 @@ class Ended:
     outcome: JobOutcome
 
 
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What the ranks have done since the last one."""
+
+    notes: Sequence[Note]
+
+
 def attempt_folder(attempt: int) -> str:
     """The folder of the files of an attempt, in the node's."""
     return f"attempt-{attempt}"
@@ -99,6 +123,8 @@ class JobFeed(Observer):
     A thread reads; the control loop calls everything else.
     """
 
+    refresh_s = NOTES_S
+
     def __init__(self, connection: Connection, admission: Admission) -> None:
         self._connection = connection
         self._admission = admission
@@ -109,6 +135,9 @@ class JobFeed(Observer):
         """By job."""
         self._early: set[int] = set()
         """Attempts that were cancelled before they came."""
+        self._notes: list[Note] = []
+        self._views: dict[str, JobView] = {}
+        """The last views that were sent."""
         threading.Thread(target=self._read, name="jobs", daemon=True).start()
 
     def _read(self) -> None:
@@ -168,7 +197,29 @@ class JobFeed(Observer):
                 return ()
         return [JobCancelled(now_s, job_id)]
 
+    def dispatched(self, dispatch: Dispatch) -> None:
+        self._notes.append(replace(dispatch, transfers=()) if dispatch.transfers else dispatch)
+
+    def applied(self, event: Event) -> None:
+        if isinstance(event, TaskDone | TaskFailed | RankReady | RankLost):
+            self._notes.append(event)
+
+    def refreshed(self, snapshot: Snapshot) -> None:
+        for view in (*snapshot.open.values(), *snapshot.busy.values()):
+            if self._views.get(view.job_id) is not view:
+                self._views[view.job_id] = view
+                self._notes.append(replace(view, arrangement=None))
+        self._send_notes()
+
+    def _send_notes(self) -> None:
+        notes, self._notes = self._notes, []
+        if notes:
+            with contextlib.suppress(OSError):  # as in _send
+                self._connection.send(Noted(notes))
+
     def ended(self, outcome: JobOutcome) -> None:
+        self._views.pop(outcome.info.job_id, None)
+        self._send_notes()
         self._send(self._attempts.pop(outcome.info.job_id), outcome)
 
     def _send(self, attempt: int, outcome: JobOutcome) -> None:
@@ -197,9 +248,10 @@ def serve(connection: Connection) -> None:
         checkpoints = {name: session.admission.find_model(name).checkpoint for name in setup.models}
         kernels = session.pool.settings.kernels
         made = {name: made_with(ranks, each, kernels=kernels) for name, each in checkpoints.items()}
-        connection.send(Ready(ranks, made))
+        clock = Clock()
+        connection.send(Ready(ranks, made, clock.started_at))
         feed = JobFeed(connection, replace(session.admission, loaded=session.checkpoints))
-        session.run([], arrivals=Arrivals(feed, observers=[feed], requests=feed))
+        session.run([], arrivals=Arrivals(feed, observers=[feed], requests=feed), clock=clock)
 
 
 def main(fd: int) -> int:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.snapshot import JobView
 
 
 class Node(Protocol):
@@ -69,7 +72,21 @@ class JobEnded:
     """None if there are no files."""
 
 
-Report = NodeJoined | NodeLost | JobEnded
+Note = Dispatch | Event | JobView
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNotes:
+    """What the ranks of a node do, for those who watch the run. Nothing depends on it."""
+
+    name: str
+    notes: Sequence[Note]
+    """Ranks, numbers and times are the node's."""
+    begins_s: float
+    """The start of the node's time, by the driver's clock."""
+
+
+Report = NodeJoined | NodeLost | JobEnded | NodeNotes
 
 
 class Cluster(Protocol):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
+import select
 import socket
 import threading
 import time
@@ -20,13 +22,12 @@ from typing import Any
 
 from gfgen.cluster.actor import Gone, NodeActor, versions_here
 from gfgen.cluster.delivery import FileDelivery, make_shared, remove_shared
-from gfgen.cluster.fleet import Fleet
-from gfgen.cluster.member import Ended, MemberOptions, Ready, Refused
-from gfgen.cluster.node import JobEnded, NodeJoined, NodeLost, Report
+from gfgen.cluster.member import Ended, MemberOptions, Noted, Ready, Refused
+from gfgen.cluster.node import JobEnded, NodeJoined, NodeLost, NodeNotes, Report
 from gfgen.errors import GfgenError, InputError, ModelError, OutputError, WorkerError, in_one_line
-from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.processes.workers import Requests
 from gfgen.session.ranks import Ranks
 from gfgen.system.wording import counted
 
@@ -80,6 +81,7 @@ class RayNode:
         self._resources = resources
         self._jobs: dict[int, AdmittedJob] = {}
         self._shared: Path | None = None
+        self._ahead_s = 0.0
 
     @property
     def num_ranks(self) -> int:
@@ -116,6 +118,13 @@ class RayNode:
             named = ", ".join(f"{name} {own[name]}" for name in own if own[name] != versions.get(name))
             raise InputError(f"it has {', '.join(wrong)} and the driver {named}: install the same")
         self.ranks = ranks
+        self._ahead_s = self._measured_ahead_s()
+
+    def _measured_ahead_s(self) -> float:
+        """How far its clock is ahead of the driver's."""
+        asked_at = time.time()
+        its: float = self._cluster.ray.get(self.actor.time.remote(), timeout=SILENCE_S)
+        return its - (asked_at + time.time()) / 2
 
     def load(self, models: Sequence[str]) -> None:
         """Load the models. Raises: InputError if it cannot."""
@@ -155,6 +164,11 @@ class RayNode:
                     raise WorkerError(report.reason)
                 if isinstance(report, Ended):
                     self._cluster.report(self._delivered(report))
+                if isinstance(report, Noted) and self.ready is not None:
+                    began_at = self.ready.began_at - self._ahead_s
+                    self._cluster.report(
+                        NodeNotes(self.name, report.notes, self._cluster.second_of(began_at))
+                    )
 
     def _delivered(self, ended: Ended) -> JobEnded:
         """The end of a job, with its files in the driver's reach."""
@@ -207,10 +221,12 @@ class RayCluster:
         self._is_over = threading.Event()
         self._alone_since: float | None = None
         self._number = 0
-        self.clock_s: Callable[[], float] = time.monotonic
-        """Now, by the driver's clock, which the session sets."""
-        self.fleet: Fleet | None = None
-        """Of the present run."""
+        self._clock = Clock()
+        """The driver's."""
+        self._inputs: Sequence[Requests] = ()
+        """Of the present run; each ends a wait."""
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when there are reports."""
 
     def __enter__(self) -> RayCluster:
         """Raises: InputError when there is no Ray or no cluster."""
@@ -277,28 +293,29 @@ class RayCluster:
                 self._change.wait(TICK_S)
         return found
 
-    def node_of(self, layout: Layout) -> str:
-        """The name of the node of a lane."""
-        assert self.fleet is not None, "the run has not begun"
-        node = self.fleet.nodes.get(self.fleet.slot_of(layout.ranks[0]))
-        return "that is gone" if node is None else node.name
-
-    def begin_run(self, fleet: Fleet, clock: Clock) -> None:
+    def begin_run(self, clock: Clock, inputs: Sequence[Requests]) -> None:
         """Tell a new driver of the nodes that there are."""
-        self.fleet, self.clock_s = fleet, lambda: clock.now_s
+        self._clock, self._inputs = clock, inputs
         while not self._reports.empty():
             self._reports.get()
         for node in self.joined:
-            self._reports.put(NodeJoined(node))
+            self.report(NodeJoined(node))
+
+    def second_of(self, moment: float) -> float:
+        """A Unix time as seconds of the present run."""
+        return moment - self._clock.started_at
 
     # What the control loop asks ------------------------------------------------------------------
 
     def wait(self, until_s: float | None) -> Sequence[Report]:
-        """Reports; none after a tick without any."""
-        timeout_s = TICK_S if until_s is None else max(0.0, min(TICK_S, until_s - self.clock_s()))
+        """Reports; none after a tick without any, or if an input is readable."""
+        timeout_s = TICK_S if until_s is None else max(0.0, min(TICK_S, until_s - self._clock.now_s))
+        ready = [self._wake_fd, *(each.fileno() for each in self._inputs)]
+        select.select(ready, [], [], timeout_s)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
         found: list[Report] = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._reports.get(timeout=timeout_s))
             while True:
                 found.append(self._reports.get_nowait())
         self._check_alone()
@@ -315,6 +332,7 @@ class RayCluster:
 
     def report(self, report: Report) -> None:
         self._reports.put(report)
+        os.eventfd_write(self._wake_fd, 1)
 
     # Threads ---------------------------------------------------------------------------------------
 
@@ -366,7 +384,7 @@ class RayCluster:
             node.load(self._models)
             with self._change:
                 self._change.notify_all()
-                self._reports.put(NodeJoined(node))
+                self.report(NodeJoined(node))
             node.follow()
         except Exception as error:  # of Ray, or what it raises of the actor's
             if not self._is_over.is_set():
@@ -385,7 +403,7 @@ class RayCluster:
                 logger.warning("node %s did not start: %s", node.name, reason)
             self._change.notify_all()
         if node.ready is not None:
-            self._reports.put(NodeLost(node.name, reason))
+            self.report(NodeLost(node.name, reason))
 
     def _refuse(self, ray_id: str, reason: str) -> None:
         self._refused[ray_id] = reason

@@ -10,21 +10,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gfgen.cluster.driver import driver_of, start_of
+from gfgen.cluster.backend import Links
+from gfgen.cluster.driver import Driver, driver_of, start_of
 from gfgen.cluster.fleet import Fleet
 from gfgen.cluster.ray_cluster import RayCluster
+from gfgen.cluster.watchers import Watchers
 from gfgen.errors import Problem
 from gfgen.job.spec import input_files
 from gfgen.layout import MAX_RANKS
+from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import Event, StopRequested
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
-from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter
-from gfgen.runtime.predict.profile_file import Profile
-from gfgen.session.admission import Admission, warn_of_passed_deadlines
-from gfgen.session.session import Arrivals, Session, SessionOptions, known_profile
+from gfgen.runtime.files.start import RunStart
+from gfgen.session.admission import Admission
+from gfgen.session.session import RunSetup, Session, SessionOptions
+from gfgen.system.signals import SignalPipe
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +65,22 @@ class ClusterAdmission(Admission):
         return self.cluster.find_model(name)
 
 
+@dataclass(frozen=True, slots=True)
+class _StopSignals:
+    """Signals as requests to stop."""
+
+    signals: SignalPipe
+
+    def fileno(self) -> int:
+        return self.signals.fileno()
+
+    def take_events(self, now_s: float) -> Sequence[Event]:
+        try:
+            return [StopRequested(now_s, number) for number in self.signals.take()]
+        except BlockingIOError:
+            return ()
+
+
 class ClusterSession(Session):
     """Inside `with` it holds the output folder; `load` waits for the first node."""
 
@@ -68,6 +88,8 @@ class ClusterSession(Session):
         super().__init__(options)
         self._cluster = cluster
         self._last_number = 0
+        self._fleet = Fleet.of(0, num_ranks=0)
+        """Of the present run."""
 
     @functools.cached_property
     def admission(self) -> Admission:
@@ -91,62 +113,62 @@ class ClusterSession(Session):
         Raises: InputError when no node can; InterruptedRunError when a signal comes first.
         """
         names = sorted({*models, *(job.spec.model or "" for job in jobs)})
-        self.checkpoints = frozenset(job.checkpoint for job in jobs)
+        self.checkpoints = frozenset(self.admission.find_model(name).checkpoint for name in names)
         with self.signals.interrupting("nodes were starting; nothing was started"):
             self._cluster.load(names)
 
-    def run(
-        self,
-        jobs: Sequence[AdmittedJob],
-        *,
-        options: SessionOptions | None = None,
-        observers: Sequence[Observer] = (),
-        skipped: Sequence[AdmittedJob] = (),
-        arrivals: Arrivals | None = None,
-        profile: Profile | None = None,
-        clock: Clock | None = None,
-    ) -> Summary:
-        """Run the driver's loop until all jobs have ended or the run stops."""
-        assert arrivals is None, "a cluster's jobs are known when it starts"
-        options, clock = options or self.options, clock or Clock()
-        profile = profile or known_profile(options.ranks)
-        most = max([MAX_RANKS, *(node.num_ranks for node in self._cluster.joined)])
-        fleet = Fleet.of(len(self._cluster.joined) + SPARE_SLOTS, num_ranks=most)
-        start = start_of(
-            fleet,
+    def run(self, jobs: Sequence[AdmittedJob], **options: Any) -> Summary:
+        """As of any session; times on ranks are those of nodes, which the summary does not have."""
+        return replace(super().run(jobs, **options), busy_s=(), waited_s=(), moved_s=())
+
+    def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:
+        return start_of(
+            self._new_fleet(),
             started_at=clock.started_at,
             last_number=self._last_number,
-            arrived_at=first_arrivals(options.output_dir / JOURNAL_NAME),
+            arrived_at=first_arrivals(options.output_dir / JOURNAL_NAME) if options.keeps_records else {},
             closes_s=None if options.closes_at is None else options.closes_at - clock.started_at,
             grace_s=options.grace_s,
         )
-        warn_of_passed_deadlines(jobs, now=clock.started_at, arrived_at=start.arrived_at)
-        manifest = ManifestWriter(options.output_dir / MANIFEST_NAME, made_with=self._made_with)
-        observers = (manifest, *observers)
-        with contextlib.ExitStack() as stack:
-            for observer in observers:
-                stack.callback(observer.close)
-            self._cluster.begin_run(fleet, clock)
-            driver = driver_of(
-                jobs,
-                self._cluster,
-                fleet,
-                policy=options.policy,
-                clock=clock,
-                start=start,
-                profile=profile,
-                signals=self.signals,
-                journal=self._journal(jobs, start, options, profile, stack),
-                observers=observers,
-                skipped=skipped,
-            )
-            try:
-                summary = driver.run()
-            finally:
-                self._last_number = driver.state.flights.last_number
-        closing, left = driver.state.closing, driver.state.jobs.records
-        self.stop_signal = closing.stop_signal if left else None
-        return replace(summary, busy_s=(), waited_s=(), moved_s=())
+
+    def _new_fleet(self) -> Fleet:
+        """One for each run: nodes join it again."""
+        joined = self._cluster.joined
+        most = max([MAX_RANKS, *(node.num_ranks for node in joined)])
+        self._fleet = Fleet.of(len(joined) + SPARE_SLOTS, num_ranks=most)
+        return self._fleet
+
+    def _control(
+        self,
+        jobs: Sequence[AdmittedJob],
+        setup: RunSetup,
+        stack: contextlib.ExitStack,
+        *,
+        observers: Sequence[Observer] = (),
+        **records: Any,
+    ) -> Control:
+        arrivals, watchers = setup.arrivals, Watchers(observers)
+        inputs = [_StopSignals(self.signals), *filter(None, [arrivals.requests])]
+        self._cluster.begin_run(setup.clock, inputs)
+        driver = driver_of(
+            jobs,
+            self._cluster,
+            self._fleet,
+            policy=setup.options.policy,
+            clock=setup.clock,
+            start=setup.start,
+            profile=setup.profile,
+            links=Links(inputs, watchers),
+            steering=Steering(intake=arrivals.intake),
+            observers=[watchers],
+            **records,
+        )
+        stack.callback(self._note_numbers, driver)
+        return driver
+
+    def _note_numbers(self, driver: Driver) -> None:
+        """The next run's attempts go on from here, so that late results of this one are none of its own."""
+        self._last_number = driver.state.flights.last_number
 
     def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
         """As the first node says."""

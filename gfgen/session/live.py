@@ -57,7 +57,8 @@ class LiveRun(Observer):
         self._unwanted: deque[str] = deque()
         """Jobs to cancel in the next turns."""
         self._policy, self._deciding = "", ""
-        self._num_ranks = 0
+        self._ranks: dict[int, str | None] = {}
+        """The node of each rank, on a cluster."""
         self._last: dict[int, Dispatch] = {}
         """By rank."""
         self._state = "running"
@@ -119,13 +120,20 @@ class LiveRun(Observer):
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._policy = self._deciding = policy
-        self._num_ranks = num_ranks
+        self._ranks = dict.fromkeys(range(num_ranks))
         self.added(jobs)
         self._write()
 
     def added(self, jobs: tuple[JobInfo, ...]) -> None:
         self._open |= {info.job_id: info for info in jobs}
         self._counts["jobs"] += len(jobs)
+
+    def node_joined(self, node: str, ranks: range) -> None:
+        self._ranks |= dict.fromkeys(ranks, node)
+
+    def node_left(self, node: str) -> None:
+        self._ranks = {rank: name for rank, name in self._ranks.items() if name != node}
+        self._last = {rank: last for rank, last in self._last.items() if rank in self._ranks}
 
     def dispatched(self, dispatch: Dispatch) -> None:
         for rank in dispatch.layout.ranks:
@@ -248,11 +256,12 @@ class LiveRun(Observer):
         return [
             {
                 "rank": rank,
+                "node": node,
                 "state": "busy" if rank in tasks else "idle" if rank in living else "down",
                 "job": tasks[rank].task.job_id if rank in tasks else None,
                 "stage": str(tasks[rank].task.stage) if rank in tasks else None,
             }
-            for rank in range(self._num_ranks)
+            for rank, node in self._ranks.items()
         ]
 
     def _job_rows(

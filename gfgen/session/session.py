@@ -10,7 +10,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -81,7 +81,7 @@ class SessionOptions:
 class Arrivals:
     """Sources of jobs and requests during a run."""
 
-    intake: Intake
+    intake: Intake | None = None
     observers: Sequence[Observer] = ()
     """Observers of the run that stay open after it, such as the source itself."""
     requests: Requests | None = None
@@ -91,6 +91,19 @@ class Arrivals:
     """Returns the backend that the loop uses."""
     watched: Path | None = None
     """The folder that jobs come from."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSetup:
+    """What the control loop of a run starts from."""
+
+    options: SessionOptions
+    clock: Clock
+    start: RunStart
+    profile: Profile | None
+    arrivals: Arrivals
+    keeps_measured: bool
+    """Later runs may predict from the task times of this one."""
 
 
 class Session:
@@ -207,62 +220,83 @@ class Session:
         Raises: InterruptedRunError when a second signal did not let steps end.
         """
         options, clock = options or self.options, clock or Clock()
-        measured_path = _measured_by_runs(options.ranks) if profile is None else None
-        profile = profile or known_profile(options.ranks)
-        start = self._start(jobs, options, clock)
+        arrivals = arrivals or Arrivals()
+        setup = RunSetup(
+            options,
+            clock,
+            self._start(jobs, options, clock),
+            profile or known_profile(options.ranks),
+            arrivals,
+            keeps_measured=profile is None,
+        )
         if options.keeps_records:
-            warn_of_passed_deadlines(jobs, now=clock.started_at, arrived_at=start.arrived_at)
-        costs, ranks = CostModel(profile), options.ranks
-        state = State(jobs, start, clock=clock, costs=costs)
-        requests = None if arrivals is None else arrivals.requests
-        if options.keeps_records:
-            watched = None if arrivals is None else arrivals.watched
-            live = LiveRun(options.output_dir, started_at=clock.started_at, watched=watched)
-            requests = live if requests is None and live.takes_requests else requests
+            warn_of_passed_deadlines(jobs, now=clock.started_at, arrived_at=setup.start.arrived_at)
+            live = LiveRun(options.output_dir, started_at=clock.started_at, watched=arrivals.watched)
+            if arrivals.requests is None and live.takes_requests:
+                setup = replace(setup, arrivals=replace(arrivals, requests=live))
             manifest = ManifestWriter(options.output_dir / MANIFEST_NAME, made_with=self._made_with)
             observers = (manifest, *observers, live)
         with contextlib.ExitStack() as stack:
             for observer in observers:
                 stack.callback(observer.close)
-            backend = ProcessBackend(
-                self.pool,
-                JobMemory(jobs, options.output_dir, start.resume),
-                clock=clock,
-                signals=self.signals,
-                requests=requests,
-                warm_ups=warm_ups_of(ranks.devices, options.policy) if ranks.has_graphs else None,
-                waits_for_space=options.waits_for_space,
-            )
-            stack.callback(backend.close)
-            chooser = arrivals.chooser if arrivals and arrivals.chooser else _chooser(options.policy, stack)
-            journal = self._journal(jobs, start, options, profile, stack)
-            control = Control(
+            control = self._control(
                 jobs,
-                state=state,
-                backend=backend if arrivals is None else arrivals.wrap(backend),
-                policy=options.policy,
-                journal=journal,
-                observers=observers if arrivals is None else [*observers, *arrivals.observers],
+                setup,
+                stack,
+                observers=[*observers, *arrivals.observers],
                 skipped=skipped,
-                steering=Steering(
-                    intake=None if arrivals is None else arrivals.intake,
-                    chooser=chooser,
-                    residency=self.residency,
-                ),
+                journal=self._journal(jobs, setup, stack),
             )
-            try:
-                summary = control.run()
-            finally:
-                if measured_path is not None:
-                    keep_measured(
-                        measured_path,
-                        costs.classes,
-                        device=ranks.device_name,
-                        num_ranks=max(map(len, self.pool.islands)),
-                        share_cores=not ranks.are_on_gpus and ranks.num_ranks > 1,
-                    )
+            summary = control.run()
+        state = control.state
         self.stop_signal = state.closing.stop_signal if state.jobs.records else None
         return summary
+
+    def _control(
+        self,
+        jobs: Sequence[AdmittedJob],
+        setup: RunSetup,
+        stack: contextlib.ExitStack,
+        **records: Any,
+    ) -> Control:
+        """The control loop; `records` are options of `Control`. `stack` is closed after the run."""
+        options, arrivals, ranks = setup.options, setup.arrivals, setup.options.ranks
+        costs = CostModel(setup.profile)
+        backend = ProcessBackend(
+            self.pool,
+            JobMemory(jobs, options.output_dir, setup.start.resume),
+            clock=setup.clock,
+            signals=self.signals,
+            requests=arrivals.requests,
+            warm_ups=warm_ups_of(ranks.devices, options.policy) if ranks.has_graphs else None,
+            waits_for_space=options.waits_for_space,
+        )
+        stack.callback(backend.close)
+        if setup.keeps_measured:
+            stack.callback(self._keep_measured, ranks, costs)
+        return Control(
+            jobs,
+            state=State(jobs, setup.start, clock=setup.clock, costs=costs),
+            backend=arrivals.wrap(backend),
+            policy=options.policy,
+            steering=Steering(
+                intake=arrivals.intake,
+                chooser=arrivals.chooser or _chooser(options.policy, stack),
+                residency=self.residency,
+            ),
+            **records,
+        )
+
+    def _keep_measured(self, ranks: Ranks, costs: CostModel) -> None:
+        """Keep the task times for the predictions of later runs, unless an option changes them."""
+        if ranks.vae_dtype == "auto" and ranks.has_graphs:
+            keep_measured(
+                runs_path(ranks.device_name),
+                costs.classes,
+                device=ranks.device_name,
+                num_ranks=max(map(len, self.pool.islands)),
+                share_cores=not ranks.are_on_gpus and ranks.num_ranks > 1,
+            )
 
     def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
         """None if the model is not there any more, or its files cannot be read."""
@@ -293,20 +327,16 @@ class Session:
         )
 
     def _journal(
-        self,
-        jobs: Sequence[AdmittedJob],
-        start: RunStart,
-        options: SessionOptions,
-        profile: Profile | None,
-        stack: contextlib.ExitStack,
+        self, jobs: Sequence[AdmittedJob], setup: RunSetup, stack: contextlib.ExitStack
     ) -> Journal | None:
+        options = setup.options
         if not options.keeps_records:
             return None
         header = journal_header(
             [job.info for job in jobs],
-            start,
+            setup.start,
             policy=options.policy.name,
-            profile=None if profile is None else profile.hash,
+            profile=None if setup.profile is None else setup.profile.hash,
             job_file=options.job_file,
         )
         journal = Journal(options.output_dir / JOURNAL_NAME, header=header)
@@ -328,12 +358,6 @@ def known_profile(ranks: Ranks) -> Profile | None:
     path, profile = found
     logger.info("predictions start from the profile of %s: %s", profile.date, path)
     return profile
-
-
-def _measured_by_runs(ranks: Ranks) -> Path | None:
-    """The file for measured task times; None if an option changes them."""
-    is_usual = ranks.vae_dtype == "auto" and ranks.has_graphs
-    return runs_path(ranks.device_name) if is_usual else None
 
 
 @contextlib.contextmanager

@@ -5,12 +5,13 @@ from dataclasses import replace
 from multiprocessing import Pipe
 
 import pytest
-from builders import make_job
+from builders import make_job, simulate
 
 from gfgen.cluster.delivery import FileDelivery
 from gfgen.cluster.member import Cancel, Ended, JobFeed, Start
 from gfgen.errors import OutputError, Problem
-from gfgen.runtime.core.events import JobCancelled, StopRequested
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import JobCancelled, RankReady, StopRequested, TaskDone
 from gfgen.runtime.core.observer import skipped_outcome
 from gfgen.runtime.ipc.content import content_of
 
@@ -70,6 +71,20 @@ def test_a_job_that_does_not_fit_the_node_fails_with_the_reason():
     wire = Wire(lambda specs: ((), [Problem(4, "size", "9x9", "16 at least")]))
     wire.send(Start(make_job("tiny").info, 5))
     assert wire.end.recv().outcome.error == "size = 9x9: 16 at least"
+
+
+def test_the_tasks_of_a_job_are_told_before_its_end(wire):
+    recorder = simulate([make_job("fox", steps=1)])
+    wire.send(Start(make_job("fox").info, 7))
+    (job,) = wire.feed.take()
+    wire.feed.dispatched(recorder.dispatches[0])
+    for event in recorder.events:
+        wire.feed.applied(event)
+    wire.feed.ended(replace(skipped_outcome(job.info), status="done"))
+    noted = wire.end.recv()
+    assert noted.notes[0] == recorder.dispatches[0]
+    assert {type(note) for note in noted.notes} == {Dispatch, RankReady, TaskDone}, "and none of jobs"
+    assert isinstance(wire.end.recv(), Ended)
 
 
 def test_a_closed_connection_stops_the_run(wire):

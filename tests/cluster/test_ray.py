@@ -80,7 +80,6 @@ def test_a_missing_ray_is_one_line(failing, monkeypatch):
     ("options", "line"),
     [
         (["--shared"], "--shared goes with --ray"),
-        (["--ray", "auto", "--trace", "t.json"], "--trace goes with one machine; leave out --ray"),
         (["--ray", "auto", "--dry-run"], "--dry-run goes with one machine; leave out --ray"),
         (["--ray", "auto", "--ray-resources", "h200"], "--ray-resources h200: JSON like"),
         (

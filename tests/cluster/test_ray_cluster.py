@@ -1,5 +1,6 @@
 """Which machines of a Ray cluster become nodes, and what is said of the others."""
 
+import socket
 import threading
 import time
 
@@ -8,14 +9,18 @@ from fake_ray import ActorDiedError, FakeRay
 
 from gfgen.cluster import ray_cluster
 from gfgen.cluster.actor import versions_here
-from gfgen.cluster.member import MemberOptions, Ready
-from gfgen.cluster.node import NodeJoined, NodeLost
+from gfgen.cluster.member import MemberOptions, Noted, Ready
+from gfgen.cluster.node import NodeJoined, NodeLost, NodeNotes
 from gfgen.cluster.ray_cluster import MAX_STARTS, RayCluster, RayOptions
 from gfgen.errors import InputError, ModelError
+from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import CPU, Devices
+from gfgen.runtime.core.events import RankReady
 from gfgen.session.ranks import AskedRanks, Ranks
 
 TWO = Ranks(Devices(CPU, 2))
+AHEAD_S = 5000.0
+"""Of the nodes' clocks."""
 
 
 class Actor:
@@ -23,6 +28,7 @@ class Actor:
 
     def __init__(self, **facts):
         self.dies = threading.Event()
+        self.notes = []
         self._facts = facts
 
     def facts(self):
@@ -32,10 +38,15 @@ class Actor:
         if name == "unknown":
             raise ModelError("model 'unknown': no such directory, and no model of that name")
 
+    def time(self):
+        return time.time() + AHEAD_S
+
     def load(self, models):
-        return Ready(TWO, {name: {} for name in models})
+        return Ready(TWO, {name: {} for name in models}, began_at=time.time() + AHEAD_S)
 
     def take_reports(self, timeout_s):
+        if self.notes:
+            return [Noted(self.notes.pop())]
         if self.dies.wait(min(timeout_s, 0.01)):
             raise ActorDiedError("long\nreport")
         return []
@@ -119,10 +130,13 @@ def test_a_machine_whose_node_dies_again_and_again_is_given_up(connected):
 
     cluster, _ = connected({"a": {}}, make)
     cluster.load(["m"])
+    reports = []
     for number in range(MAX_STARTS):
-        (joined,) = reports_of(cluster, 1)
+        while len(reports) < 2 * number + 1:
+            reports += cluster.wait(None)
         actors[number].dies.set()
-        (lost,) = reports_of(cluster, 1)
+    reports += reports_of(cluster, 2 * MAX_STARTS - len(reports))
+    for joined, lost in zip(reports[::2], reports[1::2], strict=True):
         assert lost == NodeLost(joined.node.name, "its actor died, or the machine")
     deadline_s = time.monotonic() + 10
     while "a" not in cluster._refused:
@@ -130,6 +144,28 @@ def test_a_machine_whose_node_dies_again_and_again_is_given_up(connected):
         time.sleep(0.01)
     assert len(actors) == MAX_STARTS
     assert "it was lost 3 times in 600 s, at last because its actor died" in cluster._refused["a"]
+
+
+def test_what_a_node_does_comes_by_the_driver_s_clock(connected):
+    actor = Actor()
+    cluster, _ = connected({"a": {}}, lambda ray_id: actor)
+    cluster.load(["m"])
+    clock = Clock()
+    cluster.begin_run(clock, ())
+    actor.notes.append([RankReady(0.0, 0, 1, 0.0)])
+    *_, noted = reports_of(cluster, 2)
+    assert isinstance(noted, NodeNotes)
+    assert noted.begins_s == pytest.approx(0.0, abs=60.0), "the node's clock is hours ahead"
+
+
+def test_an_input_ends_a_wait(connected, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "TICK_S", 60.0)
+    cluster, _ = connected({})
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        cluster.begin_run(Clock(), [reader])
+        writer.send(b"x")
+        assert cluster.wait(None) == []
 
 
 def test_a_run_whose_nodes_are_all_gone_ends(connected, monkeypatch):

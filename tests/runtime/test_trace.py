@@ -15,7 +15,7 @@ from gfgen.runtime.core import events
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.runtime.report.blocks import merged, task_blocks, tasks_of_jobs, write_blocks
 from gfgen.runtime.report.timeline import read_timeline
-from gfgen.runtime.report.trace import TraceWriter
+from gfgen.runtime.report.trace import FIRST_WRITER_TID, TraceWriter
 
 NEEDED = {
     "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
@@ -59,7 +59,7 @@ def test_every_event_has_what_its_phase_needs(entries: Entries) -> None:
 def test_lanes_are_named_after_ranks_and_writers(entries: Entries) -> None:
     names = {e["tid"]: e["args"]["name"] for e in of(entries, "M") if e["name"] == "thread_name"}
     assert {tid: names[tid] for tid in range(4)} == {tid: f"rank {tid}" for tid in range(4)}
-    assert names[100] == "writer 0"
+    assert names[FIRST_WRITER_TID] == "writer 0"
     assert {(e["pid"], e["tid"]) for e in of(entries, "X")} <= {(1, tid) for tid in names}
 
 
@@ -152,9 +152,9 @@ def test_a_file_is_on_the_lane_of_the_writer_that_wrote_it(tmp_path: Path) -> No
     writer.close()
     written = json.loads((tmp_path / "t.json").read_text())
     assert [(e["name"], e["tid"]) for e in of(written, "X")] == [
-        ("write a", 101),
-        ("write b", 100),
-        ("write c", 101),
+        ("write a", FIRST_WRITER_TID + 1),
+        ("write b", FIRST_WRITER_TID + 0),
+        ("write c", FIRST_WRITER_TID + 1),
     ]
     names = [e["args"]["name"] for e in of(written, "M") if e["name"] == "thread_name"]
     assert names == ["rank 0", "writer 1", "writer 0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -53,7 +54,7 @@ class Standing:
         room = 10**6 if rows is None else rows
         lines = [self._headline(now), *self._counts(now)]
         lines += [f"takes job files from {self.watched}"] if self.watched and self.is_live else []
-        ranks = [_rank_line(rank) for rank in self.ranks]
+        ranks = list(_rank_lines(self.ranks))
         lines += _cut(ranks, room - len(lines) - 6, "rank")
         recent = [_recent_line(row, now) for row in self.recent[-MAX_RECENT:]]
         num_jobs = room - len(lines) - len(recent) - 3
@@ -123,6 +124,14 @@ def _job_line(row: Mapping[str, Any], width: int, now: float) -> str:
         due += " late"
     stage = row["stage"] or ""
     return f"{name:<{width}} {row['state']:<7} {stage:<7} {step:>7} {ranks:<7} {left:>7}  {due}".rstrip()
+
+
+def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each rank, with a line for each node above its ranks."""
+    for node, its_ranks in itertools.groupby(ranks, lambda rank: rank.get("node")):
+        if node is not None:
+            yield f"node {node}"
+        yield from map(_rank_line, its_ranks)
 
 
 def _rank_line(rank: Mapping[str, Any]) -> str:

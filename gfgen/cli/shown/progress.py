@@ -69,7 +69,12 @@ class LineProgress(Observer):
         self._marks = FILE_ONLY if only_to_file else {}
         self._with_failures = with_failures
         self._batch = RunProgress()
+        self._nodes: dict[int, str] = {}
+        """By rank, if it is one of a node."""
         self._next_summary_s = SUMMARY_S
+
+    def node_joined(self, node: str, ranks: range) -> None:
+        self._nodes |= dict.fromkeys(ranks, node)
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._batch.began(jobs, policy=policy)
@@ -92,8 +97,11 @@ class LineProgress(Observer):
         what, event = f"started {job_id}", "job_started"
         if task.index > 0:
             what, event = f"resumed {job_id} at {task}", "job_resumed"
+        where, node = ranks_text(layout), self._nodes.get(layout.ranks[0])
+        fields: dict[str, Any] = {} if node is None else {"node": node}
+        where += "" if node is None else f" of node {node}"
         self._tell(
-            f"{what} on {ranks_text(layout)}", event=event, job=job_id, task=str(task), ranks=layout.ranks
+            f"{what} on {where}", event=event, job=job_id, task=str(task), ranks=layout.ranks, **fields
         )
 
     def ended(self, outcome: JobOutcome) -> None:

@@ -130,6 +130,12 @@ class Observer:
     def ended(self, outcome: JobOutcome) -> None:
         """A job has ended, successfully or not."""
 
+    def node_joined(self, node: str, ranks: range) -> None:
+        """A node of a cluster takes jobs with these ranks. On one machine nothing joins."""
+
+    def node_left(self, node: str) -> None:
+        """A node is gone with its ranks; their numbers do not come again."""
+
     def refreshed(self, snapshot: Snapshot) -> None:
         """Called about every `refresh_s`."""
 

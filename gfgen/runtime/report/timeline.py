@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError
-from gfgen.runtime.report.trace import FIRST_WRITER_TID
+from gfgen.runtime.report.trace import MAX_WRITERS
 
 TraceEvent = dict[str, Any]
 MAX_LINES_BEFORE_RUN = 64
@@ -146,7 +146,7 @@ def _slice(entry: TraceEvent) -> Slice:
         ranks=tuple(args.get("ranks", ())),
         waited_s=args.get("waited_ms", 0.0) / 1e3,
         moved_s=args.get("moved_ms", 0.0) / 1e3,
-        writer=entry["tid"] - FIRST_WRITER_TID if is_write else None,
+        writer=entry["tid"] % MAX_WRITERS if is_write else None,
     )
 
 

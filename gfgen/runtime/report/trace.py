@@ -1,7 +1,7 @@
 """A run as Chrome trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-    process 1 "ranks"     a lane per rank; a slice per (dispatch, rank), waits and moves
-                          before it; lanes for the writers
+    process 1 "ranks"     a lane per rank, named after its node on a cluster; a slice per
+                          (dispatch, rank), waits and moves before it; lanes for the writers
     process 2 "jobs"      a span per job, from its arrival to its end
 
 A job's slices are tied together by flow arrows. The file is the array form of the format,
@@ -31,7 +31,9 @@ from gfgen.runtime.ipc.messages import MemoryUse
 logger = logging.getLogger(__name__)
 
 RANKS_PID, JOBS_PID = 1, 2
-FIRST_WRITER_TID = 100
+MAX_WRITERS = 100
+FIRST_WRITER_TID = 100 * MAX_WRITERS
+"""Above all ranks: those of a cluster have new numbers whenever a node joins. Older traces have 100."""
 SHORT_PROMPT_CHARS = 80
 MIN_SLICE_S = 10e-6
 """Waits and moves below this are in the slice's args only."""
@@ -154,6 +156,13 @@ class TraceWriter(Observer):
     def added(self, jobs: tuple[JobInfo, ...]) -> None:
         first = len(self._jobs) + 1
         self._jobs |= {info.job_id: _JobLane(number, info) for number, info in enumerate(jobs, start=first)}
+
+    def node_joined(self, node: str, ranks: range) -> None:
+        for rank in ranks:
+            self._name_lane(rank, f"node {node}, rank {rank}")
+
+    def node_left(self, node: str) -> None:
+        self._instant(f"node {node} is gone", self._last_s, scope="g", args={"node": node})
 
     def dispatched(self, dispatch: Dispatch) -> None:
         self._dispatches[dispatch.number] = dispatch
