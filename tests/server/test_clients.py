@@ -1,6 +1,7 @@
 """Requests exactly as clients of other servers send them. The shapes were read from these programs:
 
 vLLM-Omni   benchmarks/diffusion/backends.py: forms without a file are URL-encoded, all values are strings
+GF-DiT      the same file of an earlier version, with the request's id as `user`
 SGLang      multimodal_gen/benchmarks/bench_serving.py: JSON, or a multipart form with `extra_body` as JSON
 OpenAI      unset optional fields as null, and fields that have no meaning here
 """
@@ -11,7 +12,9 @@ import base64
 import io
 import json
 
+import client_table
 import pytest
+from client_table import calls
 from fake_serving import MOVIE, SIDE
 from PIL import Image
 from serving import ROOT, fake_server
@@ -47,12 +50,23 @@ def downloaded(server, answer):
     assert set(done["stage_durations"]) >= {"encode", "denoise", "decode"}
     assert sum(done["stage_durations"].values()) > 0
     assert done["inference_time_s"] > 0
+    assert done["peak_memory_mb"] >= 0  # the clients of SGLang and GF-DiT compare it
     content = server.http.get(f"/v1/videos/{video['id']}/content")
     assert content.status_code == 200
     assert server.http.delete(f"/v1/videos/{video['id']}").json()["deleted"] is True
     return video, content
 
 
+@calls(
+    "vLLM-Omni",
+    "`/v1/videos`: URL-encoded text-to-video, with both guidance scales and `extra_args`",
+    result="the video, polled, loaded and deleted; a warning for unknown `extra_args`",
+)
+@calls(
+    "GF-DiT",
+    "`/v1/videos`: URL-encoded text-to-video, with both guidance scales and `extra_args`",
+    result="the video, polled, loaded and deleted; a warning for unknown `extra_args`",
+)
 def test_vllm_omni_text_to_video(server):
     video, content = downloaded(server, server.http.post("/v1/videos", data=WAN))
     assert content.content == MOVIE
@@ -62,6 +76,16 @@ def test_vllm_omni_text_to_video(server):
     assert f"{video['id']}: cache_backend: not a field, ignored" in server.log
 
 
+@calls(
+    "vLLM-Omni",
+    "`/v1/videos`: multipart image-to-video, the same fields",
+    result="the video, polled, loaded and deleted",
+)
+@calls(
+    "GF-DiT",
+    "`/v1/videos`: multipart image-to-video, the same fields",
+    result="the video, polled, loaded and deleted",
+)
 def test_vllm_omni_image_to_video(server):
     files = {"input_reference": ("x.png", PICTURE, "image/png")}
     video, content = downloaded(server, server.http.post("/v1/videos", data=WAN, files=files))
@@ -69,6 +93,16 @@ def test_vllm_omni_image_to_video(server):
     assert video["steps"] == 2
 
 
+@calls(
+    "vLLM-Omni",
+    "`/v1/videos`: warm-up with one frame",
+    result="a picture as PNG",
+)
+@calls(
+    "GF-DiT",
+    "`/v1/videos`: warm-up with one frame",
+    result="a picture as PNG",
+)
 def test_vllm_omni_warms_up_with_a_single_frame(server):
     fields = {
         "prompt": "warmup",
@@ -81,6 +115,16 @@ def test_vllm_omni_warms_up_with_a_single_frame(server):
     assert (video["object"], content.headers["content-type"]) == ("video", "image/png")
 
 
+@calls(
+    "vLLM-Omni",
+    "`/v1/images/generations`: JSON",
+    result="the picture as base64",
+)
+@calls(
+    "GF-DiT",
+    "`/v1/images/generations`: JSON",
+    result="the picture as base64",
+)
 def test_vllm_omni_text_to_image(server):
     payload = {
         "model": "fake-image",
@@ -98,9 +142,15 @@ def test_vllm_omni_text_to_image(server):
         "/v1/images/generations", json=payload, headers={"Authorization": "Bearer EMPTY"}
     ).json()
     assert len(answer["data"]) == 1
+    assert answer["peak_memory_mb"] == 0
     assert answer["warnings"] == ["true_cfg_scale = 4.0: this model has no use for it; ignored"]
 
 
+@calls(
+    "SGLang",
+    "`/v1/videos`: JSON text-to-video",
+    result="the video, polled",
+)
 def test_sglang_text_to_video(server):
     payload = {"model": "fake-video", "prompt": "a fox", "size": "64x64", "num_frames": 9, "fps": 8}
     payload |= {"num_inference_steps": 1, "enable_teacache": False}
@@ -108,6 +158,11 @@ def test_sglang_text_to_video(server):
     assert video["warnings"] == ["enable_teacache: not a field, ignored"]
 
 
+@calls(
+    "SGLang",
+    "`/v1/videos`: multipart image-to-video with `extra_body`",
+    result="the video, polled",
+)
 def test_sglang_image_to_video(server):
     fields = {"model": "fake-video", "prompt": "a fox", "size": "64x64", "num_frames": "9", "fps": "8"}
     fields["extra_body"] = json.dumps({"num_inference_steps": 3, "seed": 5, "fps": 30})
@@ -142,6 +197,16 @@ def picture_in(url):
     return picture
 
 
+@calls(
+    "vLLM-Omni",
+    "`/v1/images/edits`: multipart",
+    result="the picture as base64",
+)
+@calls(
+    "SGLang",
+    "`/v1/images/edits`: multipart",
+    result="the picture as base64",
+)
 def test_vllm_omni_image_edits(server):
     fields = {
         "model": "fake-video",
@@ -157,6 +222,16 @@ def test_vllm_omni_image_edits(server):
     assert answer["warnings"] == ["bot_task: not a field, ignored"]
 
 
+@calls(
+    "vLLM-Omni",
+    "`/v1/chat/completions`: text",
+    result="the picture as a `data:` URL, times in `metrics`",
+)
+@calls(
+    "GF-DiT",
+    "`/v1/chat/completions`: text",
+    result="the picture as a `data:` URL, times in `metrics`",
+)
 def test_vllm_omni_chat_text_to_image(server):
     payload = {
         "model": "fake-image",
@@ -174,6 +249,16 @@ def test_vllm_omni_chat_text_to_image(server):
     assert (job["prompt"], job["seed"]) == ("a fox", 3)
 
 
+@calls(
+    "vLLM-Omni",
+    "`/v1/chat/completions`: text and a picture",
+    result="the picture as a `data:` URL",
+)
+@calls(
+    "GF-DiT",
+    "`/v1/chat/completions`: text and a picture",
+    result="the picture as a `data:` URL",
+)
 def test_vllm_omni_chat_image_to_image(server):
     url = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
     parts = [{"type": "text", "text": "a fox"}, {"type": "image_url", "image_url": {"url": url}}]
@@ -241,3 +326,17 @@ def test_a_strict_server_refuses_a_field_without_effect(strict, fields, status, 
         answer = strict.post(path, prompt="a fox", num_inference_steps=1, **fields)
         assert answer.status_code == status
         assert words in answer.text
+
+
+def test_the_table_in_the_documentation_has_the_calls_of_these_tests():
+    assert client_table.DOCUMENT.read_text() == client_table.written()
+
+
+@pytest.mark.parametrize("name", ["image", "image[]"])
+def test_one_picture_is_accepted(server, name):
+    files = [(name, ("x.png", PICTURE)), (name, ("y.png", PICTURE))]
+    answer = server.http.post("/v1/images/edits", data={"prompt": "a fox"}, files=files)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        400,
+        "more than one file; one is accepted",
+    )

@@ -8,13 +8,14 @@ import json
 import time
 
 import pytest
+from client_table import calls
 from fake_serving import MOVIE
 from PIL import Image
 from serving import ROOT
 
 openai = pytest.importorskip("openai")
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,11 @@ def client(server):
         yield client
 
 
+@calls(
+    "openai",
+    "`images.generate`, as base64 or URL",
+    result="the pictures",
+)
 def test_images_are_generated(client):
     answer = client.images.generate(prompt="a fox", n=2, size="64x64", model="fake-image")
     assert len(answer.data) == 2
@@ -33,6 +39,11 @@ def test_images_are_generated(client):
     assert image.url.startswith("http://127.0.0.1:")
 
 
+@calls(
+    "openai",
+    "`images.generate(stream=True)`",
+    result="previews where the model has them, then the pictures",
+)
 def test_images_are_streamed(client):
     stream = client.images.generate(prompt="a fox", n=2, model="fake-image", stream=True, partial_images=1)
     events = list(stream)  # fake models have no previews
@@ -42,15 +53,26 @@ def test_images_are_streamed(client):
     assert events[0].usage.total_tokens == 0
 
 
+@calls(
+    "openai",
+    "`images.edit`",
+    result="the picture; 400 with a mask or several pictures",
+)
 def test_images_are_edited(client):
     picture = (ROOT / "jobs/lighthouse.png").read_bytes()
     for image in (("x.png", picture), [("x.png", picture)]):
         answer = client.images.edit(image=image, prompt="a fox", size="auto", input_fidelity="high")
         assert len(answer.data) == 1
-    with pytest.raises(openai.BadRequestError):
-        client.images.edit(image=("x.png", picture), mask=("m.png", picture), prompt="a fox")
+    for wrong in ({"mask": ("m.png", picture)}, {"image": [("x.png", picture), ("y.png", picture)]}):
+        with pytest.raises(openai.BadRequestError):
+            client.images.edit(**{"image": ("x.png", picture), "prompt": "a fox"} | wrong)
 
 
+@calls(
+    "openai",
+    "`chat.completions.create`",
+    result="the picture as a `data:` URL",
+)
 def test_pictures_come_in_a_conversation(client):
     messages = [{"role": "user", "content": "a fox"}]
     answer = client.chat.completions.create(model="fake-image", messages=messages)
@@ -81,6 +103,12 @@ def lines_of(client, file_id):
     return {line["custom_id"]: line for line in lines}
 
 
+@calls(
+    "openai",
+    "`files.create`, `retrieve`, `list`, `content`, `wait_for_processing`, `delete`",
+    "`batches.create`, `retrieve`, `list`",
+    result="a file of results and one of errors",
+)
 def test_a_file_of_requests_becomes_files_of_results_and_errors(client):
     file = uploaded(
         client,
@@ -122,11 +150,17 @@ def test_a_file_of_requests_becomes_files_of_results_and_errors(client):
     assert batch.id in [each.id for each in client.batches.list(limit=1)]  # page by page
     assert file.id in [each.id for each in client.files.list()]
     assert client.files.retrieve(batch.output_file_id).purpose == "batch_output"
+    assert client.files.wait_for_processing(file.id).status == "processed"
     assert client.files.delete(file.id).deleted
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(file.id)
 
 
+@calls(
+    "openai",
+    "`batches.cancel`",
+    result="its open jobs are cancelled",
+)
 def test_a_batch_of_videos_is_cancelled(client):
     slow = {"model": "fake-video", "flow_shift": 0.05, "num_inference_steps": 1000}
     file = uploaded(client, *(request_of(number, url="/v1/videos", **slow) for number in range(4)))
@@ -152,6 +186,11 @@ def test_a_batch_without_a_valid_request_is_refused(client):
         client.files.create(file=("x", b"x"), purpose="fine-tune")
 
 
+@calls(
+    "openai",
+    "`videos.create`, `create_and_poll`, `poll`, `retrieve`, `list`, `download_content`, `delete`",
+    result="the video, its status, its file, the list",
+)
 def test_a_video_is_created_polled_downloaded_listed_and_deleted(client):
     video = client.videos.create(prompt="a fox", seconds="4", size="1280x720")
     assert (video.status, video.object, video.size) == ("queued", "video", "1280x720")
@@ -160,12 +199,40 @@ def test_a_video_is_created_polled_downloaded_listed_and_deleted(client):
     assert done.completed_at >= done.created_at
     assert client.videos.download_content(video.id).read() == MOVIE
     assert video.id in [each.id for each in client.videos.list(limit=2)]
+    other = client.videos.create_and_poll(prompt="a fox", poll_interval_ms=50)
+    assert other.status == "completed"
     deleted = client.videos.delete(video.id)
     assert (deleted.id, deleted.deleted, deleted.object) == (video.id, True, "video.deleted")
     with pytest.raises(openai.NotFoundError):
         client.videos.retrieve(video.id)
 
 
+@calls(
+    "openai",
+    "`videos.remix`, `edit`, `extend`, `create_character`, `get_character`",
+    "`images.create_variation`",
+    result="501 with the code `not_supported`",
+)
+def test_what_changes_videos_is_not_supported(client):
+    movie, picture = ("a.mp4", MOVIE), ("x.png", b"x")
+    for call in (
+        lambda: client.videos.remix("video_1", prompt="a fox"),
+        lambda: client.videos.edit(prompt="a fox", video=movie),
+        lambda: client.videos.extend(prompt="a fox", seconds="4", video=movie),
+        lambda: client.videos.create_character(name="fox", video=movie),
+        lambda: client.videos.get_character("char_1"),
+        lambda: client.images.create_variation(image=picture),
+    ):
+        with pytest.raises(openai.InternalServerError) as error:
+            call()
+        assert (error.value.status_code, error.value.code) == (501, "not_supported")
+
+
+@calls(
+    "openai",
+    "`videos.create(input_reference=..., extra_body=...)`",
+    result="the video",
+)
 def test_a_video_begins_with_a_picture_and_takes_our_fields(client):
     with (ROOT / "jobs/lighthouse.png").open("rb") as picture:
         video = client.videos.create(
@@ -198,6 +265,11 @@ def test_errors_are_those_that_the_client_knows(client):
         client.videos.create(prompt="a fox", model="fake-image")
 
 
+@calls(
+    "openai",
+    "`models.list`, `retrieve`",
+    result="the models",
+)
 def test_models_are_listed(client):
     assert [model.id for model in client.models.list()] == ["fake-video", "fake-image"]
     assert client.models.retrieve("fake-video").owned_by == "gfgen"

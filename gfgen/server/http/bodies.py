@@ -241,7 +241,7 @@ async def _from_form(
     picture: bytes | None = None
     filename: str | None = None
     async with request.form(
-        max_files=1 + MAX_UPLOADS * takes_uploads,
+        max_files=1 + MAX_UPLOADS,
         max_fields=MAX_FIELDS,
         max_part_size=service.limits.json_bytes,
     ) as form:
@@ -257,6 +257,8 @@ async def _from_form(
                     raise ApiError(
                         400, f"{name[:80]!r}: not a file of this form; send {file_name}", param=file_name
                     )
+                if picture is not None:
+                    raise ApiError(400, "more than one file; one is accepted", param=file_name)
                 picture, filename = await value.read(), value.filename
             else:
                 _add_field(values, name, value)

@@ -69,6 +69,11 @@ async def edit_images(request: Request, service: Service) -> Response:
     return await _images(request, service, body, of="image_edit")
 
 
+@router.post("/images/variations", include_in_schema=False)
+async def vary_image() -> Response:
+    raise ApiError(501, "send a picture and a prompt to /v1/images/edits", code="not_supported")
+
+
 async def _images(request: Request, service: JobService, body: Body, *, of: EventKind) -> Response:
     asked_for, warnings = opened(schemas.ImageRequest, body.values, is_strict=service.api.strict)
     if asked_for.stream:
@@ -170,7 +175,7 @@ def _durations(service: JobService, pictures: Sequence[StoredJob]) -> dict[str, 
     return {
         "inference_time_s": slowest.inference_time_s,
         "stage_durations": slowest.stage_durations,
-        "peak_memory_mb": max((job.peak_memory_mb or 0.0 for job in jobs), default=0.0) or None,
+        "peak_memory_mb": max(job.peak_memory_mb or 0.0 for job in jobs),
     }
 
 

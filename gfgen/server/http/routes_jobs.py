@@ -88,8 +88,12 @@ async def create_video_and_wait(request: Request, service: Service) -> Response:
 
 
 @videos.post("/{job_id}/remix", include_in_schema=False)
-async def remix_video(job_id: JobId) -> Response:
-    raise ApiError(501, "remixing is not supported; send a picture to /v1/videos", code="not_supported")
+@videos.post("/edits", include_in_schema=False)
+@videos.post("/extensions", include_in_schema=False)
+@videos.post("/characters", include_in_schema=False)
+@videos.get("/characters/{job_id}", include_in_schema=False)
+async def change_video() -> Response:
+    raise ApiError(501, "videos are made from text and a picture: POST /v1/videos", code="not_supported")
 
 
 # Reading --------------------------------------------------------------------------------------------

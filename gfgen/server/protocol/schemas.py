@@ -221,9 +221,14 @@ class Video(Job):
         None, description="Fields that were ignored; only in the response that creates the video."
     )
 
+    peak_memory_mb: float = Field(
+        0.0, description="As of a job; 0 if it is not known, because clients compare it."
+    )
+
     @classmethod
     def of(cls, job: Job, *, warnings: Sequence[str] = ()) -> Video:
         values = dict(job) | {"object": "video", "warnings": list(warnings) or None}
+        values["peak_memory_mb"] = job.peak_memory_mb or 0.0
         if job.status == "cancelled":
             values |= {"status": "failed", "error": JobFailure(code="cancelled", message="cancelled")}
         return cls(**values)
@@ -392,7 +397,7 @@ class Images(ResponseModel):
     size: str
     inference_time_s: float | None = Field(None, description="Of the slowest picture, without the queue.")
     stage_durations: dict[str, float] | None = Field(None, description="Of the slowest picture.")
-    peak_memory_mb: float | None = Field(None, description="The most of any picture, in MiB; only on GPUs.")
+    peak_memory_mb: float = Field(0.0, description="The most of any picture, in MiB; 0 on CPU ranks.")
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 
@@ -507,7 +512,7 @@ class ChatUsage(ResponseModel):
 class ChatMetrics(ResponseModel):
     inference_time_s: float | None = None
     stage_durations: dict[str, float] | None = None
-    peak_memory_mb: float | None = None
+    peak_memory_mb: float = 0.0
 
 
 class ChatCompletion(ResponseModel):
