@@ -112,11 +112,14 @@ def _check_file(path: Path) -> str:
             if not any(mark in name for name in names for mark in MARKS):
                 example = f", but such as {names[0]}" if names else ""
                 raise LoraError(f"{path} is no LoRA: none of its tensors is named like one{example}")
+            expected = 8 + header_bytes + max(header[name]["data_offsets"][1] for name in names)
+            if num_bytes != expected:
+                raise LoraError(f"{path} is incomplete: {num_bytes:,} bytes, its header says {expected:,}")
             if num_bytes > MAX_LORA_BYTES:
                 raise LoraError(f"{path} has more than {MAX_LORA_BYTES // 2**30} GiB")
             file.seek(0)
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, LoraError):
             raise
         reason = getattr(error, "strerror", None) or "not a safetensors file"

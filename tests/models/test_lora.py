@@ -10,7 +10,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from safetensors.torch import save_file
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gfgen.errors import ModelError
@@ -172,6 +173,81 @@ def test_jobs_with_other_loras_take_turns_and_get_the_latents_of_the_pipelines_o
         made = own(**call, generator=torch.Generator().manual_seed(5))
         wanted = made.frames if is_video else made.images
         assert torch.equal(state[2].tensors[SAMPLE].reshape(wanted.shape), wanted)
+
+
+def small_sdxl() -> Any:
+    """Two text encoders, whose loader is that of transformers."""
+    torch.manual_seed(0)
+    encoder = transformers.CLIPTextConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(32,),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        attention_head_dim=2,
+        cross_attention_dim=64,
+    )
+    return diffusers.StableDiffusionXLPipeline(
+        unet=unet,
+        vae=diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4),
+        text_encoder=transformers.CLIPTextModel(encoder),
+        text_encoder_2=transformers.CLIPTextModelWithProjection(encoder),
+        tokenizer=None,
+        tokenizer_2=None,
+        scheduler=diffusers.EulerDiscreteScheduler(),
+    )
+
+
+def kohya_lora(pipeline: Any, components: dict[str, str]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for component, prefix in components.items():
+        for name, layer in getattr(pipeline, component).named_modules():
+            if not name.endswith(("to_q", "q_proj", "fc1", "conv1")):
+                continue
+            published = name if prefix == "unet" else f"text_model.{name.removeprefix('text_model.')}"
+            kind = f"lora_{prefix}_{published.replace('.', '_')}"
+            num_out, num_in, *kernel = layer.weight.shape
+            tensors[f"{kind}.lora_down.weight"] = torch.randn(RANK, num_in, *kernel)
+            tensors[f"{kind}.lora_up.weight"] = torch.randn(num_out, RANK, *(1 for _ in kernel))
+            tensors[f"{kind}.alpha"] = torch.tensor(2.0)
+    return tensors
+
+
+def test_a_kohya_lora_changes_text_encoders_and_convolutions_as_diffusers_does(tmp_path: Path) -> None:
+    path, components = tmp_path / "style.safetensors", {"unet": "unet", "text_encoder": "te1"}
+    components["text_encoder_2"] = "te2"
+    theirs, ours, base = small_sdxl(), small_sdxl(), small_sdxl()
+    save_file(kohya_lora(ours, components), path)
+    theirs.load_lora_weights(str(tmp_path), weight_name=path.name, adapter_name="style")
+    theirs.set_adapters(["style"], 0.7)
+    theirs.fuse_lora(components=list(components))
+    merged = MergedLoras(ours)
+    merged.merge(asked((path, 0.7)))
+    for component in components:
+        expected = {
+            name.replace(".base_layer.", "."): value
+            for name, value in getattr(theirs, component).named_parameters()
+            if ".lora_" not in name
+        }
+        assert not differing(original_weights(getattr(ours, component)), expected)
+        assert differing(expected, original_weights(getattr(base, component)))
+    merged.merge(asked())
+    for component in components:
+        restored, wanted = (original_weights(getattr(each, component)) for each in (ours, base))
+        assert not differing(restored, wanted)
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen-image"], scope="module")
+def test_a_dora_is_refused(model: str, files: list[Path], tmp_path: Path) -> None:
+    tensors = load_file(files[0])
+    for name in [name for name in tensors if name.endswith(".lora_B.weight")]:
+        length = torch.ones(tensors[name].shape[0])
+        tensors[name.replace("lora_B.weight", "lora_magnitude_vector")] = length
+    save_file(tensors, path := tmp_path / "dora.safetensors")
+    with pytest.raises(ModelError, match="is a DoRA"):
+        MergedLoras(loaded(model)).merge(asked((path, 1.0)))
 
 
 def fuse_by_diffusers(pipeline: Any, path: Path, scale: float, *, is_video: bool) -> None:

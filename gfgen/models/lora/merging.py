@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,26 +77,20 @@ class MergedLoras:
         ]
         self._weights.pop(component, None)  # an offloaded expert may have moved since
         base = self._base.setdefault(component, {})
-        is_original = set(base)
         for name in base:
             self._weight(component, name).copy_(base[name])
         for name, layer, adapter, scale in layers:
             layer.set_scale(adapter, scale)
-            for parameter, change in _changes(layer, adapter, self._device(component)):
-                weight = self._weight(component, f"{name}.{parameter}")
-                if f"{name}.{parameter}" not in is_original:
-                    base[f"{name}.{parameter}"] = weight.clone()
-                    is_original.add(f"{name}.{parameter}")
-                weight += change
+            for part in _parameters(layer, adapter):
+                weight = self._weight(component, f"{name}.{part}")
+                if f"{name}.{part}" not in base:
+                    base[f"{name}.{part}"] = weight.clone()
+                _change(weight, layer, adapter, part=part)
 
     def _weight(self, component: str, name: str) -> Tensor:
         if component not in self._weights:
             self._weights[component] = original_weights(getattr(self._pipeline, component))
         return self._weights[component][name]
-
-    def _device(self, component: str) -> torch.device:
-        model: nn.Module = getattr(self._pipeline, component)
-        return next(model.parameters()).device
 
     def _adapter(self, lora: Mapping[str, Any], component: str) -> str:
         """The name of a LoRA in the outlines, where it is loaded first if need be."""
@@ -124,11 +118,17 @@ def _check_content(lora: Mapping[str, Any]) -> None:
         raise ModelError(f"lora {lora['path']}: has changed since the job was read; start the run again")
 
 
-def _changes(layer: Any, adapter: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """What peft's `merge` adds to the layer's parameters, by their names."""
+def _parameters(layer: Any, adapter: str) -> Sequence[str]:
+    """The parameters of a layer that a LoRA changes."""
+    return ("weight", "bias") if getattr(layer, "lora_bias", {}).get(adapter) else ("weight",)
+
+
+def _change(weight: Tensor, layer: Any, adapter: str, *, part: str) -> None:
+    """Do to a parameter what peft's `merge` does to the layer's own."""
     for parts in (getattr(layer, name) for name in layer.adapter_layer_names):
         if adapter in parts and isinstance(parts, nn.ModuleDict):
-            parts[adapter].to(device)
-    yield "weight", layer.get_delta_weight(adapter)
-    if getattr(layer, "lora_bias", {}).get(adapter):
-        yield "bias", layer.lora_B[adapter].bias * layer.scaling[adapter]
+            parts[adapter].to(weight.device)
+    if part == "bias":
+        weight += layer.lora_B[adapter].bias * layer.scaling[adapter]
+    else:
+        weight += layer.get_delta_weight(adapter)

@@ -25,6 +25,9 @@ from gfgen.models.loading.components import load_class, without_progress_bars
 from gfgen.models.lora.fit import SECOND
 from gfgen.system.wording import first_of
 
+_REFUSALS = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, AssertionError)
+"""What diffusers' converters raise for files that they do not expect."""
+
 
 class Outlines:
     """A pipeline whose models have no memory for weights, with the LoRAs attached to them."""
@@ -54,10 +57,13 @@ class Outlines:
             with warnings.catch_warnings():  # of peft, about several LoRAs in one model
                 warnings.simplefilter("ignore")
                 outlined.load_lora_weights(str(path.parent), adapter_name=name, **source, **second)
-        except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+        except _REFUSALS as error:
             raise ModelError(f"{path}: {_misfit(error, type(self._pipeline).__name__)}") from error
-        if not any(True for each in self._models.values() for _ in layers_of(each, name)):
+        layers = [layer for each in self._models.values() for _, layer in layers_of(each, name)]
+        if not layers:
             raise ModelError(f"{path}: changes no layer of this model")
+        if any(name in getattr(layer, "lora_variant", ()) for layer in layers):
+            raise ModelError(f"{path}: is a DoRA (lora_magnitude_vector), which gfgen cannot merge")
 
     def detach(self, name: str) -> None:
         for model in self._models.values():
@@ -84,6 +90,8 @@ def outline(model: Any) -> Any:
         for parameter, value in list(module.named_parameters(recurse=False)):
             weightless = torch.zeros((), dtype=dtype).expand(value.shape)
             module.register_parameter(parameter, nn.Parameter(weightless, requires_grad=False))
+        for buffer, value in module.named_buffers(recurse=False):
+            setattr(module, buffer, torch.zeros((), dtype=value.dtype).expand(value.shape))
     return made
 
 
@@ -129,7 +137,8 @@ def _check_fit(outlined: Any, path: Path, source: Mapping[str, Any]) -> None:
             lacking.append(layer)
             continue
         modules = dict(model.named_modules())
-        if name not in modules and f"{name}.base_layer" not in modules:
+        own = name.removeprefix("text_model.")  # transformers 5 leaves it out
+        if modules.keys().isdisjoint({name, own, f"{name}.base_layer", f"{own}.base_layer"}):
             lacking.append(layer)
     if lacking:
         raise ModelError(
