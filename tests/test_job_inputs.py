@@ -241,3 +241,22 @@ def test_a_first_line_that_is_not_csv_is_no_crash(tmp_path, text):
         read(tmp_path, name, text)
     (problem,) = read(tmp_path, "a.csv", text.replace(b"\xff", b"y")).problems
     assert problem.accepted.startswith("line 1: the header")
+
+
+def test_entries_of_an_array_on_one_line_do_not_share_an_id_or_a_file(tmp_path):
+    path = tmp_path / "jobs.json"
+    same = {"id": "fox", "prompt": "a fox"}, {"id": "owl", "prompt": "an owl", "output": "fox.png"}
+    path.write_text(json.dumps([same[0], same[0], same[1]]))
+    parsed = read_jobs(path)
+    assert [str(problem) for problem in parsed.problems] == [
+        'line 1: id = "fox": line 1 already uses it (case is ignored); each job needs its own',
+        'line 1: output = "fox.png": line 1 already writes fox.png; rename one of them',
+    ]
+    assert [spec.id for spec in parsed.specs] == ["fox"]
+
+
+def test_lines_with_variations_are_counted_and_elements_of_an_array_are_none(tmp_path):
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps(["a fox", {"prompt": "an owl", "num_images": 3}]))
+    parsed = read_jobs(path)
+    assert (len(parsed.specs), parsed.num_varied) == (4, 1)

@@ -58,6 +58,8 @@ class ParsedJobs:
     """Each file that is not JSON Lines, and what it is."""
     defaults: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """Each file with defaults, and these."""
+    num_varied: int = 0
+    """Lines that stand for several jobs."""
 
 
 def read_jobs(
@@ -97,7 +99,12 @@ def read_jobs(
     except _ListEnded:
         pass
     return ParsedJobs(
-        source_name(files), tuple(jobs.specs), tuple(jobs.problems), tuple(kinds), tuple(defaults)
+        source_name(files),
+        tuple(jobs.specs),
+        tuple(jobs.problems),
+        tuple(kinds),
+        tuple(defaults),
+        jobs.num_varied,
     )
 
 
@@ -257,8 +264,12 @@ class _JobList:
     specs: list[JobSpec] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     occurrences: Counter[str] = field(default_factory=Counter)
-    id_lines: dict[str, int] = field(default_factory=dict)
-    file_lines: dict[str, int] = field(default_factory=dict)
+    num_entries: int = 0
+    num_varied: int = 0
+    """Entries that stand for several jobs."""
+    id_takers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By id: the number of the entry that uses it, and its line, which entries of an array may share."""
+    file_takers: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def add_file(
         self, entries: Iterable[Entry], source: str, *, folder: Path, images: ImageReader | None = None
@@ -288,6 +299,7 @@ class _JobList:
         elif is_first and is_defaults(entry):
             self._take_defaults(line, entry["defaults"])
         else:
+            self.num_entries += 1
             given = over(over(self.fallbacks, self.defaults), entry)
             self._add_line_of_jobs(line, over(given, self._overrides_of(entry)))
 
@@ -324,6 +336,7 @@ class _JobList:
             self.problems += problems
         else:
             self.specs += specs
+            self.num_varied += len(specs) > 1
 
     def _parse(self, line: int, mapping: Mapping[str, object]) -> tuple[JobSpec | None, Sequence[Problem]]:
         values, problems = parse_fields(mapping, images=self.images)
@@ -345,16 +358,17 @@ class _JobList:
         return base if number == 1 else f"{base}-{number}"
 
     def _take_names(self, line: int, values: Mapping[str, Any]) -> Iterator[Problem]:
-        """Record the names that a line's job uses; yields a problem for each that an earlier line uses."""
+        """Record the names that an entry's job uses; yields a problem for each that an earlier one uses."""
+        own = (self.num_entries, line)
         job_id, output = values.get("id"), values.get("output")
         if job_id is not None:
-            taken_by = self.id_lines.setdefault(name_key(job_id), line)
-            if taken_by != line:
+            taken_by = self.id_takers.setdefault(name_key(job_id), own)
+            if taken_by != own:
                 yield Problem(
                     line,
                     "id",
                     shown(job_id),
-                    f"line {taken_by} already uses it (case is ignored); each job needs its own",
+                    f"line {taken_by[1]} already uses it (case is ignored); each job needs its own",
                 )
                 return
         if job_id is None and output is None:
@@ -362,11 +376,11 @@ class _JobList:
         field_name, value = ("id", job_id) if output is None else ("output", output)
         names = file_names(job_id or "", output, values.get("format"))
         for name in numbered_names(names, values.get("args")):
-            taken_by = self.file_lines.setdefault(name_key(name), line)
-            if taken_by != line:
+            taken_by = self.file_takers.setdefault(name_key(name), own)
+            if taken_by != own:
                 yield Problem(
                     line,
                     field_name,
                     shown(value),
-                    f"line {taken_by} already writes {name}; rename one of them",
+                    f"line {taken_by[1]} already writes {name}; rename one of them",
                 )

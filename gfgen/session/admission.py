@@ -158,9 +158,9 @@ def _read(source: JobSource, default_model: str, *, has_bar: bool) -> ParsedJobs
     tell_of_unused(default_model, parsed.specs)
     for name, kind in parsed.kinds:
         logger.info("%s: read as %s", name, kind)
-    if (num_lines := len({spec.line for spec in parsed.specs})) < len(parsed.specs):
-        lines, jobs = counted(num_lines, "line"), counted(len(parsed.specs), "job")
-        logger.info("%s: %s with variations: %s", parsed.source, lines, jobs)
+    if parsed.num_varied:
+        jobs, lines = counted(len(parsed.specs), "job"), counted(parsed.num_varied, "line")
+        logger.info("%s: %s, with variations of %s", parsed.source, jobs, lines)
     return parsed
 
 
