@@ -38,9 +38,9 @@ from gfgen.runtime.files import writer
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
+from gfgen.runtime.predict.choosers import SwitchableChooser
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
-from gfgen.server.bridge.loop_hooks import SwitchableChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits

@@ -35,7 +35,10 @@ from gfgen.cli.options import (
     taken_as,
     trust_code_option,
 )
+from gfgen.cli.run_files import ClusterOptions, cluster_options
 from gfgen.cli.shown.progress import LineProgress
+from gfgen.cluster.ray_cluster import RayCluster
+from gfgen.cluster.session import ClusterSession
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import DEFAULT_MODEL
@@ -46,8 +49,8 @@ from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.live import write_live
+from gfgen.runtime.predict.choosers import SwitchableChooser
 from gfgen.runtime.predict.job_bounds import JobBounds
-from gfgen.server.bridge.loop_hooks import SwitchableChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.jobs.webhooks import secret_bytes
@@ -88,6 +91,8 @@ class ServeOptions(SessionOptions):
     log_level: str = "info"
     log_json: bool = False
     log_file: Path | None = None
+    cluster: RayCluster | None = None
+    """Whose nodes have the ranks."""
 
 
 class _Size(click.ParamType[int]):
@@ -226,6 +231,7 @@ _api_options = taken_as(
 )
 @_api_options
 @rank_options(ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option)
+@cluster_options
 @policy_option
 @lookahead_option
 @grace_option
@@ -303,6 +309,7 @@ def serve(
     loras: tuple[str, ...],
     api: ApiOptions,
     ranks: RankOptions,
+    cluster: ClusterOptions,
     policy: str,
     lookahead: float,
     grace: float,
@@ -335,10 +342,18 @@ def serve(
         if name not in (models or (DEFAULT_MODEL,)):
             raise InputError(f"--served-model-name {alias}={name}: {name} is not served; add --model {name}")
     _check_webhooks(api)
+    cluster.check({"--gpus": ranks.gpus is not None, "--lora": bool(loras)})
     check_packages(SERVING)
+    model = (models or (DEFAULT_MODEL,))[0]
+    found = click.get_current_context().with_resource(
+        cluster.connected(
+            ranks=ranks, policy=policy, model=model, lookahead_s=lookahead / 1000, output_dir=output
+        )
+    )
     options = ServeOptions(
         output_dir=output,
-        ranks=ranks.found(),
+        cluster=found,
+        ranks=ranks.found() if found is None else found.ranks,
         policy=load_policy(policy),
         lookahead_s=lookahead / 1000,
         grace_s=grace,
@@ -356,7 +371,7 @@ def serve(
         ),
         api=api,
         job_bounds=JobBounds(max_pixels, max_frames, max_steps, max_step_time),
-        model=(models or (DEFAULT_MODEL,))[0],
+        model=model,
         models=models or (DEFAULT_MODEL,),
         loras=find_loras(loras),
         log_level=logs.level,
@@ -378,7 +393,10 @@ def serve_models(options: ServeOptions) -> None:
     with contextlib.ExitStack() as stack:
         listener = listen(options.host, options.port)
         stack.callback(listener.close)
-        session = stack.enter_context(Session(options))
+        cluster = options.cluster
+        session = stack.enter_context(
+            Session(options) if cluster is None else ClusterSession(options, cluster)
+        )
         _ = session.signals  # caught from here on, so that the HTTP process is always stopped
         chooser = stack.enter_context(contextlib.closing(SwitchableChooser(options.policy.choose)))
         bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
@@ -440,7 +458,7 @@ def serve_on(
         admit_again=served.admit_again,
         models=tuple(served.models),
         device=device,
-        num_ranks=session.pool.num_ranks,
+        num_ranks=session.num_own_ranks,
         policy=options.policy.name,
         started_at=clock.started_at,
     )
@@ -452,8 +470,9 @@ def serve_on(
     resume.forget_others(options.output_dir, {job.job_id for job in todo})
     if session.residency is not None:
         session.residency.note(todo)
-    num_ranks = counted(session.pool.num_ranks, "rank")
-    logger.info("ready: %s (%s), policy %s", num_ranks, device, options.policy.name)
+    num_ranks = session.num_own_ranks
+    ranks = counted(num_ranks, "rank") if num_ranks else "the ranks of nodes"
+    logger.info("ready: %s (%s), policy %s", ranks, device, options.policy.name)
     arrivals = Arrivals(bridge, observers=[bridge], requests=bridge, chooser=chooser, wrap=bridge.timed)
     with contextlib.closing(bridge):
         observers = [LineProgress(), *watchers]

@@ -32,6 +32,7 @@ from gfgen.cluster.member import (
 from gfgen.models.families.registry import resolve_checkpoint, resolve_configs
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
 from gfgen.runtime.core.admission import ResolvedModel
+from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.session.ranks import Ranks
 from gfgen.system.lifeline import module_command, module_environment
@@ -109,6 +110,9 @@ class NodeActor:
     def cancel(self, attempt: int) -> None:
         self._send(Cancel(attempt))
 
+    def tell(self, event: Event) -> None:
+        self._send(event)
+
     def take_reports(self, timeout_s: float) -> Sequence[Ended | Gone | Noted | Ready | Refused]:
         """What the process has reported; waits for the first report."""
         found = []
@@ -146,7 +150,7 @@ class NodeActor:
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)  # the process dies with this one
 
-    def _send(self, message: Start | Cancel | None) -> None:
+    def _send(self, message: Start | Cancel | Event | None) -> None:
         with self._lock, contextlib.suppress(OSError):  # its end is reported
             if self._connection is not None:
                 self._connection.send(message)

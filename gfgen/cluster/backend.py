@@ -34,6 +34,8 @@ class Links:
     inputs: Sequence[Requests] = ()
     """Signals, and requests from outside."""
     watchers: Watchers | None = None
+    tell: Callable[[Event], None] = lambda event: None
+    """Lets all nodes know of another policy or priority."""
 
 
 class ClusterBackend:
@@ -57,7 +59,7 @@ class ClusterBackend:
         self._handout = handout
         self._clock = clock
         self._left_s = left_s
-        self._inputs, self._watchers = links.inputs, links.watchers
+        self._inputs, self._watchers, self._tell = links.inputs, links.watchers, links.tell
         self._jobs: dict[str, AdmittedJob] = {}
         self._attempts: dict[int, Dispatch] = {}
         """Those of living nodes; a report of any other comes too late."""
@@ -95,6 +97,12 @@ class ClusterBackend:
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         self._jobs.update((job.job_id, job) for job in jobs)
+
+    def steer(self, event: events.PolicyChanged | events.PriorityChanged) -> None:
+        """Let nodes follow, those that have the job and those that get it later."""
+        if isinstance(event, events.PriorityChanged) and event.job_id in self._jobs:
+            self._jobs[event.job_id] = self._jobs[event.job_id].with_priority(event.priority)
+        self._tell(event)
 
     def release(self, job_id: str) -> None:
         self._jobs.pop(job_id, None)

@@ -12,11 +12,12 @@ from gfgen.cluster.fleet import Fleet
 from gfgen.cluster.handout import HandOut
 from gfgen.cluster.node import Cluster
 from gfgen.cluster.whole_job import WholeJobCosts, as_whole
-from gfgen.policies.catalog import NamedPolicy
+from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control, Intake
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import Event, PolicyChanged, PriorityChanged
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.profile_file import Profile
@@ -31,6 +32,17 @@ class Driver(Control):
     def num_ranks(self) -> int:
         """Of the nodes that live."""
         return self.backend.num_ranks
+
+    handout: HandOut
+
+    def record(self, event: Event) -> None:
+        """As on one machine; nodes follow another policy, and the driver's stays the one that hands out."""
+        super().record(event)
+        if isinstance(event, PolicyChanged):
+            self.handout.follow(load_policy(event.policy))
+            self.decider.policy = self.handout.named
+        if isinstance(event, PolicyChanged | PriorityChanged):
+            self.backend.steer(event)
 
     def take_in(self, intake: Intake) -> None:
         super().take_in(_WholeJobs(intake))
@@ -81,7 +93,9 @@ def driver_of(
 
     backend = ClusterBackend(cluster, fleet, handout, clock=clock, left_s=left_s, links=links or Links())
     backend.add(whole)
-    return Driver(whole, state=state, backend=backend, policy=handout.named, **options)
+    driver = Driver(whole, state=state, backend=backend, policy=handout.named, **options)
+    driver.handout = handout
+    return driver
 
 
 def start_of(fleet: Fleet, **circumstances: Any) -> RunStart:

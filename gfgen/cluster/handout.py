@@ -44,6 +44,10 @@ class HandOut:
         """For the control loop. The driver never changes the policy: each node does, if it is `auto`."""
         return NamedPolicy(self._policy.name, self.decide, is_built_in=self._policy.is_built_in)
 
+    def follow(self, policy: NamedPolicy) -> None:
+        """Ask another policy from now on."""
+        self._policy, self.wants_turn = policy, True
+
     def decide(self, snapshot: Snapshot) -> list[Decision]:
         """Jobs for the node with the most room; if no node has any, urgent ones that overtake."""
         handed = self._handed(snapshot.running)

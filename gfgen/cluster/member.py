@@ -28,6 +28,8 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import (
     Event,
     JobCancelled,
+    PolicyChanged,
+    PriorityChanged,
     RankLost,
     RankReady,
     StopRequested,
@@ -35,6 +37,7 @@ from gfgen.runtime.core.events import (
     TaskFailed,
 )
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome
+from gfgen.runtime.predict.choosers import SwitchableChooser
 from gfgen.session.admission import Admission
 from gfgen.session.provenance import made_with
 from gfgen.session.ranks import AskedRanks, Ranks
@@ -125,10 +128,12 @@ class JobFeed(Observer):
 
     refresh_s = NOTES_S
 
-    def __init__(self, connection: Connection, admission: Admission) -> None:
+    def __init__(self, connection: Connection, admission: Admission, chooser: SwitchableChooser) -> None:
+        self.chooser = chooser
+        """Chooses among policies, if the run's policy does."""
         self._connection = connection
         self._admission = admission
-        self._inbox: queue.SimpleQueue[Start | Cancel | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Start | Cancel | Event | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waiting: list[AdmittedJob] = []
         self._attempts: dict[str, int] = {}
@@ -141,7 +146,7 @@ class JobFeed(Observer):
         threading.Thread(target=self._read, name="jobs", daemon=True).start()
 
     def _read(self) -> None:
-        message: Start | Cancel | None = None
+        message: Start | Cancel | Event | None = None
         with contextlib.suppress(EOFError, OSError):
             while (message := self._connection.recv()) is not None:
                 self._inbox.put(message)
@@ -162,6 +167,11 @@ class JobFeed(Observer):
                     self._admit(start)
                 case Cancel(attempt):
                     found += self._cancel(attempt, now_s)
+                case PolicyChanged() as change:
+                    self.chooser.follow(load_policy(change.policy).choose)
+                    found.append(replace(change, time_s=now_s))
+                case PriorityChanged() as change:
+                    found += self._prioritise(replace(change, time_s=now_s))
                 case None:
                     found.append(StopRequested(now_s, signal.SIGTERM))
         return found
@@ -184,6 +194,13 @@ class JobFeed(Observer):
             return
         self._attempts[info.job_id] = start.attempt
         self._waiting.append(replace(admitted[0], info=info))
+
+    def _prioritise(self, change: PriorityChanged) -> Sequence[Event]:
+        self._waiting = [
+            job.with_priority(change.priority) if job.job_id == change.job_id else job
+            for job in self._waiting
+        ]
+        return [change] if change.job_id in self._attempts else ()
 
     def _cancel(self, attempt: int, now_s: float) -> Sequence[Event]:
         job_id = next((job_id for job_id, number in self._attempts.items() if number == attempt), None)
@@ -243,15 +260,18 @@ def serve(connection: Connection) -> None:
         grace_s=0.0,
         keeps_records=False,
     )
-    with Session(session_options) as session:
+    with contextlib.ExitStack() as stack:
+        session = stack.enter_context(Session(session_options))
         session.load([], models=setup.models)
         checkpoints = {name: session.admission.find_model(name).checkpoint for name in setup.models}
         kernels = session.pool.settings.kernels
         made = {name: made_with(ranks, each, kernels=kernels) for name, each in checkpoints.items()}
         clock = Clock()
         connection.send(Ready(ranks, made, clock.started_at))
-        feed = JobFeed(connection, replace(session.admission, loaded=session.checkpoints))
-        session.run([], arrivals=Arrivals(feed, observers=[feed], requests=feed), clock=clock)
+        chooser = stack.enter_context(contextlib.closing(SwitchableChooser(session_options.policy.choose)))
+        feed = JobFeed(connection, replace(session.admission, loaded=session.checkpoints), chooser)
+        arrivals = Arrivals(feed, observers=[feed], requests=feed, chooser=chooser)
+        session.run([], arrivals=arrivals, clock=clock)
 
 
 def main(fd: int) -> int:

@@ -27,6 +27,7 @@ from gfgen.cluster.node import JobEnded, NodeJoined, NodeLost, NodeNotes, Report
 from gfgen.errors import GfgenError, InputError, ModelError, OutputError, WorkerError, in_one_line
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import Event, PolicyChanged
 from gfgen.runtime.processes.workers import Requests
 from gfgen.session.ranks import Ranks
 from gfgen.system.wording import counted
@@ -149,6 +150,9 @@ class RayNode:
 
     def cancel(self, attempt: int) -> None:
         self.actor.cancel.remote(attempt)
+
+    def tell(self, event: Event) -> None:
+        self.actor.tell.remote(event)
 
     def greet(self) -> None:
         """Let the actor know that its driver lives."""
@@ -300,6 +304,14 @@ class RayCluster:
             self._reports.get()
         for node in self.joined:
             self.report(NodeJoined(node))
+
+    def tell(self, event: Event) -> None:
+        """Let all nodes follow another policy or priority, and later ones the policy."""
+        if isinstance(event, PolicyChanged):
+            member = replace(self.options.member, policy=event.policy)
+            self.options = replace(self.options, member=member)
+        for node in self.joined:
+            node.tell(event)
 
     def second_of(self, moment: float) -> float:
         """A Unix time as seconds of the present run."""

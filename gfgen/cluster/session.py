@@ -8,14 +8,14 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from gfgen.cluster.backend import Links
+from gfgen.cluster.backend import ClusterBackend, Links
 from gfgen.cluster.driver import Driver, driver_of, start_of
 from gfgen.cluster.fleet import Fleet
 from gfgen.cluster.ray_cluster import RayCluster
 from gfgen.cluster.watchers import Watchers
-from gfgen.errors import Problem
+from gfgen.errors import ModelError, Problem
 from gfgen.job.spec import input_files
 from gfgen.layout import MAX_RANKS
 from gfgen.runtime.control.control import Control, Steering
@@ -40,9 +40,13 @@ SPARE_SLOTS = 16
 class ClusterAdmission(Admission):
     """Looks models up on nodes; each node checks its own memory."""
 
-    cluster: RayCluster
+    cluster: RayCluster | None
+    """None in another process, which knows the models that are loaded."""
     has_inputs: bool = False
     """Nodes can read the files that jobs begin with."""
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return self.__dict__ | {"cluster": None}
 
     def check(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
         return {}
@@ -62,6 +66,8 @@ class ClusterAdmission(Admission):
         return [job for job in jobs if not input_files(job.spec)], problems
 
     def _look_up(self, name: str) -> ResolvedModel:
+        if self.cluster is None:
+            raise ModelError(f"model {name!r} is not loaded; {self.help_}")
         return self.cluster.find_model(name)
 
 
@@ -93,17 +99,10 @@ class ClusterSession(Session):
 
     @functools.cached_property
     def admission(self) -> Admission:
-        ranks = self.options.ranks
-        return ClusterAdmission(
-            default_model=self.options.model,
-            devices=ranks.devices,
-            has_random_weights=ranks.has_random_weights,
-            vae_dtype=ranks.vae_dtype,
-            trusts_code=ranks.trusts_code,
-            bounds=self.options.job_bounds,
-            cluster=self._cluster,
-            has_inputs=self._cluster.options.is_shared,
-        )
+        options = self.options
+        own = options.ranks.admission(options.model, bounds=options.job_bounds)
+        has_inputs = self._cluster.options.is_shared
+        return ClusterAdmission(**vars(own), cluster=self._cluster, has_inputs=has_inputs)
 
     def load(
         self, jobs: Sequence[AdmittedJob], *, models: Sequence[str] = (), are_all_needed: bool = False
@@ -116,6 +115,13 @@ class ClusterSession(Session):
         self.checkpoints = frozenset(self.admission.find_model(name).checkpoint for name in names)
         with self.signals.interrupting("nodes were starting; nothing was started"):
             self._cluster.load(names)
+
+    def warm_up(self, jobs: Sequence[AdmittedJob]) -> None:
+        """No effect: that is up to nodes."""
+
+    @property
+    def num_own_ranks(self) -> int:
+        return 0
 
     def run(self, jobs: Sequence[AdmittedJob], **options: Any) -> Summary:
         """As of any session; times on ranks are those of nodes, which the summary does not have."""
@@ -158,11 +164,12 @@ class ClusterSession(Session):
             clock=setup.clock,
             start=setup.start,
             profile=setup.profile,
-            links=Links(inputs, watchers),
+            links=Links(inputs, watchers, self._cluster.tell),
             steering=Steering(intake=arrivals.intake),
             observers=[watchers],
             **records,
         )
+        driver.backend = cast(ClusterBackend, arrivals.wrap(driver.backend))
         stack.callback(self._note_numbers, driver)
         return driver
 

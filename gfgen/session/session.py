@@ -146,6 +146,11 @@ class Session:
         assert self._pool is not None, "load() comes first"
         return self._pool
 
+    @property
+    def num_own_ranks(self) -> int:
+        """The ranks of this machine, as far as the run uses them."""
+        return self.pool.num_ranks
+
     def admit(self, lines: Sequence[Mapping[str, Any]]) -> Sequence[AdmittedJob]:
         """The jobs that these lines of a job file describe, except those that an earlier session finished.
 

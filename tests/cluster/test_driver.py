@@ -11,7 +11,7 @@ from gfgen.cluster.node import JobEnded
 from gfgen.cluster.simulated import LATENCY_S, simulate_nodes
 from gfgen.graph import Stage
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.core.events import TaskDone, TaskFailed
+from gfgen.runtime.core.events import PolicyChanged, PriorityChanged, TaskDone, TaskFailed
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 
 NUM_SEEDS = int(os.environ.get("NUM_SEEDS", "10"))
@@ -146,3 +146,18 @@ def profile_of(*, shapes):
         for stage in Stage
     ]
     return Profile("a machine", "2026-11-20", "a test", num_ranks=2, rows=tuple(rows))
+
+
+def test_another_policy_and_priority_reach_the_nodes_and_the_driver_still_hands_out():
+    jobs = [make_job(f"job-{n}") for n in range(12)]
+    driver, _ = driver_on(FakeCluster(num_nodes=2), jobs, policy="fcfs")
+    told = []
+    driver.backend._tell = told.append
+    change = PolicyChanged(0.0, "srtf", "requested")
+    urgent = PriorityChanged(0.0, "job-11", 5)
+    driver.clock.at(change)
+    driver.clock.at(urgent)
+    assert driver.run().num_done == 12
+    assert {change, urgent} == set(told)
+    assert driver.decider.policy.name == "srtf"
+    assert driver.decider.policy.decide == driver.handout.decide

@@ -25,8 +25,8 @@ from gfgen.runtime.core.events import (
     TaskDone,
 )
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.predict.choosers import SwitchableChooser
 from gfgen.server.bridge import run_bridge as run_bridge
-from gfgen.server.bridge.loop_hooks import SwitchableChooser
 from gfgen.server.bridge.run_bridge import MAX_AT_ONCE, RunBridge
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.protocol.link import (

@@ -229,6 +229,7 @@ def _rank_row(rank: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[
     task = rank["task"] or {"job_id": None, "stage": None}
     return {
         "rank": rank["rank"],
+        "node": rank.get("node"),
         "state": rank["status"],
         "job": task["job_id"],
         "name": names.get(task["job_id"]),

@@ -94,6 +94,31 @@ class _Closed(Exception):
     """The run is over and needs no choice."""
 
 
+class SwitchableChooser:
+    """Runs the chooser of the current policy (`auto`), if it has one."""
+
+    def __init__(self, choose: Choose | None) -> None:
+        self._inner: ThreadedChooser | None = None
+        self.follow(choose)
+
+    def follow(self, choose: Choose | None) -> None:
+        """Use another chooser, or none, from now on."""
+        if self._inner is not None:
+            self._inner.abandon()
+        self._inner = None if choose is None else ThreadedChooser(choose)
+
+    def consider(self, snapshot: Snapshot) -> None:
+        if self._inner is not None:
+            self._inner.consider(snapshot)
+
+    def take(self) -> Choice | None:
+        return None if self._inner is None else self._inner.take()
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+
 def _asked(choose: Choose, snapshot: Snapshot, last: Choice | None) -> Choice | None:
     """The choice; None, with a warning, if `choose` raises: the present policy continues."""
     try:

@@ -1,4 +1,4 @@
-"""What `gfgen serve` adds to the control loop: turn timing, and a chooser that follows policy changes."""
+"""What `gfgen serve` adds to the control loop: the timing of its turns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 from gfgen.runtime.control.control import Backend
 from gfgen.runtime.core.events import Event
-from gfgen.runtime.predict.choosers import ThreadedChooser
-from gfgen.snapshot import Choice, Choose, Snapshot
 
 
 class LoopTimer:
@@ -38,28 +36,3 @@ class LoopTimer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
-
-
-class SwitchableChooser:
-    """Runs the chooser of the current policy (`auto`), if it has one."""
-
-    def __init__(self, choose: Choose | None) -> None:
-        self._inner: ThreadedChooser | None = None
-        self.follow(choose)
-
-    def follow(self, choose: Choose | None) -> None:
-        """Use another chooser, or none, from now on."""
-        if self._inner is not None:
-            self._inner.abandon()
-        self._inner = None if choose is None else ThreadedChooser(choose)
-
-    def consider(self, snapshot: Snapshot) -> None:
-        if self._inner is not None:
-            self._inner.consider(snapshot)
-
-    def take(self) -> Choice | None:
-        return None if self._inner is None else self._inner.take()
-
-    def close(self) -> None:
-        if self._inner is not None:
-            self._inner.close()

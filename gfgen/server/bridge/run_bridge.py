@@ -32,6 +32,8 @@ from gfgen.server.protocol.link import (
     JobProgress,
     LoopTimings,
     MessageSocket,
+    NodeGone,
+    NodeRanks,
     OpenJobIds,
     OutcomesStored,
     PredictedEnds,
@@ -98,6 +100,7 @@ class RunBridge(Observer):
         self._unconfirmed: dict[str, JobOutcome] = {}
         self._ranks: dict[int, list[Event]] = {}
         """Per rank: the last RankLost, if any, and the RankReady since."""
+        self._nodes: dict[str, NodeRanks] = {}
         self._running: dict[int, Dispatch] = {}
         """Running dispatches by number, with the latest predicted end."""
         self._views: dict[str, JobView] = {}
@@ -242,6 +245,8 @@ class RunBridge(Observer):
         self._outbox = _Outbox(link)
         self._views.clear()
         self._note(self._run_info)
+        for node in self._nodes.values():
+            self._note(node)
         for rank_events in self._ranks.values():
             for event in rank_events:
                 self._note(event)
@@ -255,6 +260,15 @@ class RunBridge(Observer):
             self._note(outcome)
 
     # The control loop's side: observer --------------------------------------------------------------
+
+    def node_joined(self, node: str, ranks: range) -> None:
+        self._nodes[node] = NodeRanks(node, ranks)
+        self._note(self._nodes[node])
+
+    def node_left(self, node: str) -> None:
+        for rank in self._nodes.pop(node).ranks:
+            self._ranks.pop(rank, None)
+        self._note(NodeGone(node))
 
     def dispatched(self, dispatch: Dispatch) -> None:
         slim = replace(dispatch, transfers=()) if dispatch.transfers else dispatch

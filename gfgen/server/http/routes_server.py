@@ -64,6 +64,8 @@ async def ready(service: Service) -> Response:
     except OutputError as error:
         raise ApiError(503, str(error), code="disk_full", retry_after_s=30) from None
     waiting = [rank for rank in service.mirror.lanes.lanes if rank.status in ("starting", "lost")]
+    if not service.mirror.lanes.lanes:
+        raise ApiError(503, "no node is up", code="not_ready", retry_after_s=5)
     if waiting:
         names = ", ".join(f"rank {rank.rank} ({rank.status})" for rank in waiting)
         raise ApiError(503, f"not up: {names}", code="not_ready", retry_after_s=5)

@@ -115,7 +115,7 @@ def change_between(before: schemas.LiveState, after: schemas.LiveState) -> schem
 
 def _without_use(rank: schemas.Rank) -> Any:
     """What counts as a change of a rank: its utilisation changes all the time."""
-    return rank.status, rank.task, rank.restarts
+    return rank.rank, rank.status, rank.task, rank.restarts
 
 
 def state_stream(service: JobService, feed: StateFeed) -> StreamingResponse:

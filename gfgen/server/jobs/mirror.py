@@ -22,7 +22,14 @@ from gfgen.server.jobs.rank_lane import RankLanes
 from gfgen.server.jobs.served_job import ServedJob, layout_view, rounded
 from gfgen.server.jobs.store import Ending
 from gfgen.server.protocol import schemas
-from gfgen.server.protocol.link import LoopTimings, PredictedEnds, ProgressUpdate, RunInfo
+from gfgen.server.protocol.link import (
+    LoopTimings,
+    NodeGone,
+    NodeRanks,
+    PredictedEnds,
+    ProgressUpdate,
+    RunInfo,
+)
 from gfgen.snapshot import JobView
 
 MAX_SHOWN_OPEN, MAX_SHOWN_FINISHED = 200, 48
@@ -42,13 +49,13 @@ class MirrorObserver:
     def task_done(self, dispatch: Dispatch, model: str, busy_s: float) -> None:
         """A task ended on all of its ranks."""
 
-    def used(self, times: events.RankTimes) -> None:
+    def used(self, times: events.RankTimes, node: str | None) -> None:
         """A rank has done its part of a task."""
 
     def served(self, owner: str | None, rank_s: float) -> None:
         """Ranks have worked for a job of this owner."""
 
-    def rank_lost(self, rank: int) -> None:
+    def rank_lost(self, rank: int, node: str | None) -> None:
         """A worker process died."""
 
     def ended(self, record: ServedJob) -> None:
@@ -108,7 +115,11 @@ class RunMirror:
                 self.lanes.ready(note)
             case events.RankLost():
                 self.lanes.lost(note)
-                self._observer.rank_lost(note.rank)
+                self._observer.rank_lost(note.rank, self.lanes.node_of(note.rank))
+            case NodeRanks():
+                self.lanes.node_joined(note.node, note.ranks)
+            case NodeGone():
+                self.lanes.node_gone(note.node)
             case events.ModelsChanged():
                 self.lanes.loading()
             case events.RankLoaded():
@@ -177,7 +188,7 @@ class RunMirror:
         if dispatch is None or not isinstance(event, events.TaskDone):
             return
         for each in event.times:
-            self._observer.used(each)
+            self._observer.used(each, self.lanes.node_of(each.rank))
         task, record = dispatch.task, self.find(dispatch.task.job_id)
         if record is None:
             return

@@ -35,7 +35,7 @@ _JOB_BOUNDS_S = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
 class ServerMetrics(MirrorObserver, Collector):
-    """The metrics of one server; `class` is a job's tag."""
+    """The metrics of one server; `class` is a job's tag, `node` is empty on one machine."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -72,7 +72,7 @@ class ServerMetrics(MirrorObserver, Collector):
             registry=registry,
         )
         self._busy_s = Counter(
-            "gfgen_rank_busy_seconds", "Time of tasks on a rank.", ["rank"], registry=registry
+            "gfgen_rank_busy_seconds", "Time of tasks on a rank.", ["rank", "node"], registry=registry
         )
         self._owner_s = Counter(
             "gfgen_owner_rank_seconds",
@@ -83,7 +83,7 @@ class ServerMetrics(MirrorObserver, Collector):
         self._peak_bytes = Gauge(
             "gfgen_gpu_memory_peak_bytes",
             "Memory that torch had allocated on a rank's GPU during its last task, at its peak.",
-            ["rank"],
+            ["rank", "node"],
             registry=registry,
         )
         self._wait_s = Histogram(
@@ -101,7 +101,10 @@ class ServerMetrics(MirrorObserver, Collector):
             registry=registry,
         )
         self._lost = Counter(
-            "gfgen_worker_restarts", "Worker processes that died or were killed.", ["rank"], registry=registry
+            "gfgen_worker_restarts",
+            "Worker processes that died or were killed.",
+            ["rank", "node"],
+            registry=registry,
         )
         registry.register(self)
         ProcessCollector(registry=registry)
@@ -121,16 +124,16 @@ class ServerMetrics(MirrorObserver, Collector):
         stage, ranks = dispatch.task.stage.value, str(dispatch.layout.degree)
         self._task_s.labels(model, stage, ranks).observe(busy_s)
 
-    def used(self, times: RankTimes) -> None:
-        self._busy_s.labels(str(times.rank)).inc(max(0.0, times.busy_s))
+    def used(self, times: RankTimes, node: str | None) -> None:
+        self._busy_s.labels(str(times.rank), node or "").inc(max(0.0, times.busy_s))
         if times.peak_bytes is not None:
-            self._peak_bytes.labels(str(times.rank)).set(times.peak_bytes)
+            self._peak_bytes.labels(str(times.rank), node or "").set(times.peak_bytes)
 
     def served(self, owner: str | None, rank_s: float) -> None:
         self._owner_s.labels(owner or "").inc(max(0.0, rank_s))
 
-    def rank_lost(self, rank: int) -> None:
-        self._lost.labels(str(rank)).inc()
+    def rank_lost(self, rank: int, node: str | None) -> None:
+        self._lost.labels(str(rank), node or "").inc()
 
     def ended(self, record: ServedJob) -> None:
         facts, ending = record.facts, record.ending
@@ -164,12 +167,12 @@ class ServerMetrics(MirrorObserver, Collector):
         )
         yield _gauge("gfgen_jobs_open", "Jobs that have not ended.", ["model", "class", "status"], waiting)
         ranks = mirror.ranks(mirror.now())
-        use = {(str(rank.rank),): rank.utilisation for rank in ranks}
-        yield _gauge(
-            "gfgen_rank_utilisation", "Share of the last minute in which it computed.", ["rank"], use
-        )
-        up = {(str(rank.rank),): float(rank.status in ("loading", "idle", "busy")) for rank in ranks}
-        yield _gauge("gfgen_rank_up", "1 while a rank takes tasks.", ["rank"], up)
+        labels = ["rank", "node"]
+        use = {(str(rank.rank), rank.node or ""): rank.utilisation for rank in ranks}
+        yield _gauge("gfgen_rank_utilisation", "Share of the last minute in which it computed.", labels, use)
+        are_up = ("loading", "idle", "busy")
+        up = {(str(rank.rank), rank.node or ""): float(rank.status in are_up) for rank in ranks}
+        yield _gauge("gfgen_rank_up", "1 while a rank takes tasks.", labels, up)
         turn = {(): mirror.longest_turn_s}
         yield _gauge("gfgen_control_longest_turn_seconds", "The loop's longest turn so far.", [], turn)
         yield _gauge("gfgen_control_turns", "Turns of the control loop so far.", [], {(): mirror.num_turns})

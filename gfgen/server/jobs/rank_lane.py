@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from gfgen.runtime.core import events
@@ -25,6 +25,8 @@ class RankLane:
     """What a rank is doing and has done."""
 
     rank: int
+    node: str | None = None
+    """On a cluster."""
     status: schemas.RankStatus = "starting"
     num_restarts: int = 0
     queue: list[int] = field(default_factory=list)
@@ -53,7 +55,7 @@ class RankLanes:
     """All ranks of a run. Its events have seconds of the run, `started_at` is Unix time of second 0."""
 
     def __init__(self, num_ranks: int, *, started_at: float) -> None:
-        self.lanes = [RankLane(rank) for rank in range(num_ranks)]
+        self._lanes = {rank: RankLane(rank) for rank in range(num_ranks)}
         self._started_at = started_at
         self._running: dict[int, Dispatch] = {}
         self._owners: dict[int, str | None] = {}
@@ -67,12 +69,27 @@ class RankLanes:
         """Convert seconds of the run to Unix time."""
         return self._started_at + time_s
 
+    @property
+    def lanes(self) -> Collection[RankLane]:
+        return self._lanes.values()
+
+    def node_of(self, rank: int) -> str | None:
+        """The node of a rank, on a cluster."""
+        lane = self._lanes.get(rank)
+        return None if lane is None else lane.node
+
     # Events -----------------------------------------------------------------------------------------
+
+    def node_joined(self, node: str, ranks: range) -> None:
+        self._lanes |= {rank: RankLane(rank, node) for rank in ranks}
+
+    def node_gone(self, node: str) -> None:
+        self._lanes = {rank: lane for rank, lane in self._lanes.items() if lane.node != node}
 
     def dispatched(self, dispatch: Dispatch, *, owner: str | None = None) -> None:
         self._running[dispatch.number], self._owners[dispatch.number] = dispatch, owner
         for rank in dispatch.layout.ranks:
-            lane = self.lanes[rank]
+            lane = self._lanes[rank]
             lane.queue.append(dispatch.number)
             if len(lane.queue) == 1:
                 self._begin(lane, self.at(dispatch.submitted_s))
@@ -84,7 +101,7 @@ class RankLanes:
             return None
         times = {each.rank: each for each in event.times} if isinstance(event, events.TaskDone) else {}
         for rank in dispatch.layout.ranks:
-            lane, at = self.lanes[rank], self.at(event.time_s)
+            lane, at = self._lanes[rank], self.at(event.time_s)
             if rank in times:
                 at = self.at(times[rank].ended_s)
                 lane.note_use(times[rank].busy_s, at)
@@ -99,15 +116,15 @@ class RankLanes:
                 self._running[number] = replace(self._running[number], predicted_end_s=end_s)
 
     def ready(self, event: events.RankReady) -> None:
-        self.lanes[event.rank].num_restarts = event.incarnation - 1
+        self._lanes[event.rank].num_restarts = event.incarnation - 1
         self.loaded(event.rank)
 
     def loaded(self, rank: int) -> None:
-        lane = self.lanes[rank]
+        lane = self._lanes[rank]
         lane.status = "busy" if lane.queue else "idle"
 
     def lost(self, event: events.RankLost) -> None:
-        self.lanes[event.rank].status = "retired" if event.is_retired else "lost"
+        self._lanes[event.rank].status = "retired" if event.is_retired else "lost"
 
     def loading(self) -> None:
         """All ranks that live change their models."""
@@ -182,6 +199,7 @@ class RankLanes:
         for lane in self.lanes:
             yield schemas.Rank(
                 rank=lane.rank,
+                node=lane.node,
                 status=lane.status,
                 task=self._task(lane, owner, num_steps),
                 utilisation=round(lane.utilisation(now, since=since), 3),

@@ -18,6 +18,7 @@ export class Timeline {
   #brush = this.#canvas.getContext("2d");
   #paints = null;
   #lanes = [];
+  #places = new Map(); // of the lane of each rank
   #entries = new Map();
   #spanS = 60;
   #size = { width: 0, height: 0, lane: 30 };
@@ -72,12 +73,20 @@ export class Timeline {
     arrange(byId("ranks"), this.#lanes.map((each) => each.row));
     const label = `Timeline of ${counted(ranks.length, "rank")}; the lists next to it have the same information`;
     mark(this.#canvas, "aria-label", label);
-    ranks.forEach((rank, place) => this.#showRank(rank, this.#lanes[place]));
+    byId("ranks").parentElement.classList.toggle("of-nodes", ranks.some((rank) => rank.node !== null));
+    this.#places = new Map(ranks.map((rank, place) => [rank.rank, place]));
+    ranks.forEach((rank, place) => {
+      const isFirst = rank.node !== null && rank.node !== ranks[place - 1]?.node;
+      this.#showRank(rank, this.#lanes[place], isFirst);
+    });
     if (this.#size.ranks !== ranks.length) this.#fit();
   }
 
-  #showRank(rank, { row, swatch, name, what, use, whose }) {
+  /** The first rank of a node has the node's name, and a line above. */
+  #showRank(rank, { row, swatch, name, node, what, use, whose }, isFirst) {
     const task = rank.task;
+    row.classList.toggle("node-first", isFirst);
+    write(node, isFirst ? rank.node : "");
     row.dataset.status = rank.status;
     dye(swatch, task ? this.#colours.of(task.job_id) : null);
     write(name, `${rank.rank}`);
@@ -218,10 +227,11 @@ export class Timeline {
       const colour = this.#colours.of(bar.job_id);
       const from = this.#x(bar.started_at, nowS);
       const to = this.#x(Math.min(bar.ended_at ?? nowS, nowS), nowS);
-      if (colour === null || to < 0 || from > width || from > to) continue;
+      const place = this.#places.get(bar.rank); // none of ranks that are gone
+      if (place === undefined || colour === null || to < 0 || from > width || from > to) continue;
       const left = Math.max(from, -8);
       const isFaint = picked !== null && picked !== bar.job_id;
-      const top = bar.rank * lane + GAP / 2;
+      const top = place * lane + GAP / 2;
       const barWidth = Math.max(1.5, to - left - 1);
       visible.push({ bar, colour, isFaint, left, top, width: barWidth, height: lane - GAP });
     }
@@ -273,7 +283,7 @@ export class Timeline {
     if (colour === null || to - from < 2) return;
     this.#brush.globalAlpha = 0.35;
     this.#brush.fillStyle = this.#paints.edge(colour);
-    this.#brush.fillRect(from, rank * this.#size.lane + GAP / 2, to - from, this.#size.lane - GAP);
+    this.#brush.fillRect(from, this.#places.get(rank) * this.#size.lane + GAP / 2, to - from, this.#size.lane - GAP);
   }
 
   /** The prompt in a job's first lane, and how the ranks share the step in the second. */
@@ -315,10 +325,10 @@ export class Timeline {
     const nowS = this.#nowS;
     const at = nowS + ((x - nowX) * this.#spanS) / nowX;
     const nearS = (2 * this.#spanS) / nowX;
-    const rank = Math.floor(y / lane);
+    const place = Math.floor(y / lane);
     for (const bar of this.#live.timeline.values()) {
       const end = bar.ended_at ?? nowS;
-      if (bar.rank === rank && bar.started_at - nearS <= at && at <= end + nearS) return bar;
+      if (this.#places.get(bar.rank) === place && bar.started_at - nearS <= at && at <= end + nearS) return bar;
     }
     return null;
   }
@@ -346,8 +356,9 @@ export class Timeline {
 function lane() {
   const swatch = make("i", { class: "swatch none" });
   const [name, what] = [make("b", { class: "rank-name" }), make("span", { class: "rank-what" })];
+  const node = make("span", { class: "rank-node" });
   const use = make("span", { class: "rank-use", title: "Busy in the last minute" });
   const whose = make("span", { class: "unseen" });
-  const row = make("li", {}, swatch, make("span", { class: "unseen" }, "Rank "), name, what, whose, use);
-  return { row, swatch, name, what, use, whose };
+  const row = make("li", {}, swatch, make("span", { class: "unseen" }, "Rank "), name, node, what, whose, use);
+  return { row, swatch, name, node, what, use, whose };
 }

@@ -76,6 +76,19 @@ class RunInfo:
     """Unix time of second 0 of the run."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeRanks:
+    """A node of a cluster has joined with these ranks."""
+
+    node: str
+    ranks: range
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGone:
+    node: str
+
+
 JobProgress = tuple[str, int, float, Layout | None]
 """An open job's id, next task, predicted remaining work on one rank, and last layout."""
 

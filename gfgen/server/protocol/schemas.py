@@ -733,6 +733,7 @@ class RankTask(ResponseModel):
 
 class Rank(ResponseModel):
     rank: int
+    node: str | None = Field(None, description="On a cluster: the machine of the rank.")
     status: RankStatus
     task: RankTask | None = None
     utilisation: float = Field(ge=0, le=1, description="Busy share of the last minute.")
