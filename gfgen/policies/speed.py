@@ -8,6 +8,9 @@ from gfgen.graph import Stage
 from gfgen.layout import MAX_RANKS
 from gfgen.snapshot import JobView, Snapshot
 
+MARGIN = 1.25
+"""With this a rest leaves a fifth of the time to the deadline unused, because each wait for others at a
+boundary costs part of a step."""
 _SOME = tuple(range(MAX_RANKS))
 """Predictions depend on degrees alone, so any ranks will do."""
 

@@ -14,7 +14,7 @@ from gfgen.layout import Layout
 from gfgen.policies.allotment import allot, shared_out
 from gfgen.policies.giving_up import chosen_task
 from gfgen.policies.groups import GroupSize
-from gfgen.policies.speed import is_past_rescue, rest_s, widest
+from gfgen.policies.speed import MARGIN, is_past_rescue, rest_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 NUM_CONSIDERED = 256
@@ -24,9 +24,6 @@ tenth of the time, 64 misses up to 14 more deadlines in a hundred, and 512 meets
 ROOM = 2.0
 """Short jobs overtake long ones if those would be in time even if everything took twice as long: more jobs
 will arrive, and a long job without slack later keeps all others from the ranks."""
-MARGIN = 1.25
-"""A job runs on few ranks if that leaves a fifth of the time to its deadline unused, because each wait at a
-boundary costs part of a step."""
 
 _ROUNDING_S = 1e-9
 

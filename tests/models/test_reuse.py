@@ -94,6 +94,7 @@ def _refuse(*args: object, **kwargs: object) -> None:
     [
         ({"reuse": 0.75, "steps": 40}, "at most 0.7"),
         ({"reuse": 0.6, "steps": 20}, "8 steps give a better result"),
+        ({"reuse": 0.5, "steps": 12}, "at most 0.4"),
         ({"reuse": 0.1, "steps": 20}, "at least 0.15"),
         ({"reuse": 0.4, "steps": 8}, "needs at least 12 steps"),
         ({"reuse": "if-late", "steps": 8}, "needs at least 12 steps"),

@@ -40,6 +40,20 @@ def test_a_job_gives_up_as_few_steps_as_its_deadline_takes(policy, deadline_s, f
     assert outcomes["a"] == found
 
 
+@pytest.mark.parametrize("policy", ["edf", "triage"])
+def test_a_job_gives_up_steps_early_while_others_may_delay_it(policy):
+    """Alone, it has two of its fifteen seconds to spare."""
+    first, job = make_job("first", steps=12), late_job("a", arrival_s=20.0, deadline_s=17.0)
+    other = make_job("other", steps=12, arrival_s=20.0)
+    assert given_up(first, job, policy=policy)[0]["a"] == (0, True)
+    outcomes, recorder = given_up(first, job, other, policy=policy)
+    num_reused, is_in_time = outcomes["a"]
+    assert num_reused > 0
+    assert is_in_time
+    own = next(each for each in recorder.outcomes if each.info.job_id == "a")
+    assert own.why_reused == "from step 4 on, when other jobs were likely to make it late"
+
+
 def test_other_policies_compute_all_steps():
     outcomes, _ = given_up(make_job("first", steps=12), late_job("a", deadline_s=14.0), policy="fcfs")
     assert outcomes["a"] == (0, False)

@@ -17,13 +17,14 @@ from gfgen.job.spec import JobSpec
 
 NUM_FIRST, NUM_LAST = 2, 1
 """Steps at either end that are always computed."""
-MIN_STEPS, MANY_STEPS = 12, 30
-MAX_SHARE, MAX_SHARE_OF_MANY, MIN_NUMBER = 0.5, 0.7, 3
-"""The largest share, that from MANY_STEPS on, and the fewest reused steps below MANY_STEPS. Elsewhere the job
-with as many steps as would be computed is nearer to the full result.
+LARGEST_SHARES = {30: 0.7, 20: 0.5, 12: 0.4}
+"""The largest share from so many steps on. Elsewhere the job with as many steps as would be computed is
+nearer to the full result, on the built-in model.
 
-By benchmarks/reuse.py on the built-in model.
+Source: benchmarks/results/2026-11-25-reuse.md.
 """
+MIN_STEPS, MANY_STEPS, MIN_NUMBER = min(LARGEST_SHARES), max(LARGEST_SHARES), 3
+"""The fewest reused steps below MANY_STEPS, for the same reason."""
 IF_LATE_SHARE = 0.4
 """Of the steps, which a policy may have reused."""
 Output = tuple[tuple[int, ...], str]
@@ -71,7 +72,7 @@ def reuse_problems(spec: JobSpec) -> Iterator[Problem]:
         return
     if not isinstance(spec.reuse, float):
         return
-    most = MAX_SHARE if spec.steps < MANY_STEPS else MAX_SHARE_OF_MANY
+    most = next(share for least, share in LARGEST_SHARES.items() if spec.steps >= least)
     number = int(spec.reuse * spec.steps + 1e-9)
     better = f"{spec.steps - number} steps give a better result in the same time"
     if spec.reuse > most:

@@ -145,8 +145,9 @@ class Usage:
         assert task.step is not None
         why = self.given_up.why
         if why is None:
-            late = f"{late_s:.1f} s late" if late_s > 0 else "late behind other jobs"
-            why = f"from step {task.step + 1} on, when it was predicted to end {late}"
+            late = f"it was predicted to end {late_s:.1f} s late"
+            reason = late if late_s > 0 else "other jobs were likely to make it late"
+            why = f"from step {task.step + 1} on, when {reason}"
         self.given_up = GivenUp(tuple(sorted({*self.given_up.steps, task.step})), why)
 
 
