@@ -47,6 +47,7 @@ from gfgen.runtime.processes.loads import HeldModels
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready, warm_up
 from gfgen.runtime.processes.watchdog import Patience
+from gfgen.runtime.worker import device as worker_device
 from gfgen.runtime.worker import gpu
 from gfgen.runtime.worker.device import RankTask
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
@@ -396,7 +397,7 @@ def test_latents_go_to_other_ranks_behind_the_event_that_tells_that_they_are_the
         synchronize=lambda: done.append(f"{dispatches._enqueued} waited for"),
     )
     device._streams = SimpleNamespace(departures=departures)
-    monkeypatch.setattr(gpu, "send_state", lambda *_, dispatch: done.append(f"{dispatch} enqueued"))
+    monkeypatch.setattr(worker_device, "send_state", lambda *_, dispatch: done.append(f"{dispatch} enqueued"))
     worker = Worker(None, 0, device, dispatches)  # type: ignore[arg-type]
     job = RankJob(start=None, slab=None)  # type: ignore[arg-type]
     shipment = job.latents_of(6)

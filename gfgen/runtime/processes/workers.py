@@ -73,7 +73,6 @@ class Requests(Protocol):
     def take_events(self, now_s: float) -> Sequence[Event]:
         """The requests since the last call, as events of this moment. Their only effect is a turn of the
         loop, which looks at the intake."""
-        ...
 
 
 class ProcessBackend:
