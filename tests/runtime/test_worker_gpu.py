@@ -41,8 +41,7 @@ from gfgen.runtime.ipc.messages import (
 )
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.runtime.processes.child import RankProcess
-from gfgen.runtime.processes.lifecycle import Phase
+from gfgen.runtime.processes.child import Phase, RankProcess
 from gfgen.runtime.processes.loads import HeldModels
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready, warm_up
@@ -55,7 +54,7 @@ from gfgen.runtime.worker.forwards import Forwards
 from gfgen.runtime.worker.gpu import GpuDevice, pad_as_others
 from gfgen.runtime.worker.jobs import RankJob
 from gfgen.runtime.worker.loop import Worker
-from gfgen.runtime.worker.warming import warm_ups
+from gfgen.session.warming import warm_ups
 
 PLAN = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
 

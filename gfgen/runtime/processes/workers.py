@@ -48,9 +48,8 @@ from gfgen.runtime.ipc.messages import (
     WarmUp,
 )
 from gfgen.runtime.processes.attempts import Attempt, Attempts, Cause
-from gfgen.runtime.processes.child import Joined, Loaded, Lost, RankProcess, WriterProcess
+from gfgen.runtime.processes.child import GONE, Joined, Loaded, Lost, Phase, RankProcess, WriterProcess
 from gfgen.runtime.processes.job_memory import JobMemory
-from gfgen.runtime.processes.lifecycle import GONE, Phase
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.recovery import Rounds
 from gfgen.runtime.processes.watchdog import Patience, Watchdog
