@@ -229,8 +229,8 @@ def test_a_rank_that_becomes_ready_with_the_models_of_before_has_not_loaded_thos
     while not backend._pool.workers[1].has_started:
         assert time.monotonic() < deadline_s
         backend.wait(until=None)
-    assert backend._pool.models.loads is not None
-    assert backend._pool.models.loads.spares(0)
+    models = backend._pool.models
+    assert models.lost(0, loading=models.checkpoints[0], ranks=[0, 1])[1]
 
 
 @pytest.mark.parametrize("name", ["broken", "deadly"])
