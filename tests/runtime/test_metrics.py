@@ -122,7 +122,7 @@ def test_what_is_kept_does_not_grow_with_the_jobs_of_a_run(monkeypatch: pytest.M
 
 
 def sizes_of(metrics: Metrics) -> list[int]:
-    return [len(metrics._latencies._kept_s), len(metrics._deadlines)]
+    return [len(metrics._latencies._kept_s), len(metrics._num_due)]
 
 
 def test_run_without_jobs_has_a_summary() -> None:
