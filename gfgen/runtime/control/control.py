@@ -12,7 +12,6 @@ from typing import Protocol
 from gfgen.errors import InterruptedRunError, PolicyFault, RunError, StalledError
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.decider import Chooser, Decider
-from gfgen.runtime.control.metrics import Metrics, Summary
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
@@ -27,6 +26,7 @@ from gfgen.runtime.core.events import (
     StopRequested,
     Wakeup,
 )
+from gfgen.runtime.core.metrics import Metrics, Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.files.journal import Journal, NoJournal
 from gfgen.runtime.ipc.messages import MemoryUse

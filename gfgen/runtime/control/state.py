@@ -182,6 +182,9 @@ class State:
         if task.index >= 2 and source is not None and not stays and self.ranks.can_send(source, layout):
             latents = record.job.trajectory.artifact("latents")
             transfers = plan_transfers(latents, source=source, destination=layout)
+        late_s = 0.0
+        if task.stage is Stage.REUSE and record.job.trajectory.reusable:
+            late_s = start_s + self._job_costs.remaining_s(task, layout) - record.deadline_s
         dispatch = Dispatch(
             number=self.flights.last_number + 1,
             task=task,
@@ -193,7 +196,7 @@ class State:
             source=source,
             transfers=transfers,
             switch_s=switch_s,
-            late_s=self._late_s(record, task, layout, start_s) if task.stage is Stage.REUSE else 0.0,
+            late_s=late_s,
         )
         is_measured = self._costs.has_seen(cost_class, task.stage, degrees)
         flight = self.flights.add(dispatch, is_foreseeable=is_measured, owner=record.owner)
@@ -204,12 +207,6 @@ class State:
         progress.begin(task.index, layout, dispatch.number)
         self.jobs.place(record)
         return dispatch
-
-    def _late_s(self, record: JobRecord, task: Task, layout: Layout, start_s: float) -> float:
-        """How late the job of a step that a policy has reused would be if it was computed in full."""
-        if not record.job.trajectory.reusable:
-            return 0.0
-        return start_s + self._job_costs.remaining_s(task, layout) - record.deadline_s
 
     # What events do -----------------------------------------------------------------------
 

@@ -153,17 +153,14 @@ class _Streams:
 
     def of(self, thread: Thread) -> torch.cuda.Stream:
         """The stream on which this thread of the worker launches."""
-        match thread:
-            case "main":
-                return self.main
-            case "receiver":
-                return self.arrivals
-            case "sender":
-                return self.departures
-            case "watcher":
-                return self.copies.stream
-            case "frames":
-                return self.frames.stream
+        streams: dict[Thread, torch.cuda.Stream] = {
+            "main": self.main,
+            "receiver": self.arrivals,
+            "sender": self.departures,
+            "watcher": self.copies.stream,
+            "frames": self.frames.stream,
+        }
+        return streams[thread]
 
     def load_transfers(self) -> None:
         """Load the kernels that move state, and take their memory: later, both would wait for the device."""
