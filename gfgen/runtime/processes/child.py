@@ -6,7 +6,7 @@ import logging
 import multiprocessing.process
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from multiprocessing.process import BaseProcess
@@ -47,43 +47,24 @@ class Phase(StrEnum):
     """Its process is reaped. A worker without a successor stays in this phase: its rank is retired."""
 
 
-_GOES_AWAY = {Phase.ENDING: "killed", Phase.ENDED: "its channel has ended"}
-TRANSITIONS: Mapping[Phase, Mapping[Phase, str]] = {
-    Phase.STARTING: {
-        Phase.INTRODUCING: "a worker says that it is ready",
-        Phase.SERVING: "a writer says that it is ready",
-        **_GOES_AWAY,
-    },
-    Phase.INTRODUCING: {
-        Phase.LOADING: "all know it; other models were asked for since it started",
-        Phase.WARMING: "all know it; steps of the jobs at hand have to get ready",
-        Phase.SERVING: "all know it",
-        **_GOES_AWAY,
-    },
-    Phase.WARMING: {
-        Phase.SERVING: "the last step is ready",
-        Phase.WARMING: "more steps have to get ready",
-        Phase.LOADING: "other models are asked for",
-        **_GOES_AWAY,
-    },
-    Phase.SERVING: {
-        Phase.WARMING: "steps have to get ready before a run",
-        Phase.LOADING: "other models are asked for",
-        **_GOES_AWAY,
-    },
-    Phase.LOADING: {
-        Phase.SERVING: "the models are loaded and the last step is ready",
-        Phase.LOADING: "other models are asked for, or more steps",
-        **_GOES_AWAY,
-    },
-    Phase.ENDING: {
-        Phase.ENDED: "reaped",
-        Phase.STUCK: "still there after its time to end",
-    },
-    Phase.STUCK: {},
-    Phase.ENDED: {},
+_GOES_AWAY = {Phase.ENDING, Phase.ENDED}  # killed; its channel has ended
+TRANSITIONS: Mapping[Phase, Set[Phase]] = {
+    # A worker says that it is ready; a writer serves at once.
+    Phase.STARTING: {Phase.INTRODUCING, Phase.SERVING, *_GOES_AWAY},
+    # All peers know it. Other models were asked for meanwhile, or steps of jobs at hand have to get ready.
+    Phase.INTRODUCING: {Phase.LOADING, Phase.WARMING, Phase.SERVING, *_GOES_AWAY},
+    # The last step is ready; more steps have to get ready; other models are asked for.
+    Phase.WARMING: {Phase.SERVING, Phase.WARMING, Phase.LOADING, *_GOES_AWAY},
+    # Steps have to get ready before a run; other models are asked for.
+    Phase.SERVING: {Phase.WARMING, Phase.LOADING, *_GOES_AWAY},
+    # Models are loaded and the last step is ready; other models are asked for, or more steps.
+    Phase.LOADING: {Phase.SERVING, Phase.LOADING, *_GOES_AWAY},
+    # Reaped; still there after its time to end.
+    Phase.ENDING: {Phase.ENDED, Phase.STUCK},
+    Phase.STUCK: set(),
+    Phase.ENDED: set(),
 }
-"""By phase: the phases that may follow, and their causes."""
+"""By phase: the phases that may follow."""
 STARTS = frozenset({Phase.STARTING, Phase.INTRODUCING})
 GONE = frozenset({Phase.ENDED, Phase.STUCK})
 
