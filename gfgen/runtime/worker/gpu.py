@@ -105,18 +105,8 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
     return Worker(channel, settings.rank, gpu, dispatches)
 
 
-@dataclass(slots=True)
-class Arrival:
-    """The arrival of state that other ranks send, by the device's clock."""
-
-    begun: torch.cuda.Event
-    """The first of it is there."""
-    ended: torch.cuda.Event
-
-    @property
-    def seconds(self) -> float:
-        milliseconds: float = self.begun.elapsed_time(self.ended)
-        return milliseconds / 1e3
+Arrival = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Of state that other ranks send: the first of it is there; all of it is."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -272,7 +262,7 @@ class GpuDevice(Device):
             begun = self.event(stream)
             timed = _TimedArrivals(self.endpoint, begun)
             fields = receive_state(timed, message.transfers, outline, dispatch=message.number)
-            self._arrival = Arrival(begun, self.event(stream))
+            self._arrival = (begun, self.event(stream))
         return self._arrived(fields)
 
     def take_in(self, fields: Fields) -> Fields:
@@ -377,7 +367,8 @@ class GpuDevice(Device):
         device_s = run.entered.elapsed_time(run.is_there) / 1e3
         run.started_s = run.ended_s - device_s
         run.waited_s += run.begun.elapsed_time(run.entered) / 1e3
-        run.moved_s += 0.0 if run.arrival is None else run.arrival.seconds
+        if run.arrival is not None:
+            run.moved_s += run.arrival[0].elapsed_time(run.arrival[1]) / 1e3
         run.idle_s = None if last_end is None else last_end.elapsed_time(run.entered) / 1e3
 
     def event(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
