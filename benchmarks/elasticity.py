@@ -23,8 +23,8 @@ from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import InputError
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.starting import warm_up
-from gfgen.runtime.worker.warming import warm_ups
 from gfgen.session.ranks import Ranks, admitted_on, ready_pool
+from gfgen.session.warming import warm_ups
 from gfgen.system.signals import SignalPipe
 
 GPU_MODEL, CPU_MODEL = "wan2.2-ti2v-5b", "tiny-wan"

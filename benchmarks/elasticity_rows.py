@@ -13,7 +13,7 @@ from gfgen.bench.device_times import Span, gaps_of, lasted_s, spans_of
 from gfgen.bench.scripted import MeasuredRun
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage
-from gfgen.runtime.control.metrics import percentile
+from gfgen.runtime.core.metrics import percentile
 from gfgen.runtime.ipc.messages import BareTimes
 from gfgen.system.wording import in_words
 

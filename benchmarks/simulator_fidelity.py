@@ -32,13 +32,13 @@ from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.flights import LOOKAHEAD_S
-from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import CPU, Devices
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, OutputWritten, TaskDone
+from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.settings import RankSettings

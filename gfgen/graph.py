@@ -108,7 +108,7 @@ class Trajectory:
         if index == 1:
             return Task(self.job_id, 1, Stage.PREPARE)
         if 2 <= index < self.num_steps + 2:
-            stage = Stage.REUSE if _has(self.reused, index - 2) else Stage.DENOISE
+            stage = Stage.REUSE if index - 2 in self.reused else Stage.DENOISE
             return Task(self.job_id, index, stage, step=index - 2)
         if index == self.num_steps + 2:
             return Task(self.job_id, index, Stage.DECODE)
@@ -124,7 +124,7 @@ class Trajectory:
 
     def may_reuse(self, index: int) -> bool:
         """Whether a policy may have the task at this position reused."""
-        return _has(self.reusable, index - 2)
+        return index - 2 in self.reusable
 
     def name_of(self, task: Task) -> str:
         """A task as people count: 'denoise 3 of 20' for step 2, other stages by their name."""
@@ -151,8 +151,3 @@ class Trajectory:
             if artifact.name == name:
                 return artifact
         raise KeyError(name)
-
-
-def _has(steps: tuple[int, ...], step: int) -> bool:
-    at = bisect_left(steps, step)
-    return at < len(steps) and steps[at] == step

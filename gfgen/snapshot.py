@@ -122,7 +122,7 @@ class JobView:
         whichever is predicted to be quicker; to two halves where nothing is. Of the ranks of a
         branch as many share heads as can.
         """
-        ranks = tuple(map(operator.index, ranks[: self.step_degree]))  # plain ints: layouts are kept by them
+        ranks = tuple(map(operator.index, ranks[:MAX_RANKS]))  # plain ints: layouts are kept by them
         if self.arrangement is not None:
             return _layout(ranks, self.arrangement.steps[len(ranks) - 1])
         limits = (self.uses_cfg, self.max_sequence_degree, self.max_ulysses_degree)

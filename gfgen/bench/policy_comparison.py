@@ -11,7 +11,7 @@ from gfgen.bench.bounds import Bound
 from gfgen.bench.scores import JobScore, Score, score
 from gfgen.errors import PolicyFault, StalledError
 from gfgen.runtime.control.decider import FALLBACK
-from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.report.plot_runs import RunFigures
 from gfgen.system.wording import counted, in_words

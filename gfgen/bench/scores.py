@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gfgen.runtime.control.metrics import percentile
+from gfgen.runtime.core.metrics import percentile
 from gfgen.runtime.core.observer import JobOutcome
 
 MAX_KEPT = 1000

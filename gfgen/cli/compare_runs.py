@@ -33,8 +33,8 @@ from gfgen.cli.shown.progress import make_progress
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
+from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile

@@ -28,8 +28,8 @@ from gfgen.cli.shown.prediction import (
 )
 from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.cluster.plan import NodePlanner, Nodes
+from gfgen.job.moments import closing_at
 from gfgen.policies.catalog import BUILT_IN, load_policy
-from gfgen.runtime.control.closing import closing_at
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.report.picture import check_suffix
 from gfgen.runtime.report.plot_plan import plot_plan

@@ -37,9 +37,9 @@ from gfgen.runtime.predict.profile_store import (
 )
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import warm_up
-from gfgen.runtime.worker.warming import warm_ups
 from gfgen.session.admission import admit_file
 from gfgen.session.ranks import Ranks, admitted_on, ready_pool
+from gfgen.session.warming import warm_ups
 from gfgen.system.linefile import LineFile
 from gfgen.system.machine import versions
 from gfgen.system.signals import SignalPipe

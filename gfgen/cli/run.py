@@ -48,10 +48,10 @@ from gfgen.cli.run_files import (
 from gfgen.cli.shown.progress import make_file_progress, make_progress
 from gfgen.cluster.session import ClusterSession
 from gfgen.errors import GfgenError, InputError, InterruptedRunError, LockedError, Problem
+from gfgen.job.moments import closing_at
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.control.closing import closing_at
-from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
+from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.inbox import Inbox
 from gfgen.runtime.files.live import write_live

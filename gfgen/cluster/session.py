@@ -19,10 +19,10 @@ from gfgen.errors import ModelError, Problem
 from gfgen.job.spec import input_files
 from gfgen.layout import MAX_RANKS
 from gfgen.runtime.control.control import Control, Steering
-from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event, StopRequested
+from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
 from gfgen.runtime.files.start import RunStart

@@ -14,11 +14,11 @@ from gfgen.cluster.node import JobEnded, NodeJoined, NodeLost, Report
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.flights import LOOKAHEAD_S
-from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import JobCancelled, Wakeup
+from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.choosers import ImmediateChooser

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
-from gfgen.graph import Stage, Task
+from gfgen.graph import Task
 from gfgen.layout import Layout
 from gfgen.policies.allotment import allot, shared_out
 from gfgen.policies.giving_up import chosen_task
@@ -50,7 +50,7 @@ def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
     if not snapshot.open or not snapshot.free_ranks:
         return []
     base = shared_out(snapshot, degree=degree)
-    hopeful = list(itertools.islice(_hopeful(snapshot, snapshot.in_order(_due)), NUM_CONSIDERED))
+    hopeful = _hopeful(snapshot, snapshot.in_order(_due))[:NUM_CONSIDERED]
     for job in _hopeful(snapshot, sorted(snapshot.busy.values(), key=_due)):
         insort(hopeful, job, key=_due)
     others: list[JobView] = []
@@ -87,25 +87,22 @@ def _precedence_of(case: _Case) -> int:
 
 def _with_rests(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> list[_Case]:
     """The jobs with their rests; equal jobs are looked up once."""
-    widths: dict[tuple[str, str, bool], int] = {}
     alike: dict[tuple[str, str, int, float, int], tuple[float, float]] = {}
-    found = []
-    num_ranks, decode = len(snapshot.ranks), Stage.DECODE
+    found: list[_Case] = []
+    num_ranks = len(snapshot.ranks)
     for job in jobs:
-        task, remaining_s = job.next_task, job.remaining_s
-        kind = (job.shape, job.model, task.stage is decode)
-        most = widths.get(kind)
-        if most is None:
-            most = widths[kind] = widest(snapshot, job)
-        if most == 1:
+        remaining_s = job.remaining_s
+        if job.max_sequence_degree == 1 == job.max_decode_degree and not job.uses_cfg:
             found.append((job, remaining_s / num_ranks, remaining_s - job.saving_s))
             continue
-        key = (job.shape, job.model, task.index, remaining_s, job.num_reusable)
+        key = (job.shape, job.model, job.next_task.index, remaining_s, job.num_reusable)
         rest = alike.get(key)
         if rest is None:
+            most = widest(snapshot, job)
             used = min(degree, most)
-            work_s = rest_s(snapshot, job, used) * used / num_ranks
-            least_s = rest_s(snapshot, job, most, num_given_up=job.num_reusable)
+            work_s, least_s = rest_s(snapshot, job, used) * used / num_ranks, remaining_s - job.saving_s
+            if most > 1:
+                least_s = rest_s(snapshot, job, most, num_given_up=job.num_reusable)
             rest = alike[key] = (work_s, least_s)
         found.append((job, *rest))
     return found
@@ -114,19 +111,26 @@ def _with_rests(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> lis
 # Choosing the jobs to save -----------------------------------------------------------------------
 
 
-def _hopeful(snapshot: Snapshot, by_deadline: Sequence[JobView]) -> Iterator[JobView]:
-    """Those of the jobs with a deadline that may meet it.
+def _hopeful(snapshot: Snapshot, by_deadline: Sequence[JobView]) -> list[JobView]:
+    """Those of the jobs with a deadline that may meet it: NUM_CONSIDERED or a few more.
 
     Of each priority the jobs without a deadline come last and are skipped together.
     """
     now_s, start = snapshot.now_s, 0
-    while start < len(by_deadline):
+    found: list[JobView] = []
+    while start < len(by_deadline) and len(found) < NUM_CONSIDERED:
         precedence = by_deadline[start].precedence
         end = bisect_left(by_deadline, (precedence, math.inf), start, key=_precedence_and_deadline)
-        for job in by_deadline[start:end]:
-            if now_s + job.remaining_s <= job.deadline_s or not is_past_rescue(snapshot, job):
-                yield job
+        for begin in range(start, end, NUM_CONSIDERED):
+            found += [
+                job
+                for job in by_deadline[begin : min(end, begin + NUM_CONSIDERED)]
+                if now_s + job.remaining_s <= job.deadline_s or not is_past_rescue(snapshot, job)
+            ]
+            if len(found) >= NUM_CONSIDERED:
+                break
         start = bisect_right(by_deadline, precedence, end, key=_precedence)
+    return found
 
 
 def _most_in_time(
@@ -142,9 +146,11 @@ def _most_in_time(
     """
     in_time, end_s = 0, now_s
     for job, work_s, least_s in by_deadline:
-        if now_s + least_s > job.deadline_s or end_s + work_s > job.deadline_s:
+        due_s = job.deadline_s
+        if now_s + least_s > due_s or end_s + work_s > due_s:
             break
-        in_time, end_s = in_time + 1, end_s + work_s
+        in_time += 1
+        end_s += work_s
     else:
         return by_deadline, []
     taken = [(-job.precedence, -work_s, job.job_id) for job, work_s, _ in by_deadline[:in_time]]
@@ -231,16 +237,20 @@ class _Room:
     """
 
     def __init__(self, now_s: float, saved: list[_Case], *, before_s: float) -> None:
-        self._due = [job.job_id for job, _, _ in saved]
+        self._due: list[str] = []
+        self._room_s: list[float] = []
+        """By saved job."""
+        self.least_s, end_s = math.inf, before_s
+        """Room before all of them; a lower bound while jobs are `_taken`."""
+        for job, work_s, _ in saved:
+            end_s += work_s
+            room_s = (job.deadline_s - now_s) / ROOM - end_s
+            self._due.append(job.job_id)
+            self._room_s.append(room_s)
+            if room_s < self.least_s:
+                self.least_s = room_s
         self.left = set(self._due)
         """Saved jobs that have not been taken."""
-        ends_s = itertools.accumulate([work_s for _, work_s, _ in saved], initial=before_s)
-        next(ends_s)
-        self._room_s = [
-            (job.deadline_s - now_s) / ROOM - end_s for (job, _, _), end_s in zip(saved, ends_s, strict=True)
-        ]
-        self.least_s = min(self._room_s, default=math.inf)
-        """Room before all of them; a lower bound while jobs are `_taken`."""
         self._taken: list[tuple[str, float]] = []
         """Jobs whose work is not yet subtracted from the room of each saved job. While the next jobs fit into
         `least_s`, which is the usual case, nothing needs that."""

@@ -22,11 +22,11 @@ from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.control import Backend, Control, Intake, Steering
 from gfgen.runtime.control.decider import Chooser
 from gfgen.runtime.control.flights import LOOKAHEAD_S
-from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header

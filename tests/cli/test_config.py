@@ -13,8 +13,8 @@ from gfgen.cli import run as run_module
 from gfgen.cli.main import main
 from gfgen.cli.options import RankOptions
 from gfgen.errors import InputError
-from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.core.devices import CUDA, Devices, Gpu
+from gfgen.runtime.core.metrics import Summary
 
 
 @pytest.fixture

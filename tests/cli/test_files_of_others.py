@@ -8,7 +8,7 @@ from PIL import Image
 
 from gfgen.cli import run as run_module
 from gfgen.cli.main import main
-from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.core.metrics import Summary
 
 FOX = {"id": "fox", "prompt": "a red fox", "model": "tiny-qwen-image", "size": "64x64", "steps": 2}
 

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from gfgen.cli.main import cli
-from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
+from gfgen.runtime.core.metrics import Summary
 from gfgen.session.ranks import AskedRanks, Ranks
 
 GPUS = Devices(CUDA, 2, (Gpu("NVIDIA H200", 140 * 10**9),) * 2)

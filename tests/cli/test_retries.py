@@ -11,7 +11,7 @@ from builders import make_job
 
 from gfgen.cli.run import run_jobs
 from gfgen.errors import InterruptedRunError, OutputError
-from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, skipped_outcome
 
 

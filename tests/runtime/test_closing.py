@@ -7,8 +7,8 @@ import pytest
 from builders import STEP_S, make_job, simulate, simulated_control
 
 from gfgen.errors import InputError, InterruptedRunError, StalledError
+from gfgen.job.moments import closing_at
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.control.closing import closing_at
 from gfgen.runtime.core.events import ClosingTime, StopRequested
 
 NOW = datetime(2026, 11, 20, 22, 0, 0).timestamp()

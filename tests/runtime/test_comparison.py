@@ -1,4 +1,4 @@
-from gfgen.runtime.control.metrics import Attainment, Latency, Summary
+from gfgen.runtime.core.metrics import Attainment, Latency, Summary
 from gfgen.runtime.simulate.comparison import numbers, table
 
 FAST = Summary(

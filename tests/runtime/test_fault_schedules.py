@@ -21,9 +21,8 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, RankTimes, TaskFailed
 from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, TaskFault, WriteRequest
 from gfgen.runtime.processes.attempts import Cause
-from gfgen.runtime.processes.child import Lost
+from gfgen.runtime.processes.child import Lost, Phase
 from gfgen.runtime.processes.job_memory import JobMemory
-from gfgen.runtime.processes.lifecycle import Phase
 from gfgen.runtime.processes.recovery import Recovery
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.processes.writes import _Write

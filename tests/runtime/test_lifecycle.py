@@ -11,8 +11,7 @@ import pytest
 from test_warming import ITEMS, Rank, Silent, closed_ends, pool_of
 
 from gfgen.runtime.ipc.messages import ModelsSet, WarmedUp, WorkerReady
-from gfgen.runtime.processes.child import Joined, Loaded, Lost
-from gfgen.runtime.processes.lifecycle import GONE, TRANSITIONS, Phase
+from gfgen.runtime.processes.child import GONE, TRANSITIONS, Joined, Loaded, Lost, Phase
 from gfgen.runtime.processes.starting import leave_behind
 
 __all__ = ["closed_ends"]

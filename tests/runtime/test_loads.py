@@ -25,50 +25,61 @@ from gfgen.runtime.core.events import Event, LoadFailed, RankLoaded, RankLost, R
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.child import Phase
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.launcher import MAX_FORKS
-from gfgen.runtime.processes.lifecycle import Phase
-from gfgen.runtime.processes.loads import MAX_SPARED, Loads
+from gfgen.runtime.processes.loads import MAX_SPARED, HeldModels
 from gfgen.runtime.processes.pool import MAX_DEATHS, WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.processes.workers import ProcessBackend
-from gfgen.runtime.worker.warming import warm_ups
+from gfgen.session.warming import warm_ups
 
 PATIENCE_S = 60.0
 
 
+def held(models: dict[str, Path]) -> HeldModels:
+    found = HeldModels([])
+    found.change(models)
+    return found
+
+
 def test_it_is_the_models_fault_when_no_rank_can_load_it_and_one_has_tried_again():
-    loads = Loads({"qwen": Path("qwen"), "./qwen": Path("qwen"), "wan": Path("wan")})
-    assert loads.failed("qwen", 0, ranks=[0, 1]) == ()
-    assert loads.failed("qwen", 0, ranks=[0, 1]) == ()
-    assert loads.failed("qwen", 1, ranks=[0, 1]) == ("qwen", "./qwen")
-    assert loads.failed("qwen", 1, ranks=[0, 1]) == ()
+    models = held({"qwen": Path("qwen"), "./qwen": Path("qwen"), "wan": Path("wan")})
+    assert models.lost(0, loading="qwen", ranks=[0, 1])[0] == ()
+    assert models.lost(0, loading="qwen", ranks=[0, 1])[0] == ()
+    assert models.lost(1, loading="qwen", ranks=[0, 1])[0] == ("qwen", "./qwen")
+    assert models.lost(1, loading="qwen", ranks=[0, 1])[0] == ()
+    assert models.checkpoints == ("wan",)
 
 
 def test_it_is_the_ranks_fault_when_another_rank_can_load_the_model():
-    loads = Loads({"qwen": Path("qwen")})
+    models = held({"qwen": Path("qwen")})
     for _ in range(3):
-        assert loads.failed("qwen", 0, ranks=[0, 1]) == ()
-    assert loads.failed("qwen", 1, ranks=[0, 1, 2]) == ()
-    loads.succeeded(0)
-    assert loads.failed("qwen", 1, ranks=[0, 1]) == ()
-    assert loads.failed("another", 1, ranks=[1]) == ()
+        assert models.lost(0, loading="qwen", ranks=[0, 1])[0] == ()
+    assert models.lost(1, loading="qwen", ranks=[0, 1, 2])[0] == ()
+    models.succeeded(0)
+    assert models.lost(1, loading="qwen", ranks=[0, 1])[0] == ()
+    assert models.lost(1, loading="another", ranks=[1])[0] == ()
+
+
+def is_spared(models: HeldModels, rank: int) -> bool:
+    return models.lost(rank, loading="qwen", ranks=[0, 1, 2])[1]
 
 
 def test_ranks_are_to_blame_while_another_one_holds_all_models():
-    loads = Loads({"qwen": Path("qwen")})
-    assert loads.spares(0)
-    loads.succeeded(1)
-    assert not loads.spares(0)
-    loads.lost(1)
-    assert loads.spares(0)
+    models = held({"qwen": Path("qwen")})
+    assert is_spared(models, 0)
+    models.succeeded(1)
+    assert not is_spared(models, 0)
+    models.lost(1, loading=None, ranks=[0, 1, 2])
+    assert is_spared(models, 0)
 
 
 def test_a_rank_is_not_spared_for_ever_while_another_one_is_long_in_loading():
-    loads = Loads({"qwen": Path("qwen")})
-    assert [loads.spares(0) for _ in range(MAX_SPARED + 2)] == [True] * MAX_SPARED + [False] * 2
-    assert loads.spares(1)
+    models = held({"qwen": Path("qwen")})
+    assert [is_spared(models, 0) for _ in range(MAX_SPARED + 2)] == [True] * MAX_SPARED + [False] * 2
+    assert is_spared(models, 1)
 
 
 def two_ranks(*checkpoints: Path, are_all_needed: bool = False) -> WorkerPool:
@@ -218,8 +229,8 @@ def test_a_rank_that_becomes_ready_with_the_models_of_before_has_not_loaded_thos
     while not backend._pool.workers[1].has_started:
         assert time.monotonic() < deadline_s
         backend.wait(until=None)
-    assert backend._pool.models.loads is not None
-    assert backend._pool.models.loads.spares(0)
+    models = backend._pool.models
+    assert models.lost(0, loading=models.checkpoints[0], ranks=[0, 1])[1]
 
 
 @pytest.mark.parametrize("name", ["broken", "deadly"])

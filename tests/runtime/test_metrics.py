@@ -10,8 +10,8 @@ from acted_run import ActedRun, Part, batch, job_info
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gfgen.runtime.control.metrics import Attainment, Latency, Metrics, Summary, percentile
 from gfgen.runtime.core.events import ModelsChanged, RankLoaded, RankTimes, TaskDone, TaskFailed
+from gfgen.runtime.core.metrics import Attainment, Latency, Metrics, Summary, percentile
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, skipped_outcome
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.system.wording import in_words, on_clock
@@ -101,7 +101,7 @@ def test_a_task_counts_once_however_many_ranks_ran_it_and_not_when_it_failed() -
 
 
 def test_what_is_kept_does_not_grow_with_the_jobs_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gfgen.runtime.control.metrics.MAX_LATENCIES", 50)
+    monkeypatch.setattr("gfgen.runtime.core.metrics.MAX_LATENCIES", 50)
     metrics = Metrics()
     for number in range(50):
         metrics.ended(ended(job_info("a"), arrival_s=0.0, ended_s=float(number), deadline_s=10.0))
@@ -122,7 +122,7 @@ def test_what_is_kept_does_not_grow_with_the_jobs_of_a_run(monkeypatch: pytest.M
 
 
 def sizes_of(metrics: Metrics) -> list[int]:
-    return [len(metrics._latencies._kept_s), len(metrics._deadlines)]
+    return [len(metrics._latencies._kept_s), len(metrics._num_due)]
 
 
 def test_run_without_jobs_has_a_summary() -> None:

@@ -22,15 +22,14 @@ from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
 from gfgen.runtime.ipc.messages import WarmedUp, WarmUp
 from gfgen.runtime.ipc.settings import RankSettings
-from gfgen.runtime.processes.child import RankProcess
-from gfgen.runtime.processes.lifecycle import Phase
+from gfgen.runtime.processes.child import Phase, RankProcess
 from gfgen.runtime.processes.loads import HeldModels
 from gfgen.runtime.processes.meeting import Meeting
 from gfgen.runtime.processes.pool import MAX_DEATHS, WorkerPool
 from gfgen.runtime.processes.starting import warm_up
 from gfgen.runtime.processes.watchdog import Patience
-from gfgen.runtime.worker import warming
-from gfgen.runtime.worker.warming import degrees_at_hand, warm_ups
+from gfgen.session import warming
+from gfgen.session.warming import degrees_at_hand, warm_ups
 
 
 def test_steps_may_run_on_as_many_ranks_as_the_policy_gives() -> None:

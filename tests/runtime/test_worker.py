@@ -40,6 +40,7 @@ from gfgen.runtime.ipc.messages import (
 )
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
+from gfgen.runtime.worker import device as worker_device
 from gfgen.runtime.worker import host, loop
 from gfgen.runtime.worker import jobs as worker_jobs
 from gfgen.runtime.worker.dispatches import Dispatches
@@ -369,7 +370,7 @@ def test_who_waits_to_send_what_a_failed_task_was_to_make_goes_on(
         sent.append(dispatch)
         both.set()
 
-    monkeypatch.setattr(host, "send_state", send)
+    monkeypatch.setattr(worker_device, "send_state", send)
     rank.run_to_end(1, 0)
     rank.run_to_end(2, 1)
     rank.adapter.fails_at = 0
@@ -408,7 +409,7 @@ def test_a_transfer_that_is_aborted_without_having_been_given_up_is_told(
     def send(endpoint: Any, fields: Fields, transfers: Any, *, dispatch: int) -> None:
         raise AbortedError("by the host")
 
-    monkeypatch.setattr(host, "send_state", send)
+    monkeypatch.setattr(worker_device, "send_state", send)
     rank.run_to_end(1, 0)
     rank.run_to_end(2, 1)
     rank.channel.send(SendState(3, "a", 2, ()))

@@ -41,12 +41,12 @@ from gfgen.runtime.ipc.messages import (
 )
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.runtime.processes.child import RankProcess
-from gfgen.runtime.processes.lifecycle import Phase
+from gfgen.runtime.processes.child import Phase, RankProcess
 from gfgen.runtime.processes.loads import HeldModels
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready, warm_up
 from gfgen.runtime.processes.watchdog import Patience
+from gfgen.runtime.worker import device as worker_device
 from gfgen.runtime.worker import gpu
 from gfgen.runtime.worker.device import RankTask
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
@@ -54,7 +54,7 @@ from gfgen.runtime.worker.forwards import Forwards
 from gfgen.runtime.worker.gpu import GpuDevice, pad_as_others
 from gfgen.runtime.worker.jobs import RankJob
 from gfgen.runtime.worker.loop import Worker
-from gfgen.runtime.worker.warming import warm_ups
+from gfgen.session.warming import warm_ups
 
 PLAN = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
 
@@ -396,7 +396,7 @@ def test_latents_go_to_other_ranks_behind_the_event_that_tells_that_they_are_the
         synchronize=lambda: done.append(f"{dispatches._enqueued} waited for"),
     )
     device._streams = SimpleNamespace(departures=departures)
-    monkeypatch.setattr(gpu, "send_state", lambda *_, dispatch: done.append(f"{dispatch} enqueued"))
+    monkeypatch.setattr(worker_device, "send_state", lambda *_, dispatch: done.append(f"{dispatch} enqueued"))
     worker = Worker(None, 0, device, dispatches)  # type: ignore[arg-type]
     job = RankJob(start=None, slab=None)  # type: ignore[arg-type]
     shipment = job.latents_of(6)

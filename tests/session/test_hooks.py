@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from builders import make_job
 
-from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, skipped_outcome
 from gfgen.session.hooks import FileHook, run_done_hook
 

@@ -12,7 +12,6 @@ from typing import Protocol
 from gfgen.errors import InterruptedRunError, PolicyFault, RunError, StalledError
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.decider import Chooser, Decider
-from gfgen.runtime.control.metrics import Metrics, Summary
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
@@ -27,6 +26,7 @@ from gfgen.runtime.core.events import (
     StopRequested,
     Wakeup,
 )
+from gfgen.runtime.core.metrics import Metrics, Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.files.journal import Journal, NoJournal
 from gfgen.runtime.ipc.messages import MemoryUse
@@ -41,38 +41,30 @@ class Backend(Protocol):
 
     def wait(self, until: float | None) -> Sequence[Event]:
         """Events in their order; returns at the latest when the clock reaches `until`."""
-        ...
 
     def submit(self, dispatch: Dispatch) -> None:
         """Hand a task to its ranks; returns before it has run. A decoded job is written after."""
-        ...
 
     def stop(self, dispatches: Sequence[Dispatch]) -> None:
         """Let ranks leave these tasks; each ends by `TaskFailed`, as void."""
-        ...
 
     def release(self, job_id: str) -> None:
         """The job has ended: drop all that is kept for it."""
-        ...
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Tasks of these jobs may be submitted from now on."""
-        ...
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Let all ranks hold these models, checkpoints by name, and no others.
 
         Each rank reports when it does, in about `load_s`. `LoadFailed` reports a model that none can load.
         """
-        ...
 
     def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
         """Keep the state of a job of a run that stops: its next task, and which dispatch made its input."""
-        ...
 
     def memory_use(self) -> Mapping[int, MemoryUse]:
         """What ranks have taken of memory, at the end of a run; empty where nothing measures it."""
-        ...
 
 
 class Intake(Protocol):
@@ -80,7 +72,6 @@ class Intake(Protocol):
 
     def take(self) -> Sequence[AdmittedJob]:
         """The jobs that have come since the last call; returns at once."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

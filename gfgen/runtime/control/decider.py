@@ -33,11 +33,9 @@ class Chooser(Protocol):
 
     def consider(self, snapshot: Snapshot) -> None:
         """Begin to think about this, unless it is still busy."""
-        ...
 
     def take(self) -> Choice | None:
         """What it has chosen since the last call; returns at once."""
-        ...
 
 
 class Decider:

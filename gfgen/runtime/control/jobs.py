@@ -127,12 +127,12 @@ class Usage:
     """Frames, height and width of each, if only the decode knew them."""
     given_up: GivenUp = NOTHING_GIVEN_UP
 
-    def add(self, stage: Stage, layout: Layout, event: TaskDone, busy_s: float) -> None:
+    def add(self, stage: Stage, layout: Layout, event: TaskDone, *, busy_s: float, rank_s: float) -> None:
         """A task has run."""
         if self.started_s is None:
             self.started_s = event.started_s
         self.busy_s += busy_s
-        self.rank_s += event.rank_s
+        self.rank_s += rank_s
         if peaks := [each.peak_bytes for each in event.times if each.peak_bytes is not None]:
             self.peak_bytes = max(self.peak_bytes or 0, *peaks)
         self.timings[stage] = self.timings.get(stage, 0.0) + busy_s
@@ -164,6 +164,7 @@ class JobRecord:
     model: str = field(init=False)
     loras: str = field(init=False)
     """Of the job, as a text by which they are compared."""
+    owner: str | None = field(init=False)
     num_tasks: int = field(init=False)
     arrived: bool = False
     is_writing: bool = False
@@ -178,13 +179,9 @@ class JobRecord:
 
     def __post_init__(self) -> None:
         self.job_id, self.num_tasks = self.job.job_id, self.job.trajectory.num_tasks
-        self.model = self.job.spec.model or ""
-        self.loras = json.dumps(self.job.spec.lora, sort_keys=True) if self.job.spec.lora else ""
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a task is left to dispatch, and ought to be."""
-        return self.arrived and not self.trouble.doom and self.progress.next_index < self.num_tasks
+        spec = self.job.spec
+        self.model, self.owner = spec.model or "", spec.owner
+        self.loras = json.dumps(spec.lora, sort_keys=True) if spec.lora else ""
 
     @property
     def first_open_index(self) -> int:
@@ -227,11 +224,11 @@ class JobRecord:
             return view
         job, cost_class = self.job, self.cost_class
         spec, trajectory = job.info.spec, job.trajectory
-        num_reused = trajectory.num_reused_from(task.index)
-        num_reusable = trajectory.num_reusable_from(task.index)
+        num_reused = trajectory.num_reused_from(task.index) if trajectory.reused else 0
         remaining_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reused)
-        saving_s = 0.0
-        if num_reusable:
+        num_reusable, saving_s = 0, 0.0
+        if trajectory.reusable:
+            num_reusable = trajectory.num_reusable_from(task.index)
             least_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reusable)
             saving_s = max(0.0, remaining_s - least_s)
         self._view_version = costs.version
@@ -254,11 +251,11 @@ class JobRecord:
             arrangement=costs.arrangement(cost_class),
             loras=self.loras,
             switch_s=costs.switch_s(cost_class),
-            owner=spec.owner,
-            num_reused=trajectory.num_reused_from(0),
+            owner=self.owner,
+            num_reused=len(trajectory.reused),
             num_reusable=num_reusable,
             saving_s=saving_s,
-            may_reuse=trajectory.may_reuse(task.index),
+            may_reuse=num_reusable > 0 and trajectory.may_reuse(task.index),
         )
         return self._view
 
@@ -413,8 +410,9 @@ class Jobs:
     def place(self, record: JobRecord) -> None:
         """Move the job's view to where it belongs: open, busy, or out of the policies' sight."""
         job_id = record.job_id
-        self.busy.pop(job_id, None)
-        is_visible = record.is_waiting
+        was_busy = self.busy.pop(job_id, None) is not None
+        has_next = record.progress.next_index < record.num_tasks
+        is_visible = record.arrived and has_next and not record.trouble.doom
         if self._models.is_limited:
             if is_visible:
                 urgency = (-record.job.spec.priority, record.deadline_s)
@@ -424,7 +422,8 @@ class Jobs:
         if is_visible and not record.flights:
             self.open.put(record.view(self._costs))
             return
-        self.open.discard(job_id)
+        if not was_busy:
+            self.open.discard(job_id)
         if is_visible:
             self.busy[job_id] = record.view(self._costs)
 
@@ -491,5 +490,7 @@ class Jobs:
             is_open = record.job_id in self.open
             assert not (is_open and record.flights), f"job {record.job_id} is open and runs"
             is_resident = not self._models.is_limited or record.model in self._models.resident
+            can_run = record.arrived and is_resident and not record.trouble.doom
             is_visible = is_open or record.job_id in self.busy
-            assert is_visible is (record.is_waiting and is_resident), f"job {record.job_id} and policies"
+            has_next = record.progress.next_index < record.num_tasks
+            assert is_visible is (can_run and has_next), f"job {record.job_id} and policies"

@@ -46,7 +46,8 @@ def legal_job(
         raise PolicyFault(f"there is no open job {task.job_id}")
     if models.is_limited and record.model not in models.resident:
         raise PolicyFault(f"job {task.job_id}: ranks do not hold {record.model} now")
-    if record.progress.next_index == record.num_tasks or not _is_next(task, record):
+    own = record.next_task if record.progress.next_index < record.num_tasks else None
+    if own is None or (task != own and not _is_reused(task, own, record)):
         raise PolicyFault(f"job {task.job_id}: {task} (number {task.index}) is not its next task")
     flights = record.flights
     if flights and not (len(flights) == 1 and flights[0].is_ending(now_s)):
@@ -63,10 +64,9 @@ def legal_job(
     return record
 
 
-def _is_next(task: Task, record: JobRecord) -> bool:
-    """Whether a task is the job's next one, perhaps without its transformer where that is allowed."""
-    own = record.next_task
-    return task == own or (record.job.trajectory.may_reuse(own.index) and task == own.as_reused)
+def _is_reused(task: Task, own: Task, record: JobRecord) -> bool:
+    """Whether a task is the job's own next one without its transformer, and that is allowed."""
+    return record.job.trajectory.may_reuse(own.index) and task == own.as_reused
 
 
 def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:

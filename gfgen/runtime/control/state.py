@@ -20,8 +20,7 @@ from gfgen.runtime.control.flights import Flight, Flights
 from gfgen.runtime.control.jobs import JobRecord, Jobs
 from gfgen.runtime.control.legality import legal_job
 from gfgen.runtime.control.modelturns import ModelTurns
-from gfgen.runtime.control.ranks import Ranks
-from gfgen.runtime.control.shares import Shares
+from gfgen.runtime.control.ranks import Ranks, Shares
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
@@ -128,7 +127,7 @@ class State:
             max_degree=self.max_degree,
             costs=self._job_costs,
             orders=OpenJobOrders(self.jobs.open, open_jobs, joining=joining),
-            served_s=self.shares.served_s,
+            served_s=self.shares.served_s.copy(),
         )
 
     def snapshot_of_traffic(self) -> Snapshot:
@@ -183,6 +182,9 @@ class State:
         if task.index >= 2 and source is not None and not stays and self.ranks.can_send(source, layout):
             latents = record.job.trajectory.artifact("latents")
             transfers = plan_transfers(latents, source=source, destination=layout)
+        late_s = 0.0
+        if task.stage is Stage.REUSE and record.job.trajectory.reusable:
+            late_s = start_s + self._job_costs.remaining_s(task, layout) - record.deadline_s
         dispatch = Dispatch(
             number=self.flights.last_number + 1,
             task=task,
@@ -194,10 +196,10 @@ class State:
             source=source,
             transfers=transfers,
             switch_s=switch_s,
-            late_s=self._late_s(record, task, layout, start_s=start_s),
+            late_s=late_s,
         )
         is_measured = self._costs.has_seen(cost_class, task.stage, degrees)
-        flight = self.flights.add(dispatch, is_foreseeable=is_measured, owner=record.job.spec.owner)
+        flight = self.flights.add(dispatch, is_foreseeable=is_measured, owner=record.owner)
         self.ranks.take(flight)
         if task.stage is Stage.DENOISE and self.closing.closes_s < math.inf:
             self.closing.note(cost_class, degrees)
@@ -205,12 +207,6 @@ class State:
         progress.begin(task.index, layout, dispatch.number)
         self.jobs.place(record)
         return dispatch
-
-    def _late_s(self, record: JobRecord, task: Task, layout: Layout, *, start_s: float) -> float:
-        """How late the job of a step that a policy has reused would be if it was computed in full."""
-        if task.stage is not Stage.REUSE or not record.job.trajectory.reusable:
-            return 0.0
-        return start_s + self._job_costs.remaining_s(task, layout) - record.deadline_s
 
     # What events do -----------------------------------------------------------------------
 
@@ -262,10 +258,10 @@ class State:
         if flight.failure is not None:  # its input failed, and it ended before that was known
             record.fail_flight(flight, flight.failure, is_lost=False)
             return self._settle(record)
-        task, layout, busy_s = dispatch.task, dispatch.layout, event.busy_s
+        task, layout, busy_s, rank_s = dispatch.task, dispatch.layout, event.busy_s, event.rank_s
         record.progress.complete(dispatch.number, event.ended_s, is_decode=task.stage is Stage.DECODE)
-        record.usage.add(task.stage, layout, event, busy_s)
-        self.shares.serve(record.job.spec.owner, event.rank_s)
+        record.usage.add(task.stage, layout, event, busy_s=busy_s, rank_s=rank_s)
+        self.shares.serve(record.owner, rank_s)
         observe = self._costs.observe_switch if dispatch.switch_s else self._costs.observe
         observe(record.cost_class, task.stage, layout.degrees, busy_s)
         if record.job.trajectory.reusable and task.stage is Stage.REUSE:
@@ -312,7 +308,7 @@ class State:
         if record is None:  # it was cancelled before
             return ()
         self.jobs.arrive(record)
-        self.shares.arrive(record.job.spec.owner)
+        self.shares.arrive(record.owner)
         if (doom := self.models.doom_of(record.model, now_s=event.time_s)) is not None:
             record.trouble.fail(doom)
         return self._settle(record)
@@ -395,7 +391,7 @@ class State:
     def _end(self, record: JobRecord, *, error: str | None) -> Iterable[JobOutcome]:
         self.jobs.remove(record)
         if record.arrived:
-            self.shares.leave(record.job.spec.owner)
+            self.shares.leave(record.owner)
         return (record.outcome(ended_s=self.clock.now_s, error=error),)
 
     def check(self) -> None:

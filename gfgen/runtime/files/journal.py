@@ -181,8 +181,9 @@ def first_job_file(path: Path) -> str | None:
 def dispatch_summary(dispatch: Dispatch) -> list[Any]:
     """[number, job, index, ranks, degrees], and "reuse" if the step runs no transformer."""
     layout, task = dispatch.layout, dispatch.task
+    degrees = [layout.cfg, layout.ulysses, layout.ring]
     choice = ["reuse"] if task.stage is Stage.REUSE else []
-    return [dispatch.number, task.job_id, task.index, list(layout.ranks), list(layout.degrees), *choice]
+    return [dispatch.number, task.job_id, task.index, list(layout.ranks), degrees, *choice]
 
 
 def _move_away_foreign(path: Path) -> None:

@@ -220,8 +220,8 @@ class CostModel:
         if num_reused:
             reused_s = self.task_s(cost_class, Stage.REUSE, degrees, is_handed_out=is_handed_out)
             total_s += num_reused * reused_s
-        in_bands = self._decode_degrees(cost_class, math.prod(degrees))
-        total_s += self.task_s(cost_class, Stage.DECODE, in_bands, is_handed_out=is_handed_out)
+        bands = 1 if degrees == _ONE else self.arrangement(cost_class).decodes[math.prod(degrees) - 1]
+        total_s += self.task_s(cost_class, Stage.DECODE, (1, bands, 1), is_handed_out=is_handed_out)
         if task.index < 2:
             total_s += self.task_s(cost_class, Stage.PREPARE, _ONE, is_handed_out=is_handed_out)
         if task.index < 1:
@@ -276,11 +276,6 @@ class CostModel:
         if (stage, degrees) in cost_class.measured or self._has_degrees(cost_class, stage, degrees):
             return self.estimate(cost_class, stage, degrees).loaded_s
         return math.inf
-
-    def _decode_degrees(self, cost_class: CostClass, num_ranks: int) -> Degrees:
-        if num_ranks == 1:
-            return _ONE
-        return (1, self.arrangement(cost_class).decodes[num_ranks - 1], 1)
 
     def move_s(self, cost_class: CostClass, source: Layout | None, layout: Layout) -> float:
         """Predicted time to move a job's state to a layout; 0 if it is already there."""

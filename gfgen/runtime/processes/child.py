@@ -1,4 +1,4 @@
-"""One process of a run, the channel to it, and where it is in its life."""
+"""One process of a run: its phases from start to end, the transitions between them, and the channel to it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import logging
 import multiprocessing.process
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from enum import StrEnum
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -22,10 +23,50 @@ from gfgen.runtime.ipc.messages import (
     WorkerReady,
     WriterReady,
 )
-from gfgen.runtime.processes.lifecycle import GONE, TRANSITIONS, Phase
 from gfgen.runtime.processes.watchdog import Patience
 
 logger = logging.getLogger(__name__)
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    """It loads its models."""
+    INTRODUCING = "introducing"
+    """Its models are loaded. It maps the arenas of its peers, and they map its own."""
+    WARMING = "warming"
+    """It runs steps like those of the jobs, so that they are ready."""
+    SERVING = "serving"
+    """It takes tasks, or files."""
+    LOADING = "loading"
+    """It changes its models after its earlier tasks, and prepares their steps."""
+    ENDING = "ending"
+    """It was killed, and its channel has not ended."""
+    STUCK = "stuck"
+    """It was killed and does not end. It runs none of our code, but its device is not free."""
+    ENDED = "ended"
+    """Its process is reaped. A worker without a successor stays in this phase: its rank is retired."""
+
+
+_GOES_AWAY = {Phase.ENDING, Phase.ENDED}  # killed; its channel has ended
+TRANSITIONS: Mapping[Phase, Set[Phase]] = {
+    # A worker says that it is ready; a writer serves at once.
+    Phase.STARTING: {Phase.INTRODUCING, Phase.SERVING, *_GOES_AWAY},
+    # All peers know it. Other models were asked for meanwhile, or steps of jobs at hand have to get ready.
+    Phase.INTRODUCING: {Phase.LOADING, Phase.WARMING, Phase.SERVING, *_GOES_AWAY},
+    # The last step is ready; more steps have to get ready; other models are asked for.
+    Phase.WARMING: {Phase.SERVING, Phase.WARMING, Phase.LOADING, *_GOES_AWAY},
+    # Steps have to get ready before a run; other models are asked for.
+    Phase.SERVING: {Phase.WARMING, Phase.LOADING, *_GOES_AWAY},
+    # Models are loaded and the last step is ready; other models are asked for, or more steps.
+    Phase.LOADING: {Phase.SERVING, Phase.LOADING, *_GOES_AWAY},
+    # Reaped; still there after its time to end.
+    Phase.ENDING: {Phase.ENDED, Phase.STUCK},
+    Phase.STUCK: set(),
+    Phase.ENDED: set(),
+}
+"""By phase: the phases that may follow."""
+STARTS = frozenset({Phase.STARTING, Phase.INTRODUCING})
+GONE = frozenset({Phase.ENDED, Phase.STUCK})
 
 _SLOW = {
     Phase.STARTING: "it does not get ready",

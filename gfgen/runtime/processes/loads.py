@@ -8,7 +8,7 @@ that is known, ranks are not blamed for these deaths, a few times each: others m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gfgen.models.geometry.weight_files import weights_mark
@@ -21,16 +21,15 @@ one follows at once."""
 
 
 class HeldModels:
-    """The models of a pool's ranks."""
+    """The models of a pool's ranks, and the result of the last change of them."""
 
     def __init__(self, checkpoints: Sequence[Path]) -> None:
         self.checkpoints = tuple(map(str, checkpoints))
         """A worker that starts now loads these."""
         self.unloadable: dict[str, str] = {}
         """Checkpoints that no rank could load when the workers started, and why."""
-        self.loads: Loads | None = None
-        """The result of the last change; None in a run that has changed none."""
         self._weights_marks = {path: weights_mark(path) for path in checkpoints}
+        self._judge({})
 
     def weights_mark(self, checkpoint: Path) -> str:
         """Of a model's weight files as they were before a rank first loaded them."""
@@ -40,49 +39,58 @@ class HeldModels:
 
     def begin_start(self) -> None:
         """Ranks start with these models."""
-        self.loads = Loads({path: Path(path) for path in self.checkpoints})
+        self._judge({path: path for path in self.checkpoints})
+
+    def begin_run(self) -> None:
+        """Another run begins: a rank that dies is to blame for it, until the run changes its models."""
+        self._judge({})
 
     def change(self, models: Mapping[str, Path]) -> None:
         """Ranks are to hold these models, by name, and no others."""
         self.checkpoints = tuple(sorted(set(map(str, models.values()))))
-        self.loads = Loads(models)
+        self._judge(models)
         for path in self.checkpoints:  # they are tried again
             self.unloadable.pop(path, None)
             self.weights_mark(Path(path))
 
-    def succeeded(self, rank: int) -> None:
-        """A rank holds all models."""
-        if self.loads is not None:
-            self.loads.succeeded(rank)
-
-    def lost(self, rank: int, *, loading: str | None, ranks: Collection[int]) -> tuple[Sequence[str], bool]:
-        """The names of the model that a dead worker was loading, if none of `ranks` can load it; and whether
-        the model is to blame for this death."""
-        if self.loads is None:
-            return (), False
-        self.loads.lost(rank)
-        if loading is None:
-            return (), False
-        if names := self.loads.failed(loading, rank, ranks=ranks):
-            self.checkpoints = tuple([path for path in self.checkpoints if path != loading])
-        return names, loading not in self.checkpoints or self.loads.spares(rank)
-
-
-class Loads:
-    """The result of the last change of models; `models` are those that ranks are to hold, by name."""
-
-    def __init__(self, models: Mapping[str, Path]) -> None:
+    def _judge(self, models: Mapping[str, Path | str]) -> None:
+        """Forget earlier failures, and find out from now on whose fault it is if one of these fails."""
         self._names: dict[str, list[str]] = {}
-        """By checkpoint."""
+        """By checkpoint, of models that are not given up."""
         for name, checkpoint in models.items():
             self._names.setdefault(str(checkpoint), []).append(name)
+        self._is_judging = bool(models)
         self._failures: dict[str, Counter[int]] = {}
         """By checkpoint: the failures of ranks that have not loaded it since then."""
         self._holders: set[int] = set()
+        """Ranks that hold all models."""
         self._num_spared: Counter[int] = Counter()
         """By rank: deaths during a load that it was not blamed for."""
 
-    def spares(self, rank: int) -> bool:
+    def succeeded(self, rank: int) -> None:
+        """A rank holds all models."""
+        self._holders.add(rank)
+        for failures in self._failures.values():
+            failures.pop(rank, None)
+
+    def lost(self, rank: int, *, loading: str | None, ranks: Iterable[int]) -> tuple[Sequence[str], bool]:
+        """A rank has died, perhaps when it was `loading` a model; `ranks` are those that are not retired.
+
+        Returns the model's names, once, if it is the model's fault; and whether the rank is spared the blame.
+        """
+        self._holders.discard(rank)
+        if loading is None or not self._is_judging:
+            return (), False
+        names: Sequence[str] = ()
+        if loading in self._names:
+            failures = self._failures.setdefault(loading, Counter())
+            failures[rank] += 1
+            if max(failures.values()) >= MAX_FAILURES and all(failures[each] for each in ranks):
+                names = tuple(self._names.pop(loading))
+                self.checkpoints = tuple([path for path in self.checkpoints if path != loading])
+        return names, loading not in self.checkpoints or self._is_spared(rank)
+
+    def _is_spared(self, rank: int) -> bool:
         """Whether a rank that died during a load is not to blame this time.
 
         It is to blame if another rank holds all models, or if it has died so too often.
@@ -91,26 +99,3 @@ class Loads:
             return False
         self._num_spared[rank] += 1
         return True
-
-    def succeeded(self, rank: int) -> None:
-        """A rank holds all models."""
-        self._holders.add(rank)
-        for failures in self._failures.values():
-            failures.pop(rank, None)
-
-    def lost(self, rank: int) -> None:
-        """The rank's process, which held models, is gone."""
-        self._holders.discard(rank)
-
-    def failed(self, checkpoint: str, rank: int, *, ranks: Collection[int]) -> tuple[str, ...]:
-        """A rank could not load a model; returns the model's names, once, if it is the model's fault.
-
-        `ranks` are those that are not retired.
-        """
-        if checkpoint not in self._names:
-            return ()
-        failures = self._failures.setdefault(checkpoint, Counter())
-        failures[rank] += 1
-        if max(failures.values()) < MAX_FAILURES or not all(failures[each] for each in ranks):
-            return ()
-        return tuple(self._names.pop(checkpoint))

@@ -6,8 +6,7 @@ from collections.abc import Sequence, Set
 
 from gfgen.runtime.ipc.arenas import RankArenas
 from gfgen.runtime.ipc.messages import Arenas, PeerReplaced, ReplacePeer
-from gfgen.runtime.processes.child import RankProcess
-from gfgen.runtime.processes.lifecycle import GONE, Phase
+from gfgen.runtime.processes.child import GONE, Phase, RankProcess
 
 
 class Meeting:

@@ -1,6 +1,6 @@
 """The processes of a machine: workers, one for each rank, and writers; from their start to their end.
 
-`WorkerPool.turn` is the one loop over their channels. lifecycle.py has the phases of a process. A start turns
+`WorkerPool.turn` is the one loop over their channels. child.py has the phases of a process. A start turns
 the loop until nobody starts any more (starting.py), and a run takes what it brings as events (workers.py). A
 pool outlives a run: the next one starts on warm workers.
 """
@@ -19,9 +19,8 @@ from typing import Any, Protocol, TypeVar
 from gfgen.runtime.ipc.arenas import RankArenas
 from gfgen.runtime.ipc.messages import ModelsSet, PeerReplaced, SetModels, WarmUp, WorkerReady
 from gfgen.runtime.ipc.settings import RankSettings
-from gfgen.runtime.processes.child import Child, Joined, Lost, RankProcess, WriterProcess
+from gfgen.runtime.processes.child import GONE, Child, Joined, Lost, Phase, RankProcess, WriterProcess
 from gfgen.runtime.processes.launcher import Launcher
-from gfgen.runtime.processes.lifecycle import GONE, Phase
 from gfgen.runtime.processes.loads import HeldModels
 from gfgen.runtime.processes.meeting import Meeting
 from gfgen.runtime.processes.watchdog import Patience
@@ -204,7 +203,8 @@ class WorkerPool:
 
     def begin_run(self, steps_at_hand: Callable[[], Sequence[WarmUp]]) -> None:
         """Another run begins: no rank is inside an arena."""
-        self.steps_at_hand, self.models.loads, self.is_stopping = steps_at_hand, None, False
+        self.steps_at_hand, self.is_stopping = steps_at_hand, False
+        self.models.begin_run()
         self.meeting.let_in()
 
     def set_models(self, models: Mapping[str, Path], *, warm_ups: Sequence[WarmUp] = ()) -> None:

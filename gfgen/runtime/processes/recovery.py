@@ -106,23 +106,19 @@ class Rounds:
     """Takes the ranks of a run through the rounds of each recovery."""
 
     def __init__(self, pool: WorkerPool, attempts: Attempts, watchdog: Watchdog) -> None:
-        self.recovery: Recovery | None = None
+        self.recovery = Recovery()
+        """Without ranks if there is nothing to recover from."""
         self._pool = pool
         self._attempts = attempts
         self._watchdog = watchdog
-
-    @property
-    def numbers(self) -> frozenset[int]:
-        """Dispatches that ranks are leaving."""
-        return self.recovery.numbers if self.recovery else frozenset()
 
     def fail(self, worker: RankProcess, fault: TaskFault, *, now_s: float) -> None:
         """A task, or its transfer, failed on one rank: all that take part, and what needs it, stop."""
         if self._attempts.running(fault.number) is None:
             return
-        cause = None if fault.void else Cause(fault.reason)
-        if self.recovery and fault.number in self.recovery.numbers:
-            self.recovery.causes[fault.number] = self.recovery.causes.get(fault.number) or cause
+        cause, recovery = None if fault.void else Cause(fault.reason), self.recovery
+        if fault.number in recovery.numbers:
+            recovery.causes[fault.number] = recovery.causes.get(fault.number) or cause
             return
         if fault.void:
             logger.info("%s: dispatch %d was given up: %s", worker.name, fault.number, fault.reason)
@@ -130,7 +126,6 @@ class Rounds:
 
     def lose(self, rank: int, cause: Cause | None, *, now_s: float) -> Iterator[TaskFailed]:
         """A rank's process is reaped: give up what it was part of."""
-        self.recovery = self.recovery or Recovery()
         self.recovery.dead.add(rank)
         self.give_up(self._attempts.lose(rank, cause), now_s=now_s)
         yield from self._advance(now_s)
@@ -140,20 +135,19 @@ class Rounds:
 
         The ranks that wait for a hung one leave. It does not, and is known by that.
         """
-        if new := set(overdue) - self.numbers:
-            self.recovery = self.recovery or Recovery()
+        if new := set(overdue) - self.recovery.numbers:
             self.recovery.overdue |= set(overdue)
             self.give_up(dict.fromkeys(new), now_s=now_s)
 
     def include(self, *, now_s: float) -> None:
         """A new dispatch may need what is being given up."""
-        if given_up(self.numbers, self._attempts.dispatches) - self.numbers:
+        numbers = self.recovery.numbers
+        if numbers and given_up(numbers, self._attempts.dispatches) - numbers:
             self.give_up({}, now_s=now_s)
 
     def give_up(self, causes: Mapping[int, Cause | None], *, now_s: float) -> None:
         """Ask every rank concerned to leave these dispatches, and all that go with them."""
-        recovery = self.recovery = self.recovery or Recovery()
-        dispatches = self._attempts.dispatches
+        recovery, dispatches = self.recovery, self._attempts.dispatches
         recovery.extend(causes, dispatches)
         lost = [dispatches[number] for number in recovery.numbers]
         recovery.deadline_s = now_s + self._watchdog.time_to_leave_s(lost)
@@ -165,16 +159,14 @@ class Rounds:
     ) -> Iterator[TaskFailed]:
         """A rank has left, or restarted its counts; answers to an earlier, smaller question do not count."""
         recovery = self.recovery
-        if recovery is None or answer.numbers != recovery.numbers:
-            return
-        if isinstance(answer, EdgesRestarted) is recovery.all_have_left:
+        is_current = answer.numbers == recovery.numbers
+        if is_current and isinstance(answer, EdgesRestarted) is recovery.all_have_left:
             recovery.waiting_for.discard(rank)
             yield from self._advance(now_s)
 
     def _advance(self, now_s: float) -> Iterator[TaskFailed]:
         """When all have left, restart the edges between them; when that is done, report what failed."""
         recovery = self.recovery
-        assert recovery is not None
         if not recovery.waiting_for and not recovery.all_have_left:
             recovery.all_have_left = True
             recovery.ask()
@@ -184,7 +176,7 @@ class Rounds:
                 self._pool.workers[rank].tell(RestartEdges(recovery.numbers, peers))
         if recovery.waiting_for:
             return
-        self.recovery = None
+        self.recovery = Recovery()
         recovery.blame()
         for number in sorted(recovery.numbers):
             attempt = self._attempts.running(number)
@@ -197,11 +189,10 @@ class Rounds:
 
     def kill_late(self, now_s: float) -> None:
         """Kill the ranks that do not answer in time."""
-        if self.recovery and now_s > self.recovery.deadline_s:
+        if now_s > self.recovery.deadline_s:
             for rank in self.recovery.waiting_for:
                 self._pool.workers[rank].kill("it hangs in a task that was given up")
 
     def forgive(self, paused_s: float) -> None:
         """The control process did not run for this time, in which it could hear nobody."""
-        if self.recovery:
-            self.recovery.deadline_s += paused_s
+        self.recovery.deadline_s += paused_s

@@ -16,8 +16,7 @@ from typing import Any
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.runtime.ipc.messages import WarmedUp, WarmUp
-from gfgen.runtime.processes.child import Lost, RankProcess
-from gfgen.runtime.processes.lifecycle import STARTS, TRANSITIONS, Phase
+from gfgen.runtime.processes.child import STARTS, TRANSITIONS, Lost, Phase, RankProcess
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted

@@ -48,9 +48,8 @@ from gfgen.runtime.ipc.messages import (
     WarmUp,
 )
 from gfgen.runtime.processes.attempts import Attempt, Attempts, Cause
-from gfgen.runtime.processes.child import Joined, Loaded, Lost, RankProcess, WriterProcess
+from gfgen.runtime.processes.child import GONE, Joined, Loaded, Lost, Phase, RankProcess, WriterProcess
 from gfgen.runtime.processes.job_memory import JobMemory
-from gfgen.runtime.processes.lifecycle import GONE, Phase
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.recovery import Rounds
 from gfgen.runtime.processes.watchdog import Patience, Watchdog
@@ -73,7 +72,6 @@ class Requests(Protocol):
     def take_events(self, now_s: float) -> Sequence[Event]:
         """The requests since the last call, as events of this moment. Their only effect is a turn of the
         loop, which looks at the intake."""
-        ...
 
 
 class ProcessBackend:
@@ -139,7 +137,7 @@ class ProcessBackend:
         self._look_for_hung_processes()
         events += self._writes.give_out_again(self._clock.now_s)
         events += self._clock.due()
-        self._pool.is_stopping = self._pool.is_stopping or any(map(_ends_run, events))
+        self._pool.is_stopping |= any(isinstance(each, StopRequested | ClosingTime) for each in events)
         return events
 
     def submit(self, dispatch: Dispatch) -> None:
@@ -177,7 +175,7 @@ class ProcessBackend:
 
     def stop(self, dispatches: Sequence[Dispatch]) -> None:
         """Let ranks leave unwanted tasks; a rank that does not leave in time is killed and replaced."""
-        numbers, now_s = {each.number for each in dispatches} - self._rounds.numbers, self._clock.now_s
+        numbers, now_s = {each.number for each in dispatches} - self._leaving, self._clock.now_s
         stopped = [attempt for attempt in map(self._attempts.running, numbers) if attempt is not None]
         for attempt in stopped:
             attempt.stop(now_s)
@@ -231,6 +229,11 @@ class ProcessBackend:
         self._memory.close()
         self._writes.close()
 
+    @property
+    def _leaving(self) -> frozenset[int]:
+        """Dispatches that ranks are leaving."""
+        return self._rounds.recovery.numbers
+
     # What processes say ------------------------------------------------------------------------
 
     def _tell_unloadable(self) -> Iterator[LoadFailed]:
@@ -280,7 +283,7 @@ class ProcessBackend:
 
     def _task_done(self, worker: RankProcess, report: TaskReport, now_s: float) -> Iterator[Event]:
         """A rank has done its part, which does not count if the dispatch is being given up."""
-        if report.number in self._rounds.numbers:
+        if report.number in self._leaving:
             return
         times = RankTimes(
             worker.rank,
@@ -292,7 +295,7 @@ class ProcessBackend:
             peak_bytes=report.peak_bytes,
         )
         self._attempts.report(report.number, times, now_s=now_s, do_frames_follow=report.do_frames_follow)
-        for attempt in self._attempts.take_done(report.number, given_up=self._rounds.numbers):
+        for attempt in self._attempts.take_done(report.number, given_up=self._leaving):
             yield TaskDone(now_s, attempt.dispatch.number, attempt.times)
             self._write_what_is_there(attempt)
 
@@ -390,7 +393,3 @@ class ProcessBackend:
             mine = tuple([transfer for transfer in dispatch.transfers if transfer.source == source])
             message = SendState(dispatch.number, dispatch.task.job_id, dispatch.producer, mine)
             self._pool.workers[source].tell(message)
-
-
-def _ends_run(event: Event) -> bool:
-    return isinstance(event, StopRequested | ClosingTime)

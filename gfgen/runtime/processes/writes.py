@@ -18,8 +18,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.events import Event, FramesLost, OutputFailed, OutputWritten
 from gfgen.runtime.files.metadata import describe
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest
-from gfgen.runtime.processes.child import Joined, Lost, WriterProcess
-from gfgen.runtime.processes.lifecycle import Phase
+from gfgen.runtime.processes.child import Joined, Lost, Phase, WriterProcess
 from gfgen.runtime.processes.pool import WorkerPool
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gfgen.errors import InputError
-from gfgen.runtime.control.metrics import percentile
+from gfgen.runtime.core.metrics import percentile
 from gfgen.runtime.report.picture import job_colour, name_rows, save_figure
 from gfgen.runtime.report.timeline import Timeline, place_of, read_timeline
 from gfgen.system.wording import counted, in_words

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gfgen.runtime.control.metrics import Attainment, Latency, Summary
+from gfgen.runtime.core.metrics import Attainment, Latency, Summary
 from gfgen.system.wording import in_words
 
 ALL_TAGS = "all"

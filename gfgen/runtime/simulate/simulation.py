@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.flights import LOOKAHEAD_S
-from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.choosers import ImmediateChooser

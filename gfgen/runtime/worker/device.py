@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -14,7 +18,9 @@ from gfgen.graph import Stage, Task
 from gfgen.models.families.adapter import Adapter, Fields
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.runtime.ipc.messages import Arenas, MemoryUse, RunTask, SendState, WarmUp
-from gfgen.runtime.worker.jobs import Outline, RankJob, Shipment
+from gfgen.runtime.worker.dispatches import Dispatches
+from gfgen.runtime.worker.jobs import Outline, RankJob, Shipment, send_state
+from gfgen.system.allocator import give_back_freed_memory
 
 Thread = Literal["main", "receiver", "sender", "watcher", "frames"]
 
@@ -52,113 +58,119 @@ class Run:
     """The most that was allocated on a GPU while the task was launched."""
 
 
-class Device(Protocol):
-    """Where one rank keeps its models and runs its tasks."""
+class Device:
+    """Where one rank keeps its models and runs its tasks; most steps are none on a CPU."""
 
-    runs_ahead: bool
+    runs_ahead = False
     """`run` and `store_rows` only launch: a thread waits for the end of each task, and another for frames.
     New arenas are mapped by the main thread, because mapping waits for the device."""
-    arena_fds: tuple[int, ...]
+    arena_fds: tuple[int, ...] = ()
     """The control plane hands these to the other ranks."""
-    counts_tokens: bool
+    counts_tokens = False
     """Whether this device can pad texts at almost no cost."""
-    adapters: dict[str, Adapter]
-    endpoint: Any
-    """None before `connect`."""
+
+    def __init__(
+        self,
+        rank: int,
+        adapters: dict[str, Adapter],
+        dispatches: Dispatches,
+        *,
+        load_model: Callable[[str], Adapter],
+    ) -> None:
+        self.adapters = adapters
+        self.endpoint: Any = None
+        """None before `connect`."""
+        self._rank = rank
+        self._dispatches = dispatches
+        self._load_model = load_model
 
     def use(self, thread: Thread) -> None:
         """Prepare the calling thread."""
-        ...
 
     def connect(self, message: Arenas, fds: Sequence[int]) -> None:
         """Map the arenas of all ranks."""
-        ...
+        raise NotImplementedError
 
     def load(self, path: str) -> None:
         """Load the model of this checkpoint."""
-        ...
+        self.adapters[path] = self._load_model(path)
 
     def drop(self, paths: Sequence[str]) -> None:
         """Release models and their memory."""
-        ...
+        for path in paths:
+            del self.adapters[path]
+        gc.collect()
+        give_back_freed_memory()
 
     def warm_up(self, message: WarmUp) -> None:
         """Prepare steps without other ranks. Raises: what the model raises."""
-        ...
 
     def take_in(self, fields: Fields) -> Fields:
         """Copies of fields of a slab on this device."""
-        ...
+        raise NotImplementedError
 
     def fetch(self, work: RankTask) -> None:
-        """Bring the input that this rank lacks. Raises: InputVoidError when it is given up."""
-        ...
+        """Bring the input that this rank lacks. Raises: InputVoidError when it is given up.
+
+        What other ranks send comes last: if the arrival is only enqueued, nothing waits behind it. It is for
+        this attempt alone: if the attempt is given up, it may never arrive, and the next one reads the slab.
+        """
+        job, task, message = work.job, work.task, work.message
+        is_void = partial(self._dispatches.is_void, work.number)
+        job.fetch_constants(task, message.producer, is_void=is_void)
+        if message.transfers:
+            assert message.producer is not None
+            outline = job.await_outline(task, message.producer, is_void=is_void)
+            job.hold(self._receive(message, outline), producer=None)
+        elif task.index > 1 and job.producer != message.producer:
+            assert message.producer is not None
+            job.fetch_latents(task, message.producer)
+
+    def _receive(self, message: RunTask, outline: Outline) -> Fields:
+        """The latents that other ranks send."""
+        raise NotImplementedError
 
     def run(self, work: RankTask) -> Run:
         """Meet the other ranks and execute the task. Raises: InputVoidError when it is given up."""
-        ...
+        raise NotImplementedError
 
     def finish(self, run: Any) -> None:
         """Wait until a run has ended and complete its times.
 
         Raises: InputVoidError when it was given up; the error of an exchange between ranks.
         """
-        ...
 
     def store(self, tensor: torch.Tensor, place: memoryview) -> None:
         """Copy a computed dense tensor into a slab; the copy is complete on return."""
-        ...
+        raise NotImplementedError
 
     def store_rows(self, rows: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a rank's rows of all frames into the writer's memory; complete on return."""
-        ...
+        raise NotImplementedError
 
     def send(self, shipment: Shipment, message: SendState) -> None:
         """Send, or enqueue, state that a job's next task needs on other ranks."""
-        ...
+        send_state(self.endpoint, shipment.fields, message.transfers, dispatch=message.number)
 
     def await_sent(self, message: SendState) -> None:
         """Wait until it has left. Raises: the error of a receiver."""
-        ...
 
     def drain(self) -> None:
         """Wait until the device has done all that the calling thread has launched."""
-        ...
 
     def memory_use(self) -> MemoryUse:
         """The memory that this rank has used since `forget_peaks`."""
-        ...
+        return MemoryUse(peak_host_bytes())
 
     def forget_peaks(self) -> None:
         """Another run begins."""
-        ...
+        reset_host_peak()
 
     def note_shortage(self) -> None:
         """A task ran out of memory: release what is kept for later."""
-        ...
 
     def exit_if_lost(self, error: BaseException) -> None:
         """End the process if the error means that it has lost the device."""
-        ...
-
-
-def bring_input(
-    work: RankTask, receive: Callable[[RunTask, Outline], Fields], *, is_void: Callable[[], bool]
-) -> None:
-    """Bring the input that this rank lacks; `receive` gets what other ranks send.
-
-    `receive` comes last: if the arrival is only enqueued, nothing waits behind it. What arrives is for this
-    attempt alone: if the attempt is given up, it may never arrive, and the next one reads the slab.
-    """
-    job, task, message = work.job, work.task, work.message
-    job.fetch_constants(task, message.producer, is_void=is_void)
-    if message.transfers:
-        assert message.producer is not None
-        outline = job.await_outline(task, message.producer, is_void=is_void)
-        job.hold(receive(message, outline), producer=None)
-    elif task.index > 1 and job.producer != message.producer:
-        assert message.producer is not None
-        job.fetch_latents(task, message.producer)
 
 
 def meet(endpoint: Any, message: RunTask) -> LayoutGroup | None:
@@ -193,3 +205,18 @@ def execute(adapters: Mapping[str, Adapter], work: RankTask, parallel: Parallel 
             return {"latents": adapter.reuse(spec, *inputs, step=task.step)}
         case Stage.DECODE:
             return {"frames": adapter.decode(spec, artifacts["latents"], parallel=parallel)}
+
+
+def peak_host_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Peak of this process's main memory; 0 where the system does not report it."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def reset_host_peak() -> None:
+    """Reset the peak of `peak_host_bytes`, where the kernel allows it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

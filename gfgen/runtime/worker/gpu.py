@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -48,12 +47,19 @@ from gfgen.runtime.ipc.arenas import SIDE_BYTES
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, RunTask, SendState, WarmUp
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.runtime.worker.device import RankTask, Run, Thread, bring_input, execute, meet
+from gfgen.runtime.worker.device import (
+    Device,
+    RankTask,
+    Run,
+    Thread,
+    execute,
+    meet,
+    peak_host_bytes,
+)
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.forwards import Forwards, Kind
-from gfgen.runtime.worker.host import drop_models, peak_host_bytes, reset_host_peak
-from gfgen.runtime.worker.jobs import Outline, Shipment, receive_state, send_state, sum_of
+from gfgen.runtime.worker.jobs import Outline, Shipment, receive_state, sum_of
 from gfgen.runtime.worker.loop import Worker
 from gfgen.runtime.worker.memory import DeviceMemory
 from gfgen.runtime.worker.recorder import CudaRecorder
@@ -99,18 +105,8 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
     return Worker(channel, settings.rank, gpu, dispatches)
 
 
-@dataclass(slots=True)
-class Arrival:
-    """The arrival of state that other ranks send, by the device's clock."""
-
-    begun: torch.cuda.Event
-    """The first of it is there."""
-    ended: torch.cuda.Event
-
-    @property
-    def seconds(self) -> float:
-        milliseconds: float = self.begun.elapsed_time(self.ended)
-        return milliseconds / 1e3
+Arrival = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Of state that other ranks send: the first of it is there; all of it is."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,17 +143,14 @@ class _Streams:
 
     def of(self, thread: Thread) -> torch.cuda.Stream:
         """The stream on which this thread of the worker launches."""
-        match thread:
-            case "main":
-                return self.main
-            case "receiver":
-                return self.arrivals
-            case "sender":
-                return self.departures
-            case "watcher":
-                return self.copies.stream
-            case "frames":
-                return self.frames.stream
+        streams: dict[Thread, torch.cuda.Stream] = {
+            "main": self.main,
+            "receiver": self.arrivals,
+            "sender": self.departures,
+            "watcher": self.copies.stream,
+            "frames": self.frames.stream,
+        }
+        return streams[thread]
 
     def load_transfers(self) -> None:
         """Load the kernels that move state, and take their memory: later, both would wait for the device."""
@@ -171,8 +164,8 @@ class _Streams:
         torch.cuda.synchronize(self.device)
 
 
-class GpuDevice:
-    """A `Device` on the GPU that the settings name."""
+class GpuDevice(Device):
+    """The GPU that the settings name."""
 
     runs_ahead = True
 
@@ -187,15 +180,12 @@ class GpuDevice:
         own_arena: tuple[DeviceArena, int],
         recorder: LaunchRecorder,
     ) -> None:
+        super().__init__(settings.rank, adapters, dispatches, load_model=load_model)
         self.counts_tokens = counted_attention.is_fast(device, torch.bfloat16)
-        self.adapters = adapters
-        self.endpoint: Any = None
         self._own_arena, arena_fd = own_arena
-        self.arena_fds: tuple[int, ...] = (arena_fd,)
+        self.arena_fds = (arena_fd,)
         self._settings = settings
         self._device = device
-        self._dispatches = dispatches
-        self._load_model = load_model
         self._streams = _Streams(device)
         self._memory = DeviceMemory(device, stream=self._streams.main.cuda_stream)
         graphs = Graphs(recorder, device, may_record=settings.ranks.has_graphs)
@@ -224,11 +214,10 @@ class GpuDevice:
         pad_as_others(message, can_pad=self.counts_tokens)
         self._has_peers = len(message.incarnations) > 1
         arenas = dict(zip(message.ranks, fds[:-1], strict=True))
-        rank = self._settings.rank
         self.endpoint = CudaEndpoint(
             self._own_arena,
-            rank=rank,
-            peer_fds={peer: fd for peer, fd in arenas.items() if peer != rank},
+            rank=self._rank,
+            peer_fds={peer: fd for peer, fd in arenas.items() if peer != self._rank},
             incarnations=dict(enumerate(message.incarnations)),
             control_fd=fds[-1],
             tables=self._settings.tuned_tables,
@@ -236,12 +225,9 @@ class GpuDevice:
 
     # Models -----------------------------------------------------------------------------------
 
-    def load(self, path: str) -> None:
-        self.adapters[path] = self._load_model(path)
-
     def drop(self, paths: Sequence[str]) -> None:
         self.forwards.forget()
-        drop_models(self.adapters, paths)
+        super().drop(paths)
         torch.cuda.empty_cache()  # otherwise other models would have to fit into the gaps
 
     def warm_up(self, message: WarmUp) -> None:
@@ -267,7 +253,7 @@ class GpuDevice:
         if self._has_peers and not self._memory.is_known({kind}):
             self._dispatches.await_quiet(work.number)
         with self._memory.launching({kind}):
-            bring_input(work, self._receive, is_void=partial(self._dispatches.is_void, work.number))
+            super().fetch(work)
 
     def _receive(self, message: RunTask, outline: Outline) -> Fields:
         """Enqueue the arrival of latents, which may not be made yet."""
@@ -276,7 +262,7 @@ class GpuDevice:
             begun = self.event(stream)
             timed = _TimedArrivals(self.endpoint, begun)
             fields = receive_state(timed, message.transfers, outline, dispatch=message.number)
-            self._arrival = Arrival(begun, self.event(stream))
+            self._arrival = (begun, self.event(stream))
         return self._arrived(fields)
 
     def take_in(self, fields: Fields) -> Fields:
@@ -306,7 +292,7 @@ class GpuDevice:
         arrived_s = time.monotonic()
         is_step = work.task.stage is Stage.DENOISE
         forward = self.forwards.kind_of(job, message.layout) if is_step else None
-        kinds = task_kinds(work, self._settings.rank, forward)
+        kinds = task_kinds(work, self._rank, forward)
         # accelerate's hooks give memory back to the device when they have copied weights
         is_familiar = not self._settings.ranks.is_offloaded and self._memory.is_familiar(kinds)
         self._get_ready(work, forward, may_block=self._has_peers and not is_familiar)
@@ -381,7 +367,8 @@ class GpuDevice:
         device_s = run.entered.elapsed_time(run.is_there) / 1e3
         run.started_s = run.ended_s - device_s
         run.waited_s += run.begun.elapsed_time(run.entered) / 1e3
-        run.moved_s += 0.0 if run.arrival is None else run.arrival.seconds
+        if run.arrival is not None:
+            run.moved_s += run.arrival[0].elapsed_time(run.arrival[1]) / 1e3
         run.idle_s = None if last_end is None else last_end.elapsed_time(run.entered) / 1e3
 
     def event(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
@@ -402,7 +389,7 @@ class GpuDevice:
         """Enqueue it after the event that follows the latents."""
         if shipment.is_there is not None:
             self._streams.departures.wait_event(shipment.is_there)
-        send_state(self.endpoint, shipment.fields, message.transfers, dispatch=message.number)
+        super().send(shipment, message)
 
     def await_sent(self, message: SendState) -> None:
         self._streams.departures.synchronize()
@@ -427,7 +414,7 @@ class GpuDevice:
         )
 
     def forget_peaks(self) -> None:
-        reset_host_peak()
+        super().forget_peaks()
         self._memory.forget()
 
     def note_shortage(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,24 +38,6 @@ _POLL_S = (0.0, 0.0, 5e-5, 1e-4, 2e-4)
 
 Outline = tuple[Mapping[str, tuple[torch.dtype, tuple[int, ...]]], Mapping[str, Any]]
 """Dtype and shape of each tensor of an artifact, and its scalars."""
-
-
-class Sender(Protocol):
-    """An endpoint of a rank that has state."""
-
-    def send(self, x: torch.Tensor, *, to: int, dispatch: int, label: int = 0) -> None:
-        """Push a tensor to a rank."""
-        ...
-
-
-class Receiver(Protocol):
-    """An endpoint of a rank that lacks state."""
-
-    def recv(
-        self, shape: Sequence[int], dtype: torch.dtype, *, source: int, dispatch: int, label: int = 0
-    ) -> torch.Tensor:
-        """The tensor that a rank sends under this dispatch and label."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +267,8 @@ def fetch(slab: Slab, name: str, version: int, take_in: TakeIn = copied) -> Fiel
     return take_in(shared)
 
 
-def send_state(endpoint: Sender, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:
-    """Send ranges of a job's latents: to each destination its ranges, in order.
+def send_state(endpoint: Any, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:
+    """Send ranges of a job's latents through a rank's endpoint: to each destination its ranges, in order.
 
     It skips fields that the solver does not have yet; the outline of the latents lists those that exist.
     """
@@ -298,9 +280,7 @@ def send_state(endpoint: Sender, fields: Fields, transfers: Sequence[Transfer], 
                 endpoint.send(part.contiguous(), to=destination, dispatch=dispatch, label=label)
 
 
-def receive_state(
-    endpoint: Receiver, transfers: Sequence[Transfer], outline: Outline, *, dispatch: int
-) -> Fields:
+def receive_state(endpoint: Any, transfers: Sequence[Transfer], outline: Outline, *, dispatch: int) -> Fields:
     """Assemble a job's latents from the parts that `send_state` sends on other ranks."""
     listed, scalars = outline
     fields = Fields(scalars=dict(scalars))

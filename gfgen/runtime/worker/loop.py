@@ -88,16 +88,6 @@ class Launched:
     frames_fd: int | None
 
 
-@dataclass(slots=True)
-class Decoded:
-    """Frames on the device, and the writer's memory, which is closed when it has them."""
-
-    work: RankTask
-    frames: Fields
-    """This rank's rows of all of them."""
-    fd: int
-
-
 class Worker:
     """Runs the tasks of one rank on its device."""
 
@@ -110,7 +100,8 @@ class Worker:
         self._tasks: queue.SimpleQueue[tuple[Any, list[int]] | None] = queue.SimpleQueue()
         self._shipments: queue.SimpleQueue[tuple[SendState, Future[Shipment]]] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
-        self._decoded: queue.SimpleQueue[Decoded] = queue.SimpleQueue()
+        self._decoded: queue.SimpleQueue[tuple[RankTask, Fields, int]] = queue.SimpleQueue()
+        """This rank's rows of frames, and the writer's memory, which is closed when it has them."""
         self.last_number = 0
         """The largest dispatch number so far."""
         self.on_main: dict[type, Handler] = {
@@ -372,7 +363,7 @@ class Worker:
         frames = run.made.pop("frames", None)
         if frames is not None and not ahead:
             assert launched.frames_fd is not None
-            self._store(Decoded(work, frames, launched.frames_fd))
+            self._store(work, frames, launched.frames_fd)
         if self._is_publisher(work):
             version, store = work.task.index + 1, self.device.store
             for name, fields in run.made.items():
@@ -394,7 +385,7 @@ class Worker:
         if frames is not None and ahead:
             assert launched.frames_fd is not None
             fd, launched.frames_fd = launched.frames_fd, None
-            self._decoded.put(Decoded(work, frames, fd))
+            self._decoded.put((work, frames, fd))
         self._dispatches.leave(work.number)
 
     def _give_reason(self, number: int, error: Exception) -> None:
@@ -424,35 +415,31 @@ class Worker:
     def _store_frames(self) -> None:
         self.device.use("frames")
         while True:
-            decoded = self._decoded.get()
+            work, frames, fd = self._decoded.get()
             reason = None
             try:
-                self._store(decoded)
+                self._store(work, frames, fd)
             except Exception as error:
                 self.device.exit_if_lost(error)
                 reason = reason_of(error)
             finally:
-                os.close(decoded.fd)
+                os.close(fd)
             with contextlib.suppress(ConnectionError):  # the writer is gone as well
-                self._channel.send(FramesStored(decoded.work.number, reason))
-            del decoded
+                self._channel.send(FramesStored(work.number, reason))
+            del work, frames
 
-    def _store(self, decoded: Decoded) -> None:
-        """Copy this rank's rows of all frames into the writer's memory."""
-        shape = decoded.work.job.start.trajectory.frames_shape
-        if shape is None:
-            self._store_output(decoded)
+    def _store(self, work: RankTask, frames: Fields, fd: int) -> None:
+        """Copy this rank's rows of all frames, and sound, into the writer's memory."""
+        shape = work.job.start.trajectory.frames_shape
+        if shape is not None:
+            target = place_of(frames, mmap.mmap(fd, math.prod(shape)), shape)
+            self.device.store_rows(frames.tensors["frames"], target)
             return
-        target = place_of(decoded.frames, mmap.mmap(decoded.fd, math.prod(shape)), shape)
-        self.device.store_rows(decoded.frames.tensors["frames"], target)
-
-    def _store_output(self, decoded: Decoded) -> None:
-        """Copy pictures and sound into the writer's memory."""
-        for name, place in map_output(decoded.frames, decoded.fd).items():
+        for name, place in map_output(frames, fd).items():
             if name == "frames":
-                self.device.store_rows(decoded.frames.tensors[name], place)
+                self.device.store_rows(frames.tensors[name], place)
             else:
-                place.copy_(decoded.frames.tensors[name])
+                place.copy_(frames.tensors[name])
 
 
 def reason_of(error: BaseException) -> str:

@@ -178,23 +178,19 @@ class Metrics(Observer):
     """Adds up what happens; `summary` may be asked at any time."""
 
     def __init__(self) -> None:
-        self._num_jobs = 0
-        self._num_ranks = 0
-        self._num_skipped = 0
-        self._num_failed = 0
+        self._num_jobs = self._num_ranks = self._num_tasks = self._num_model_changes = 0
+        self._num_ended: Counter[str] = Counter()
+        """By status."""
         self._failures: list[str] = []
-        self._num_cancelled = 0
-        self._num_tasks = 0
         self._latencies = _Latencies()
-        self._deadlines: dict[str, _Verdicts] = defaultdict(_Verdicts)
-        """By tag."""
+        self._num_due: Counter[str] = Counter()
+        self._num_met: Counter[str] = Counter()
+        """By tag: jobs with a deadline, and those of them that met it."""
         self._busy_s: dict[int, float] = defaultdict(float)
         self._waited_s: dict[int, float] = defaultdict(float)
         self._moved_s: dict[int, float] = defaultdict(float)
-        self._first_s = math.inf
-        """The first arrival of a job that has ended."""
-        self._last_s = 0.0
-        self._num_model_changes = 0
+        self._first_s, self._last_s = math.inf, 0.0
+        """The first arrival of a job that has ended, and the last end."""
         self._load_s = 0.0
         self._memory: Mapping[int, MemoryUse] = {}
 
@@ -212,50 +208,45 @@ class Metrics(Observer):
                 self._busy_s[times.rank] += times.ended_s - times.started_s
                 self._waited_s[times.rank] += times.waited_s
                 self._moved_s[times.rank] += times.moved_s
-        self._num_model_changes += isinstance(event, ModelsChanged)
-        if isinstance(event, RankLoaded):
+        elif isinstance(event, ModelsChanged):
+            self._num_model_changes += 1
+        elif isinstance(event, RankLoaded):
             self._load_s += event.load_s
 
     def ended(self, outcome: JobOutcome) -> None:
+        self._num_ended[outcome.status] += 1
         if outcome.status == "skipped":
-            self._num_skipped += 1
             return
         self._first_s = min(self._first_s, outcome.arrival_s)
         self._last_s = max(self._last_s, outcome.ended_s)
         if outcome.status == "done":
             self._latencies.add(outcome.ended_s - outcome.arrival_s)
-        elif outcome.status == "cancelled":
-            self._num_cancelled += 1
-        else:
-            self._num_failed += 1
-            if len(self._failures) < MAX_NAMED:
-                self._failures.append(f"{outcome.info.job_id}: {outcome.error}")
+        elif outcome.status == "failed" and len(self._failures) < MAX_NAMED:
+            self._failures.append(f"{outcome.info.job_id}: {outcome.error}")
         if outcome.met_deadline is not None:
-            self._deadlines[outcome.info.spec.tag or ""].add(is_met=outcome.met_deadline)
+            tag = outcome.info.spec.tag or ""
+            self._num_due[tag] += 1
+            self._num_met[tag] += outcome.met_deadline
 
     def measured(self, use: Mapping[int, MemoryUse]) -> None:
         self._memory = use
 
     def summary(self) -> Summary:
         """The numbers so far."""
-        num_done = self._latencies.num_jobs
-        num_ended = num_done + self._num_failed + self._num_cancelled
-        by_tag = {tag: Attainment(found.num_met, found.num_jobs) for tag, found in self._deadlines.items()}
-        overall = Attainment(
-            sum(met.num_met for met in by_tag.values()), sum(met.num_jobs for met in by_tag.values())
-        )
+        num_skipped, num_ended = self._num_ended["skipped"], self._num_ended.total()
+        by_tag = {tag: Attainment(self._num_met[tag], num_due) for tag, num_due in self._num_due.items()}
         ranks = range(max(self._num_ranks, *(rank + 1 for rank in self._busy_s), 0))
         return Summary(
-            num_done=num_done,
-            num_failed=self._num_failed,
-            num_cancelled=self._num_cancelled,
+            num_done=self._num_ended["done"],
+            num_failed=self._num_ended["failed"],
+            num_cancelled=self._num_ended["cancelled"],
             failures=tuple(self._failures),
-            num_skipped=self._num_skipped,
-            num_unfinished=max(0, self._num_jobs - num_ended),
+            num_skipped=num_skipped,
+            num_unfinished=max(0, self._num_jobs - (num_ended - num_skipped)),
             num_tasks=self._num_tasks,
-            makespan_s=self._last_s - self._first_s if num_ended else 0.0,
+            makespan_s=self._last_s - self._first_s if num_ended > num_skipped else 0.0,
             latency=self._latencies.summary(),
-            deadlines=overall if by_tag else None,
+            deadlines=Attainment(self._num_met.total(), self._num_due.total()) if by_tag else None,
             deadlines_by_tag=by_tag,
             busy_s=tuple(self._busy_s[rank] for rank in ranks),
             waited_s=tuple(self._waited_s[rank] for rank in ranks),
@@ -264,18 +255,6 @@ class Metrics(Observer):
             load_s=self._load_s / max(1, self._num_ranks),
             memory=self._memory,
         )
-
-
-@dataclass(slots=True)
-class _Verdicts:
-    """On the jobs with a deadline that have ended."""
-
-    num_met: int = 0
-    num_jobs: int = 0
-
-    def add(self, *, is_met: bool) -> None:
-        self.num_met += is_met
-        self.num_jobs += 1
 
 
 class _Latencies:
