@@ -473,7 +473,7 @@ def serve_on(
     num_ranks = session.num_own_ranks
     ranks = counted(num_ranks, "rank") if num_ranks else "the ranks of nodes"
     logger.info("ready: %s (%s), policy %s", ranks, device, options.policy.name)
-    arrivals = Arrivals(bridge, observers=[bridge], requests=bridge, chooser=chooser, wrap=bridge.timed)
+    arrivals = Arrivals(bridge, observers=[bridge], requests=bridge, chooser=chooser, on_turn=bridge.turned)
     with contextlib.closing(bridge):
         observers = [LineProgress(), *watchers]
         summary = session.run(todo, observers=observers, arrivals=arrivals, clock=clock)

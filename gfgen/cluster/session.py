@@ -8,9 +8,9 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from gfgen.cluster.backend import ClusterBackend, Links
+from gfgen.cluster.backend import Links
 from gfgen.cluster.driver import Driver, driver_of, start_of
 from gfgen.cluster.fleet import Fleet
 from gfgen.cluster.ray_cluster import RayCluster
@@ -165,11 +165,10 @@ class ClusterSession(Session):
             start=setup.start,
             profile=setup.profile,
             links=Links(inputs, watchers, self._cluster.tell),
-            steering=Steering(intake=arrivals.intake),
+            steering=Steering(intake=arrivals.intake, on_turn=arrivals.on_turn),
             observers=[watchers],
             **records,
         )
-        driver.backend = cast(ClusterBackend, arrivals.wrap(driver.backend))
         stack.callback(self._note_numbers, driver)
         return driver
 

@@ -343,8 +343,7 @@ class Admission:
         self, jobs: Sequence[AdmittedJob], models_bytes: Mapping[Path, int]
     ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         """The jobs for whose LoRAs there is room beside the model and the LoRAs of earlier jobs."""
-        room_bytes = self.room_bytes
-        if room_bytes is None or not any(job.spec.lora for job in jobs):
+        if not any(job.spec.lora for job in jobs) or (room_bytes := self.room_bytes) is None:
             return jobs, ()
         memory = self._lora_memory()
         refused: dict[str, Problem] = {}

@@ -19,7 +19,7 @@ from gfgen.errors import InputError, JobFileError, ModelError
 from gfgen.job.reader import read_job_stream
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.control.control import Backend, Control, Intake, Steering
+from gfgen.runtime.control.control import Control, Intake, Steering
 from gfgen.runtime.control.decider import Chooser
 from gfgen.runtime.control.flights import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
@@ -87,8 +87,8 @@ class Arrivals:
     requests: Requests | None = None
     chooser: Chooser | None = None
     """Replaces the policy's own."""
-    wrap: Callable[[Backend], Backend] = lambda backend: backend
-    """Returns the backend that the loop uses."""
+    on_turn: Callable[[float], None] | None = None
+    """Called with the seconds of each turn of the control loop."""
     watched: Path | None = None
     """The folder that jobs come from."""
 
@@ -282,12 +282,13 @@ class Session:
         return Control(
             jobs,
             state=State(jobs, setup.start, clock=setup.clock, costs=costs),
-            backend=arrivals.wrap(backend),
+            backend=backend,
             policy=options.policy,
             steering=Steering(
                 intake=arrivals.intake,
                 chooser=arrivals.chooser or _chooser(options.policy, stack),
                 residency=self.residency,
+                on_turn=arrivals.on_turn,
             ),
             **records,
         )

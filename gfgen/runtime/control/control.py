@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,6 +83,8 @@ class Steering:
     """With an intake the run goes on until it is asked to stop."""
     chooser: Chooser | None = None
     residency: Residency | None = None
+    on_turn: Callable[[float], None] | None = None
+    """Called with the seconds of each turn, from one wait to the next."""
 
 
 class Control:
@@ -117,6 +120,7 @@ class Control:
         self._jobs = tuple(jobs)
         self._skipped = tuple(skipped)
         self._intake = steering.intake
+        self._on_turn, self._woke_s = steering.on_turn, 0.0
         self._has_warned = False
         """Of a standstill that may end when more jobs come."""
         self._saved: set[str] = set()
@@ -163,6 +167,8 @@ class Control:
             if (snapshot := self.state.choice()) is not None:
                 dispatches = self.dispatch(snapshot)
         self.journal.end_turn(self.clock.turn_s, dispatches)
+        if self._on_turn is not None:
+            self._on_turn(time.perf_counter() - self._woke_s)
 
     def begin(self) -> None:
         """Schedule the arrivals, and tell all observers what is to be done."""
@@ -198,6 +204,7 @@ class Control:
         """Wait for events, or for the time at which to decide what follows a task, and apply them."""
         self.clock.look_s = self.state.flights.next_look_s(self.clock.turn_s)
         events = self.backend.wait(until=self.clock.next_wakeup())
+        self._woke_s = time.perf_counter()
         self.clock.begin_turn()
         for event in events:
             self.record(event)

@@ -9,6 +9,7 @@ fail at a task. Models that do not fit together take turns (residency.py).
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,8 @@ _FRAME_COPIES = 5
 _DECODE_BYTES = 100
 """Peak bytes of an fp32 decode per byte of its frames: 704x1280x81, 219 MB, took 23 GB on an H200."""
 _MAX_CGROUP_DEPTH = 32
+_NO_LIMIT = 1 << 60
+"""Version 1 of cgroups writes a number near 2**63 where there is no limit."""
 LEAST_ADDRESSES_BYTES = 1_500_000_000
 """For a CPU rank with the built-in model: with 1.0 GB it does not start, with 1.3 GB its tasks fail."""
 CONTEXT_BYTES = 600_000_000
@@ -231,8 +234,8 @@ def _problem(job: AdmittedJob, need: int, available: int, *, where: str = "of me
 
 
 def _machine_room(meminfo: Path) -> int | None:
-    fields = _numbers(meminfo)
-    return fields["MemAvailable:"] * 1024 if "MemAvailable:" in fields else None
+    room = _number(meminfo, "MemAvailable:")
+    return None if room is None else room * 1024
 
 
 def _cgroup_rooms(root: Path) -> list[int | None]:
@@ -254,18 +257,21 @@ def _cgroup_rooms(root: Path) -> list[int | None]:
 
 
 def _room(folder: Path, limit_name: str, used_name: str) -> int | None:
-    limit, used = _text(folder / limit_name).strip(), _text(folder / used_name).strip()
-    if not limit.isdigit() or not used.isdigit():
+    limit = _text(folder / limit_name).strip()
+    if not limit.isdigit() or int(limit) >= _NO_LIMIT:
         return None
-    stat = _numbers(folder / "memory.stat")
-    cache = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+    used = _text(folder / used_name).strip()
+    if not used.isdigit():
+        return None
+    stat = folder / "memory.stat"
+    cache = (_number(stat, "inactive_file") or 0) + (_number(stat, "active_file") or 0)
     return max(0, int(limit) - int(used) + cache)
 
 
-def _numbers(path: Path) -> Mapping[str, int]:
-    """The lines of a file that have a name and a number."""
-    pairs = (line.split() for line in _text(path).splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdigit()}
+def _number(path: Path, name: str) -> int | None:
+    """The number behind this name in a file with a name and a number per line."""
+    found = re.search(rf"^{name}\s+(\d+)", _text(path), re.MULTILINE)
+    return None if found is None else int(found[1])
 
 
 def _text(path: Path) -> str:

@@ -17,16 +17,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from gfgen.errors import RunError
-from gfgen.runtime.control.control import Backend
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome, Observer
-from gfgen.server.bridge.loop_hooks import LoopTimer
 from gfgen.server.protocol.link import (
     CancelJobs,
     JobProgress,
@@ -86,7 +84,8 @@ class RunBridge(Observer):
 
     def __init__(self, *, on_policy: Callable[[str], None]) -> None:
         self._on_policy = on_policy
-        self._loop_timer: LoopTimer | None = None
+        self._longest_turn_s, self._num_turns = 0.0, 0
+        """Since the last report."""
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._run_info: RunInfo | None = None
@@ -108,11 +107,6 @@ class RunBridge(Observer):
         self._policy: events.PolicyChanged | None = None
         self._loads: list[events.ModelsChanged | events.RankLoaded | events.RankReady] = []
         """The last ModelsChanged, and the later RankLoaded and RankReady of ranks not lost since."""
-
-    def timed(self, backend: Backend) -> Backend:
-        """The backend, with a timer of the loop's turns."""
-        self._loop_timer = LoopTimer(backend)
-        return cast(Backend, self._loop_timer)
 
     # The supervisor's side --------------------------------------------------------------------------
 
@@ -316,8 +310,13 @@ class RunBridge(Observer):
             self._note(ProgressUpdate(tuple(rows)))
         if ends := self._renewed_ends(snapshot.running):
             self._note(PredictedEnds(ends))
-        if self._loop_timer is not None:
-            self._note(LoopTimings(*self._loop_timer.take()))
+        self._note(LoopTimings(self._longest_turn_s, self._num_turns))
+        self._longest_turn_s, self._num_turns = 0.0, 0
+
+    def turned(self, took_s: float) -> None:
+        """The loop has made a turn."""
+        self._longest_turn_s = max(self._longest_turn_s, took_s)
+        self._num_turns += 1
 
     def _renewed_ends(self, running: Sequence[RunningTask]) -> tuple[tuple[int, float], ...]:
         """The running tasks whose predicted end differs from the last one sent."""

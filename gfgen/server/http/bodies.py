@@ -27,6 +27,7 @@ from gfgen.server.jobs.job_requests import MAX_UPLOADS, Upload, data_url_content
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import RequestKey
 from gfgen.server.protocol.problems import ApiError
+from gfgen.server.protocol.validation import checked
 
 MAX_FIELDS = 64
 MAX_KEY_CHARS = 255
@@ -36,6 +37,7 @@ _BRIEF_BYTES = 1 << 16
 """Smaller bodies are parsed faster than a thread switch takes."""
 _DATA_URL_START = b'"data:image'
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",
     "in": "header",
@@ -118,10 +120,10 @@ def content_kind(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def read_json(request: Request, *, most_bytes: int) -> dict[str, Any]:
-    """Read a small JSON object."""
-    content = await _content(request, most_bytes)
-    return await _parse(content, lambda: _object(content))
+async def read_model(request: Request, model: type[M], *, service: JobService) -> M:
+    """Read a small JSON object as this model."""
+    content = await _content(request, service.limits.json_bytes)
+    return checked(model, await _parse(content, lambda: _object(content)))
 
 
 async def _parse(content: bytes, work: Callable[[], T]) -> T:
@@ -210,6 +212,12 @@ def documented(model: type[BaseModel], *, picture: str | None = None, is_json: b
         properties[picture] = {"type": "string", "format": "binary"}
         content["multipart/form-data"] = {"schema": {**schema, "properties": properties}}
     return {"requestBody": {"required": True, "content": content}, "parameters": [IDEMPOTENCY_KEY]}
+
+
+def json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI description of a small JSON body that `read_model` reads."""
+    content = {"application/json": {"schema": model.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -82,6 +83,7 @@ class Front:
         store = Store(settings.output_dir / STORE_NAME, began_at=time.time())
         try:
             server = self._prepare(settings, store)
+            gc.freeze()  # a collection that visits all imports stops this process for 65 ms
             helpers = [asyncio.create_task(work) for work in self._periodic_tasks()]
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
             hearing = asyncio.create_task(self._hear(reader, framing, rest))

@@ -19,14 +19,6 @@ from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError
 
 EventKind = Literal["image_generation", "image_edit"]
-_PARTIAL: dict[EventKind, Literal["image_generation.partial_image", "image_edit.partial_image"]] = {
-    "image_generation": "image_generation.partial_image",
-    "image_edit": "image_edit.partial_image",
-}
-_COMPLETED: dict[EventKind, Literal["image_generation.completed", "image_edit.completed"]] = {
-    "image_generation": "image_generation.completed",
-    "image_edit": "image_edit.completed",
-}
 WAIT_S = 0.25
 """Longest time after which all pictures of a request are looked at again."""
 _leaving: set[asyncio.Task[list[str]]] = set()
@@ -98,7 +90,7 @@ async def _partial(service: JobService, record: ServedJob, streamed: Streamed, s
     if content is None:
         return None
     image = schemas.PartialImage(
-        type=_PARTIAL[streamed.of],
+        type=f"{streamed.of}.partial_image",  # type: ignore[arg-type]  # pydantic checks it
         b64_json=(await asyncio.to_thread(base64.b64encode, content)).decode(),
         created_at=int(service.now()),
         id=record.facts.id,
@@ -114,7 +106,7 @@ async def _completed(service: JobService, job_id: str, streamed: Streamed) -> by
     stored = done_job(service, job_id)
     kind = streamed.asked_for.output_format
     image = schemas.CompletedImage(
-        type=_COMPLETED[streamed.of],
+        type=f"{streamed.of}.completed",  # type: ignore[arg-type]
         b64_json=await base64_of(service, stored, kind),
         created_at=int(service.now()),
         id=job_id,

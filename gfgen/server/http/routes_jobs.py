@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
-from gfgen.server.http.bodies import Body, documented, read_body, read_json, request_key
+from gfgen.server.http.bodies import Body, documented, json_body, read_body, read_model, request_key
 from gfgen.server.http.keys import Access
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import files
@@ -21,7 +21,7 @@ from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import JobFacts, StoredJob
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import checked, opened
+from gfgen.server.protocol.validation import opened
 
 logger = logging.getLogger(__name__)
 
@@ -219,18 +219,13 @@ _CANCEL = responses(400, 404, 503, 507)
     "/{job_id}",
     response_model=schemas.Job,
     responses=responses(400, 404, 408, 409, 413, 503, 507),
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": schemas.JobChange.model_json_schema()}},
-        }
-    },
+    openapi_extra=json_body(schemas.JobChange),
     summary="Change the priority of a job",
 )
 async def change_job(request: Request, service: Service, job_id: JobId) -> Response:
     """Policies that use priorities apply it from the next step on."""
     _found(service, job_id)
-    change = checked(schemas.JobChange, await read_json(request, most_bytes=service.limits.json_bytes))
+    change = await read_model(request, schemas.JobChange, service=service)
     await service.set_priority(job_id, change.priority)
     return _found(service, job_id).job().response()
 

@@ -9,7 +9,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gfgen.errors import OutputError, PolicyError
 from gfgen.policies.catalog import BUILT_IN, load_policy
-from gfgen.server.http.bodies import read_json
+from gfgen.server.http.bodies import json_body, read_model
 from gfgen.server.http.guard import COOKIE
 from gfgen.server.http.routes_jobs import Service
 from gfgen.server.http.streams import state_stream
@@ -17,7 +17,6 @@ from gfgen.server.jobs.prometheus import CONTENT_TYPE
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import checked
 
 router = APIRouter(tags=["server"])
 ROUTERS = (router,)
@@ -122,19 +121,14 @@ async def get_policy(service: Service) -> Response:
     "/v1/policy",
     response_model=schemas.PolicyState,
     responses=responses(400, 408, 413, 503),
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": schemas.PolicyRequest.model_json_schema()}},
-        }
-    },
+    openapi_extra=json_body(schemas.PolicyRequest),
     summary="Change the policy",
 )
 async def set_policy(request: Request, service: Service) -> Response:
     """Accepts a built-in policy with its options. Running steps finish; the new policy decides the next."""
     _check_admin(service)
     service.check_ready()
-    requested = checked(schemas.PolicyRequest, await read_json(request, most_bytes=service.limits.json_bytes))
+    requested = await read_model(request, schemas.PolicyRequest, service=service)
     name = requested.policy.partition(",")[0].strip()
     if name not in BUILT_IN:  # others would be looked for among the server's files
         raise ApiError(400, f"policy: built-in ones are accepted: {', '.join(BUILT_IN)}", param="policy")
@@ -171,20 +165,13 @@ async def follow_state(request: Request, service: Service) -> Response:
     status_code=204,
     response_class=Response,
     responses=responses(400, 408, 413),
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": schemas.SessionRequest.model_json_schema()}},
-        }
-    },
+    openapi_extra=json_body(schemas.SessionRequest),
     summary="Exchange the key for a cookie",
 )
 async def open_session(request: Request, service: Service) -> Response:
     """The page sends this cookie with its later requests, including those for pictures and streams."""
     keys = request.app.state.keys
-    requested = checked(
-        schemas.SessionRequest, await read_json(request, most_bytes=service.limits.json_bytes)
-    )
+    requested = await read_model(request, schemas.SessionRequest, service=service)
     if (access := keys.by_key(requested.api_key)) is None:
         await request.app.state.wrong_keys.slow_down(request.scope)
         raise ApiError(401, "the key is wrong")

@@ -63,7 +63,7 @@ class RunFollower:
                 jobs.append(admitted[0])
         for owner in (None, *self._service.owners):
             ended = self._store.last_ended(MAX_SHOWN_FINISHED, owner)
-            self._mirror.show_finished(owner, [self._service.served(stored).shown() for stored in ended])
+            self._mirror.show_finished(owner, map(self._service.served, ended))
         self._mirror.add(records)
         self._service.submit(jobs)
         self._service.send(OpenJobIds(tuple(job.job_id for job in jobs)))

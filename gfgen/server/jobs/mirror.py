@@ -81,7 +81,7 @@ class RunMirror:
         self.records: dict[str, ServedJob] = {}
         """Open jobs in the order of acceptance."""
         self.recent: OrderedDict[str, ServedJob] = OrderedDict()
-        self._finished: dict[str | None, deque[schemas.Job]] = {}
+        self._finished: dict[str | None, deque[ServedJob]] = {}
         """The last jobs of each owner, and of all as None; most recent first."""
         self.lanes = RankLanes(0, started_at=self.began_at)
         self.policy = schemas.PolicyState(policy="", deciding="", available=list(BUILT_IN))
@@ -267,7 +267,7 @@ class RunMirror:
         while len(self.recent) > MAX_RECENT:
             self.recent.popitem(last=False)
         for owner in {None, record.facts.owner}:
-            self._finished_of(owner).appendleft(record.shown())
+            self._finished_of(owner).appendleft(record)
         self._observer.ended(record)
         self._is_forecast_due = True
         return record
@@ -278,13 +278,14 @@ class RunMirror:
             self.recent.pop(job_id, None)
         gone = set(job_ids)
         for owner, jobs in self._finished.items():
-            self._finished[owner] = deque((job for job in jobs if job.id not in gone), MAX_SHOWN_FINISHED)
+            left = (record for record in jobs if record.facts.id not in gone)
+            self._finished[owner] = deque(left, MAX_SHOWN_FINISHED)
 
-    def show_finished(self, owner: str | None, jobs: Iterable[schemas.Job]) -> None:
+    def show_finished(self, owner: str | None, jobs: Iterable[ServedJob]) -> None:
         """Jobs of this owner, or of all, that ended before; most recent first."""
         self._finished_of(owner).extend(jobs)
 
-    def _finished_of(self, owner: str | None) -> deque[schemas.Job]:
+    def _finished_of(self, owner: str | None) -> deque[ServedJob]:
         return self._finished.setdefault(owner, deque(maxlen=MAX_SHOWN_FINISHED))
 
     def forecast(self) -> None:
@@ -336,7 +337,7 @@ class RunMirror:
             open=[record.shown() for record in _shown_open(opened)],
             num_open=len(opened),
             max_open=self._max_open,
-            finished=list(self._finished_of(owner)),
+            finished=[record.shown() for record in self._finished_of(owner)],
             streams=self.num_streams,
         )
 
