@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,9 @@ from training.sampling import Recipe
 
 SHAPES = Path("gfgen/models/weights/shapes")
 SHARE = 0.4
-MEASURED_STEPS = (8, 12, 30)
+MEASURED_STEPS = (30, 12, 8)
+NUM_QUESTIONS, NUM_PICTURES = 500, 70
+"""Held-out prompts of the model's card, and the 128x128 pictures among them."""
 CURVES = {
     30: (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8),
     20: (0.1, 0.15, 0.3, 0.5, 0.6),
@@ -47,36 +50,29 @@ Row = dict[str, Any]
 
 
 def reused_latents(
-    parts: Parts, asked: Sequence[Question], num_steps: int, reused: Collection[int], recipe: Recipe
+    parts: Parts,
+    asked: Sequence[Question],
+    num_steps: int,
+    reused: Collection[int],
+    recipe: Recipe,
+    *,
+    guidance_only: bool = False,
 ) -> Tensor:
-    """Latents of prompts, sampled together; some steps extrapolate, as jobs with `reuse` do."""
+    """Latents of prompts, sampled together; some steps extrapolate, as jobs with `reuse` do.
+
+    guidance_only: these steps extrapolate the branch without the prompt alone.
+    """
     kept = Fields()
 
     def flow(step: int, evaluate: Callable[[int], Tensor]) -> Tensor:
         nonlocal kept
         if step in reused:
-            return extrapolated(kept, step=step)[0]
-        output, before, kept = guided_flow(evaluate, recipe), kept, Fields()
-        keep_outputs(kept, before, [output], step=step)
-        return output
-
-    return sampled(parts, asked, num_steps, recipe, flow)
-
-
-def guidance_latents(
-    parts: Parts, asked: Sequence[Question], num_steps: int, reused: Collection[int], recipe: Recipe
-) -> Tensor:
-    """The same if only the branch without the prompt is extrapolated in these steps."""
-    kept = Fields()
-
-    def flow(step: int, evaluate: Callable[[int], Tensor]) -> Tensor:
-        nonlocal kept
-        if step in reused:
-            (unguided,) = extrapolated(kept, step=step)
+            (output,) = extrapolated(kept, step=step)
         else:
-            unguided, before, kept = evaluate(1), kept, Fields()
-            keep_outputs(kept, before, [unguided], step=step)
-        return unguided + recipe.guidance_scale * (evaluate(0) - unguided)
+            output = evaluate(1) if guidance_only else guided_flow(evaluate, recipe)
+            before, kept = kept, Fields()
+            keep_outputs(kept, before, [output], step=step)
+        return output + recipe.guidance_scale * (evaluate(0) - output) if guidance_only else output
 
     return sampled(parts, asked, num_steps, recipe, flow)
 
@@ -120,7 +116,7 @@ def curve_rows(parts: Parts, asked: Sequence[Question], ratios: Sequence[float])
             middle = range(NUM_FIRST, num_steps - NUM_LAST)
             number = min(len(middle), round(2 * share * num_steps))
             reused = tuple(middle[int((place + 0.5) * len(middle) / number)] for place in range(number))
-            latents = guidance_latents(parts, asked, num_steps, reused, VIDEO)
+            latents = reused_latents(parts, asked, num_steps, reused, VIDEO, guidance_only=True)
             yield row("guidance", number / num_steps / 2, latents)
         for name, detail, config in cases(num_steps, ratios):
             latents, saved = cached_latents(parts, asked, num_steps, VIDEO, config)
@@ -197,13 +193,14 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 
 
 def asked_of(frames: int, count: int) -> list[Question]:
-    """Held-out prompts of one size."""
-    return [q for q in questions(500) if (q.width, q.height, q.frames) == (128, 128, frames)][:count]
+    """Held-out prompts of one size; for more pictures than the model's card has, other prompts."""
+    asked = questions(NUM_QUESTIONS * math.ceil(max(1, count) / NUM_PICTURES))
+    return [q for q in asked if (q.width, q.height, q.frames) == (128, 128, frames)][:count]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reuse", description=__doc__)
-    parser.add_argument("--videos", type=int, default=4)
+    parser.add_argument("--videos", type=int, default=4, help="0 measures no PSNR of videos")
     parser.add_argument("--pictures", type=int, default=70)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--chart", type=Path)
@@ -211,10 +208,13 @@ def main() -> None:
     torch.set_num_threads(1)
     parts = load(SHAPES)
     remember_prompts(parts.transformer)
-    videos = asked_of(VIDEO.frames, options.videos + 1)
-    ratios = mag_ratios(parts, videos.pop(), CHART_STEPS, VIDEO)
+    ways: list[Iterator[Row]] = []
+    if options.videos:
+        videos = asked_of(VIDEO.frames, options.videos + 1)
+        ways.append(curve_rows(parts, videos, mag_ratios(parts, videos.pop(), CHART_STEPS, VIDEO)))
+    ways.append(measured_rows(parts, asked_of(1, options.pictures)))
     rows: list[Row] = []
-    for made in (curve_rows(parts, videos, ratios), measured_rows(parts, asked_of(1, options.pictures))):
+    for made in ways:
         for row in made:
             rows.append(row)
             options.output.with_suffix(".json").write_text(json.dumps(rows) + "\n")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gfgen.cli.options import trust_code_option
+from gfgen.cli.options import A_MODEL, Named, trust_code_option
 from gfgen.errors import InputError, JobFileError, ModelError
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import JobSpec
@@ -83,7 +83,7 @@ def _pipelines() -> dict[str, tuple[str, str]]:
 
 @models.command("make-tiny")
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
-@click.argument("names", nargs=-1)
+@click.argument("names", nargs=-1, type=Named(*TINY_NAMES))
 def make_tiny(directory: Path, names: tuple[str, ...]) -> None:
     """Write small pipelines with random weights to DIRECTORY: all of them, or NAMES.
 
@@ -98,7 +98,7 @@ def make_tiny(directory: Path, names: tuple[str, ...]) -> None:
 
 
 @models.command("check")
-@click.argument("model")
+@click.argument("model", type=A_MODEL)
 @click.option(
     "--job", default="{}", metavar="JSON", help="Fields of the job to try, such as '{\"frames\": 5}'."
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from gfgen import log
 from gfgen.errors import InputError
@@ -21,8 +22,9 @@ from gfgen.job.fields import parse_duration
 from gfgen.job.shared import parse_loras, parse_overrides
 from gfgen.job.source import JobSource
 from gfgen.layout import MAX_RANKS
-from gfgen.models.families.registry import DEFAULT_MODEL
+from gfgen.models.families.registry import DEFAULT_MODEL, MODELS
 from gfgen.models.geometry.weights import VAE_DTYPES
+from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.control.flights import LOOKAHEAD_S
 from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS, DEVICES
 from gfgen.runtime.files.start import GRACE_S
@@ -74,6 +76,24 @@ class Duration(click.ParamType[float]):
         return seconds
 
 
+class Named(click.ParamType[str]):
+    """Any text. Shells complete it to one of these names or, where none begins so, to a file."""
+
+    name = "text"
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in self._names if name.startswith(incomplete)]
+        return found or [CompletionItem(incomplete, type="file")]
+
+
+A_MODEL, A_POLICY = Named(*(model.name for model in MODELS)), Named(*BUILT_IN)
+
+
 def taken_as(name: str, kind: type[Any], *options: Option) -> Option:
     """A decorator that adds options, and gives them to the command as one argument: `kind`, a dataclass.
 
@@ -105,12 +125,17 @@ def all_of(*options: Option) -> Option:
 
 model_option = click.option(
     "--model",
+    type=A_MODEL,
     default=DEFAULT_MODEL,
     show_default=True,
     help="Model for jobs without one: a name from 'gfgen models', a directory or a hub id.",
 )
 policy_option = click.option(
-    "--policy", default="auto", show_default=True, help="NAME[,option=value...]; 'gfgen policies' lists them."
+    "--policy",
+    type=A_POLICY,
+    default="auto",
+    show_default=True,
+    help="NAME[,option=value...]; 'gfgen policies' lists them.",
 )
 profile_option = click.option(
     "--profile",
@@ -379,7 +404,7 @@ class JobOptions:
 job_options = taken_as(
     "jobs",
     JobOptions,
-    click.argument("jobs", metavar="[JOBS]...", nargs=-1),
+    click.argument("jobs", metavar="[JOBS]...", nargs=-1, type=Named()),
     click.option(
         "--prompt",
         "-p",
@@ -408,6 +433,7 @@ job_options = taken_as(
         "--lora",
         "loras",
         multiple=True,
+        type=Named(),
         metavar="FILE[:SCALE]",
         help="LoRA for jobs that name none: a file, a folder or a hub id. May be repeated.",
     ),

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from gfgen.cli.options import JobOptions, configure_log, job_options, model_option, profile_option
+from gfgen.cli.options import A_POLICY, JobOptions, configure_log, job_options, model_option, profile_option
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import (
     NodesType,
@@ -51,6 +51,7 @@ ON_NODES = ("auto", "edf", "makespan", "srtf", "triage")
 @click.option(
     "--policy",
     "policies",
+    type=A_POLICY,
     multiple=True,
     help="Consider only this policy, NAME[,option=value...]. Repeatable. [all built-in ones except legacy]",
 )

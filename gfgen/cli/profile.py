@@ -20,7 +20,7 @@ import click
 from gfgen.bench import profiling
 from gfgen.bench.profiling import Measurement, Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
-from gfgen.cli.options import RankOptions, configure_log, rank_options
+from gfgen.cli.options import A_MODEL, Named, RankOptions, configure_log, rank_options
 from gfgen.cli.shown.board import Board, Line, has_cursor
 from gfgen.cli.shown.prediction import known_here
 from gfgen.errors import InputError, InterruptedRunError
@@ -67,10 +67,11 @@ _LOADING_S = 15.0
 
 
 @click.command()
-@click.argument("jobs", metavar="[JOBS]", required=False)
+@click.argument("jobs", metavar="[JOBS]", required=False, type=Named())
 @click.option(
     "--model",
     "models",
+    type=A_MODEL,
     multiple=True,
     help="Model for jobs without one. Without JOBS: model to measure; repeatable. "
     f"[{DEFAULT_MODEL}; on GPUs {', '.join(_MEASURED_MODELS[True])}]",

@@ -18,6 +18,7 @@ import click
 
 from gfgen import log
 from gfgen.cli.options import (
+    A_MODEL,
     Duration,
     LogOptions,
     NamedPath,
@@ -216,6 +217,7 @@ _api_options = taken_as(
 @click.option(
     "--model",
     "models",
+    type=A_MODEL,
     multiple=True,
     metavar="NAME",
     help="Model to serve: a name from 'gfgen models', a directory or a hub id. Repeatable. "

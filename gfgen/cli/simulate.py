@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from gfgen.cli.options import JobOptions, configure_log, job_options, model_option, profile_option
+from gfgen.cli.options import A_POLICY, JobOptions, configure_log, job_options, model_option, profile_option
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
 from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
@@ -45,6 +45,7 @@ TRACE_NAME = "trace.json"
 @click.option(
     "--policy",
     "policies",
+    type=A_POLICY,
     multiple=True,
     default=("auto",),
     show_default=True,

@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 
-from gfgen.cli.main import main
+from gfgen.cli.main import cli, main
 from gfgen.session.packages import COMPUTING, LORAS, SERVING, VIDEOS
 
 
@@ -85,6 +86,21 @@ def test_an_output_folder_that_cannot_be_written_is_named(capsys, job_file, tiny
     )
     assert code == 2
     assert "--output /proc/here: cannot write there" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "incomplete", "found"),
+    [
+        (["run"], "jo", ("jo", "file")),
+        (["run", "--policy"], "tri", ("triage", "plain")),
+        (["check", "--model"], "sha", ("shapes", "plain")),
+        (["run", "--model"], "models/", ("models/", "file")),
+        (["status"], "out", ("out", "file")),
+    ],
+)
+def test_shells_complete_files_models_and_policies(words, incomplete, found):
+    (item,) = ShellComplete(cli, {}, "gfgen", "_GFGEN_COMPLETE").get_completions(words, incomplete)
+    assert (item.value, item.type) == found
 
 
 def test_policies_says_what_each_is_for(capsys):

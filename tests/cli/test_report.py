@@ -67,7 +67,12 @@ def test_the_text_counts_jobs_names_failures_and_how_to_run_them_again(capsys, f
     assert "files     1 MP4, 1 PNG, 4.0 MB" in lines
     assert "deadlines 1 of 2 met" in lines
     assert "failed    owl: NaN in step 3" in lines
-    assert lines[-1] == "again     gfgen run jobs.jsonl -o out --failed, with the options that the run had"
+    assert lines[-1].startswith("again     gfgen run jobs.jsonl -o out --failed, with the ")
+
+
+def test_failed_prompts_of_the_command_line_have_a_command_too(capsys, folder):
+    (folder / "manifest.jsonl").write_text(json.dumps(line("owl", status="failed", job_file="-")) + "\n")
+    assert "again     gfgen run ... -o out --failed" in gfgen(capsys, "report", "out")[1]
 
 
 def test_json_has_every_line_of_the_manifest(capsys, folder):

@@ -29,8 +29,8 @@ def given_up(*jobs, policy, **options):
 @pytest.mark.parametrize("policy", ["edf", "triage", "auto"])
 @pytest.mark.parametrize(
     ("deadline_s", "found"),
-    [(30.0, (0, True)), (13.2, (2, True)), (5.0, (0, False))],
-    ids=["in time", "in time without some", "late in any case"],
+    [(30.0, (0, True)), (13.2, (2, True)), (10.9, (0, False)), (5.0, (0, False))],
+    ids=["in time", "in time without some", "late even without all", "late in any case"],
 )
 def test_a_job_gives_up_as_few_steps_as_its_deadline_takes(policy, deadline_s, found):
     """Fifteen tasks of a second each; costs are known from a first job."""
@@ -38,6 +38,20 @@ def test_a_job_gives_up_as_few_steps_as_its_deadline_takes(policy, deadline_s, f
     job = late_job("a", arrival_s=20.0, deadline_s=deadline_s)
     outcomes, _ = given_up(first, job, policy=policy)
     assert outcomes["a"] == found
+
+
+@pytest.mark.parametrize("policy", ["edf", "triage", "auto"])
+def test_a_job_that_has_become_hopeless_gives_up_no_more_steps(policy):
+    """Its steps take ten times as long from the sixth on."""
+
+    def slower(dispatch):
+        is_slow = dispatch.task.job_id == "a" and (dispatch.task.step or 0) >= 5
+        return seconds_of(dispatch) * (10 if is_slow else 1)
+
+    first, job = make_job("first", steps=12), late_job("a", arrival_s=20.0, deadline_s=13.2)
+    recorder = simulate([first, job], policy=policy, num_ranks=1, task_s=slower)
+    given_up = [each.task.step for each in recorder.dispatches if each.task.stage is Stage.REUSE]
+    assert given_up == [3, 5]
 
 
 @pytest.mark.parametrize("policy", ["edf", "triage"])

@@ -10,16 +10,19 @@ from typing import Any
 
 import click
 
-from gfgen.cli.options import JobOptions, configure_log, job_options
+from gfgen.cli.options import JobOptions, Named, configure_log, job_options
 from gfgen.cli.remote.target import find_target, live_folders
 from gfgen.cli.remote.top import MAX_COLUMNS, watch
 from gfgen.system.wording import counted, first_of
 
 MAX_STATUS_ROWS = 40
 
-_target_argument = click.argument("target", metavar="[TARGET]", required=False, envvar="GFGEN_TARGET")
+_target_argument = click.argument(
+    "target", metavar="[TARGET]", required=False, envvar="GFGEN_TARGET", type=Named()
+)
 _target_option = click.option(
     "--target",
+    type=Named(),
     metavar="TARGET",
     help="A run's output folder, a watched folder or a server's URL. [what runs below ./outputs]",
 )

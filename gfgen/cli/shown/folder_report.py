@@ -66,12 +66,15 @@ class JobReport:
         return self.line.get("timings") or {}
 
     @property
+    def num_frames(self) -> int:
+        return int((self.line.get("shape") or {}).get("frames") or 1)
+
+    @property
     def facts(self) -> str:
         """Such as '128x128, 17 frames, 8 steps, seed 7, shapes'."""
         shape = self.line.get("shape") or {}
-        frames = shape.get("frames") or 1
         facts = [f"{shape.get('width')}x{shape.get('height')}"]
-        facts += [f"{frames} frames"] if frames > 1 else []
+        facts += [f"{self.num_frames} frames"] if self.num_frames > 1 else []
         facts += [
             f"{self.line.get('steps')} steps",
             f"seed {self.line.get('seed')}",
@@ -104,11 +107,12 @@ class FolderReport:
 
     @property
     def again(self) -> str | None:
-        """The command that runs failed jobs again; None if none failed, or if their job file is not known."""
-        files = {str(job.line.get("job_file")) for job in self.failed} - {"None", "-"}
-        paths = [(self.folder / file) for file in sorted(files)]
-        named = " ".join(_short(path) for path in paths if path.is_file())
-        return f"gfgen run {named} -o {self.folder} --failed" if named else None
+        """The command that runs failed jobs again; None if none failed, or if their job file is gone."""
+        files = {str(job.line.get("job_file")) for job in self.failed}
+        paths = [(self.folder / file) for file in sorted(files - {"None", "-"})]
+        named = [_short(path) for path in paths if path.is_file()]
+        named += ["..."] if "-" in files else []  # prompts, or standard input
+        return f"gfgen run {' '.join(named)} -o {self.folder} --failed" if named else None
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
@@ -132,7 +136,7 @@ class FolderReport:
         for job in self.failed:
             yield f"failed    {job.job_id}: {job.line.get('error')}"
         if self.again is not None:
-            yield f"again     {self.again}, with the options that the run had"
+            yield f"again     {self.again}, with the prompts and options that the run had"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -208,7 +212,7 @@ def _card(job: JobReport, links: _Links, number: int) -> str:
             if inside
             else html.escape(path.name)
         )
-        badge = '<span class="kind">video</span>' if path.suffix == ".mp4" else ""
+        badge = '<span class="kind">video</span>' if job.num_frames > 1 else ""
         picture = f'<a href="{html.escape(url)}">{shown}{badge}</a>'
     rows = [f'<p class="prompt">{html.escape(str(job.line.get("prompt")))}</p>']
     if negative := job.line.get("negative_prompt"):

@@ -175,6 +175,7 @@ class ServedJob:
             stage_durations=None if work is None else work.timings["stages_s"],
             rank_s=round(self.rank_s if work is None else work.timings.get("rank_s") or 0.0, 3),
             peak_memory_mb=None if work is None else work.peak_memory_mb,
+            steps_reused=None if work is None else work.steps_reused,
             owner=facts.owner,
             content_url=url,
             thumbnail_url=None if url is None else f"{url}?variant=thumbnail",

@@ -134,10 +134,11 @@ class Work:
     timings: Mapping[str, Any]
     shape: Mapping[str, int | None]
     peak_memory_mb: float | None = None
+    steps_reused: int | None = None
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Work:
-        return cls(entry["timings"], entry["shape"], entry.get("peak_memory_mb"))
+        return cls(entry["timings"], entry["shape"], entry.get("peak_memory_mb"), entry.get("steps_reused"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -556,7 +557,8 @@ def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> None:
 
 _COLUMNS = (
     "seq, facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, "
-    "error_message, json_extract(manifest, '$.timings', '$.shape', '$.peak_memory_mb')"
+    "error_message, json_extract(manifest, '$.timings', '$.shape', '$.peak_memory_mb', "
+    "'$.steps_reused')"
 )
 _BATCH_COLUMNS = ", ".join(field.name for field in fields(BatchRow))
 

@@ -203,6 +203,9 @@ class Job(ResponseModel):
     peak_memory_mb: float | None = Field(
         None, description="Peak of torch's memory on one of its GPUs in MiB, of a job that has ended."
     )
+    steps_reused: int | None = Field(
+        None, description="Steps that ran without the transformer, of a job with `reuse` that has ended."
+    )
     owner: str | None = Field(None, description="Name of the API key that it came with; null for the admin.")
     content_url: str | None = Field(None, description="Path of the finished file.")
     thumbnail_url: str | None = Field(None, description="Path of its thumbnail.")
