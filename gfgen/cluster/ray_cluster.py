@@ -452,6 +452,8 @@ def connected(address: str) -> Any:
     if address not in (LOCAL, AUTO):
         _check_reachable(address)
     options: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
+    if address == LOCAL:  # else ranks get what other processes of the machine leave
+        options["_system_config"] = {"worker_niceness": 0}
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, namespace="gfgen", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
