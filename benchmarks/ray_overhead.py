@@ -19,7 +19,8 @@ from typing import Any
 import click
 
 from gfgen.cluster.member import MemberOptions
-from gfgen.cluster.ray_cluster import LOCAL, RayCluster, RayOptions
+from gfgen.cluster.ray_cluster import LOCAL, RayCluster
+from gfgen.cluster.ray_node import RayOptions
 from gfgen.cluster.session import ClusterSession
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.flights import LOOKAHEAD_S

@@ -27,7 +27,12 @@ class FakeRay:
 
     def nodes(self) -> list[dict[str, Any]]:
         return [
-            {"NodeID": ray_id, "Alive": True, "Resources": resources, "NodeManagerHostname": ray_id}
+            {
+                "NodeID": ray_id,
+                "Alive": True,
+                "Resources": {"CPU": 4.0, **resources},
+                "NodeManagerHostname": ray_id,
+            }
             for ray_id, resources in self.machines.items()
         ]
 

@@ -130,7 +130,7 @@ def test_a_missing_ray_is_one_line(failing, monkeypatch):
     ("options", "line"),
     [
         (["--shared"], "--shared goes with --ray"),
-        (["--ray", "auto", "--dry-run"], "--dry-run goes with one machine; leave out --ray"),
+        (["--ray", "local", "--ray-scale"], "--ray-scale goes with a cluster that has an autoscaler"),
         (["--ray", "auto", "--ray-resources", "h200"], "--ray-resources h200: JSON like"),
         (
             ["--ray", "auto", "--policy", "own.py"],
