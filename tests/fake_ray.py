@@ -1,7 +1,8 @@
-"""Ray in this process: actors are objects, and calls run when their result is asked for."""
+"""Ray in this process: actors are objects, and calls run at once."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,12 @@ class FakeRay:
 
     def nodes(self) -> list[dict[str, Any]]:
         return [
-            {"NodeID": ray_id, "Alive": True, "Resources": resources, "NodeManagerHostname": ray_id}
+            {
+                "NodeID": ray_id,
+                "Alive": True,
+                "Resources": {"CPU": 4.0, **resources},
+                "NodeManagerHostname": ray_id,
+            }
             for ray_id, resources in self.machines.items()
         ]
 
@@ -55,4 +61,16 @@ class Handle:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._actor, name)
-        return SimpleNamespace(remote=lambda *arguments: lambda: method(*arguments))
+
+        def remote(*arguments: Any) -> Any:
+            try:
+                result = method(*arguments)
+            except Exception as raised:
+                return partial(_raise, raised)
+            return lambda: result
+
+        return SimpleNamespace(remote=remote)
+
+
+def _raise(error: Exception) -> None:
+    raise error

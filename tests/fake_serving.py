@@ -3,29 +3,39 @@
     python -m fake_serving PORT FOLDER [option=value ...]
 
 serves `fake-video` and `fake-image` on two ranks. A step takes `flow_shift` seconds if a job gives it,
-and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key`, `ranks`,
-`keys` (NAME:KEY,...), `strict`, `alias`, `public_url`, `origin`, `access_log`, `webhook_host` and
-`webhook_secret`. With
-FAKE_HASTE in the environment jobs have eight steps at most, which take no time.
+and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key`, `ranks`, `nodes` (of a
+cluster; a job takes `flow_shift` seconds there), `keys` (NAME:KEY,...), `strict`, `alias`, `public_url`,
+`origin`, `access_log`, `webhook_host` and `webhook_secret`. With FAKE_HASTE in the environment jobs have
+eight steps at most, which take no time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import queue
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fake_ray import FakeRay
 from fake_worker import STATE_BYTES, FakeWorker
 from fault_plan import FaultFolder, Faults, ScriptedError
 
 from gfgen import log
 from gfgen.cli.serve import Served, ServeOptions, serve_on, settings_of
+from gfgen.cluster import ray_cluster
+from gfgen.cluster.actor import versions_here
+from gfgen.cluster.member import Ended, MemberOptions, Ready
+from gfgen.cluster.ray_cluster import RayCluster
+from gfgen.cluster.ray_node import RayOptions
+from gfgen.cluster.session import ClusterSession
 from gfgen.errors import JobError, Problem
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.graph import Artifact, Stage, Task, Trajectory
@@ -34,9 +44,11 @@ from gfgen.layout import Layout
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.core.devices import Devices
+from gfgen.runtime.core.observer import JobInfo, skipped_outcome
 from gfgen.runtime.files import writer
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.predict.choosers import SwitchableChooser
 from gfgen.runtime.processes.pool import WorkerPool
@@ -45,11 +57,12 @@ from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.served_model import served_model
-from gfgen.session.ranks import Ranks
+from gfgen.session.ranks import AskedRanks, Ranks
 from gfgen.session.session import Session
 
 HASTE = bool(os.environ.get("FAKE_HASTE"))
 SIDE = 16
+RANKS = Ranks(Devices("cpu", 2))
 MOVIE = (Path(__file__).parent / "movie.mp4").read_bytes()
 """What every fake video has in its file: four frames of a test picture, which thumbnails can be made of."""
 
@@ -116,6 +129,44 @@ def admit_fakes(specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequen
     return admit(specs, default_model="fake-video", find_model=MODELS.__getitem__)
 
 
+class FakeNode:
+    """The actor of a node that makes each job in `flow_shift` seconds."""
+
+    def __init__(self, ray_id: str) -> None:
+        self._name = ray_id
+        self._reports: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+
+    def facts(self) -> tuple[Any, Ranks]:
+        return versions_here(), RANKS
+
+    def time(self) -> float:
+        return time.time()
+
+    def find_model(self, name: str) -> ResolvedModel:
+        return MODELS[name]
+
+    def load(self, models: Sequence[str]) -> Ready:
+        return Ready(RANKS, {name: {} for name in models}, time.time())
+
+    def start(self, info: JobInfo, attempt: int) -> None:
+        written = Content(len(MOVIE), hashlib.sha256(MOVIE).hexdigest())
+        outcome = replace(skipped_outcome(info), status="done", written=written, warnings=(self._name,))
+        threading.Timer(info.spec.flow_shift or 0.0, self._reports.put, [Ended(attempt, outcome)]).start()
+
+    def read(self, file: str, offset: int, size: int) -> bytes:
+        return MOVIE[offset : offset + size]
+
+    def take_reports(self, timeout_s: float) -> Sequence[Ended]:
+        with contextlib.suppress(queue.Empty):
+            return [self._reports.get(timeout=timeout_s)]
+        return []
+
+    def forget(self, attempt: int) -> None:
+        """It keeps nothing."""
+
+    stop = cancel = tell = forget
+
+
 # Processes ------------------------------------------------------------------------------------------
 
 
@@ -163,6 +214,7 @@ def _write_all(channel: Channel) -> None:
 def serve_fakes(port: int, folder: Path, **options: str) -> None:
     """Until a signal comes."""
     ranks, key = int(options.pop("ranks", "2")), options.pop("key", None)
+    nodes = int(options.pop("nodes", "0"))
     keys = dict(pair.split(":") for pair in options.pop("keys", "").split(",") if pair)
     api = ApiOptions(
         strict=bool(options.pop("strict", "")),
@@ -194,25 +246,42 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
     with contextlib.ExitStack() as stack:
         listener = listen(chosen.host, chosen.port)
         stack.callback(listener.close)
-        plan = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
-        pool = WorkerPool(
-            RankSettings(num_ranks=ranks, plan=plan),
-            [folder / "faults"],
-            worker_main="fake_serving:work",
-            writer_main="fake_serving:write",
-            preload=["fake_serving"],
-        )
-        session = stack.enter_context(Session(chosen, pool=pool))
+        if nodes:
+            session = stack.enter_context(ClusterSession(chosen, stack.enter_context(_nodes(nodes, chosen))))
+        else:
+            session = stack.enter_context(Session(chosen, pool=_pool(ranks, folder)))
         _ = session.signals
         chooser = stack.enter_context(contextlib.closing(SwitchableChooser(None)))
         bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
         supervisor = Supervisor(listener, settings_of(chosen), bridge)
         supervisor.start()
         stack.callback(supervisor.stop)
-        stack.enter_context(pool)
-        wait_ready(pool, session.signals)
+        if nodes:
+            session.load([], models=list(MODELS))
+        else:
+            wait_ready(stack.enter_context(session.pool), session.signals)
         models = [served_model(model, created=1) for model in MODELS.values()]
         serve_on(session, bridge, chooser, Served(admit_fakes, admit_fakes, models))
+
+
+def _pool(ranks: int, folder: Path) -> WorkerPool:
+    return WorkerPool(
+        RankSettings(num_ranks=ranks, plan=ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)),
+        [folder / "faults"],
+        worker_main="fake_serving:work",
+        writer_main="fake_serving:write",
+        preload=["fake_serving"],
+    )
+
+
+def _nodes(number: int, options: ServeOptions) -> RayCluster:
+    """Nodes that are called node-0 and so on."""
+    ray = FakeRay({f"node-{n}": {} for n in range(number)}, FakeNode)
+    ray_cluster.connected = lambda address: ray
+    member = MemberOptions(
+        policy="srtf", model="fake-video", ranks=AskedRanks(), lookahead_s=options.lookahead_s, work_dir="/"
+    )
+    return RayCluster(RayOptions(address="auto", member=member, output_dir=options.output_dir))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def test_options_of_run():
         "--ray",
         "--ray-nodes",
         "--ray-resources",
+        "--ray-scale",
         "--retries",
         "--seed",
         "--set",
@@ -132,6 +133,7 @@ def test_check_has_the_options_of_run_that_decide_what_it_does():
         "--ray",
         "--ray-nodes",
         "--ray-resources",
+        "--ray-scale",
         "--shared",
     }
     shared = set(options_of(subcommand("run"))) - left_out
@@ -199,6 +201,7 @@ def test_options_of_serve():
         "--ray",
         "--ray-nodes",
         "--ray-resources",
+        "--ray-scale",
         "--root-path",
         "--served-model-name",
         "--shared",

@@ -16,6 +16,7 @@ import click
 
 from gfgen.cli.run_files import STATUSES, KnownJobs, RunOptions, check_records, has_bar
 from gfgen.cli.shown.prediction import known_here, machine
+from gfgen.cluster.session import cluster_admission
 from gfgen.errors import InputError, Problem, listed
 from gfgen.job.inputs import FileLine
 from gfgen.job.source import JobSource
@@ -25,6 +26,7 @@ from gfgen.runtime.core.memory_check import gpu_work_bytes, job_bytes
 from gfgen.runtime.predict.profile_file import check_profile
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
 from gfgen.session.admission import Admission, AdmittedSource, judge, warn_of_passed_deadlines
+from gfgen.session.ranks import Ranks
 from gfgen.system.timelimit import DecisionTimeout
 from gfgen.system.wording import counted, in_words, size_in_words
 
@@ -39,14 +41,19 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
         check_records(options.output_dir)
     known, now = KnownJobs(source, options), time.time()
     with _collected() as logged:
-        admission = options.ranks.admission(options.model, bounds=options.job_bounds)
+        cluster = options.cluster
+        if cluster is None:
+            admission = options.ranks.admission(options.model, bounds=options.job_bounds)
+        else:
+            admission = cluster_admission(options, cluster)
         found = judge(source, admission, has_bar=has_bar(options), done=known.done, claim=known.claim)
         tell_of_rounding(found.jobs)
         todo = [job for job in found.jobs if job.job_id not in known.done_ids]
         warn_of_passed_deadlines(todo, now=now)
-        memory = _memory(todo, admission)
+        memory = _memory(todo, admission) if cluster is None else None
         prediction = _prediction(todo, options, now=now)
-    report = _Report(source, options, known, found, memory, prediction, logged)
+        nodes = {} if cluster is None else cluster.started()
+    report = _Report(source, options, known, found, memory, prediction, logged, nodes)
     text = json.dumps(report.as_json(), indent=1) if options.logs.log_json else "\n".join(report.lines())
     click.echo(text)
     return 2 if found.problems and not (options.skip_invalid and found.jobs) else 0
@@ -128,6 +135,8 @@ class _Prediction:
 def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float) -> _Prediction | None:
     if not jobs:
         return None
+    if options.cluster is not None:
+        return _Prediction("'gfgen plan JOBS --nodes NxRANKS' predicts several machines")
     num_ranks = options.ranks.num_ranks
     profile = known_here(jobs, options.ranks)
     if profile is None:
@@ -162,6 +171,8 @@ class _Report:
     memory: _Memory | None
     prediction: _Prediction | None
     logged: Sequence[tuple[str, str]]
+    nodes: Mapping[str, Ranks]
+    """With --ray."""
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
@@ -180,6 +191,8 @@ class _Report:
         yield from self._provenance_lines()
         yield f"output    {self.options.output_dir}/"
         yield from self._field_lines()
+        for name, ranks in self.nodes.items():
+            yield f"node      {name}: {ranks.description}"
         if self.memory is not None:
             yield f"memory    {self.memory.in_words()}"
         if self.prediction is not None:
@@ -205,6 +218,7 @@ class _Report:
             "rounded": {
                 job.job_id: job.info.rounding for job in self.found.jobs if job.info.rounding is not None
             },
+            "nodes": {name: ranks.description for name, ranks in self.nodes.items()},
             "memory": None
             if memory is None
             else {

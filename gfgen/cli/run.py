@@ -167,12 +167,7 @@ def run(
         )
     source = None if watch is not None else jobs.source()
     name = _name_of(jobs, watch)
-    cluster.check(
-        {
-            "--dry-run": dry_run,
-            "--gpus": ranks.gpus is not None,
-        }
-    )
+    cluster.check({"--gpus": ranks.gpus is not None})
     first = watch or (Path(jobs.jobs[0]) if jobs.jobs and jobs.jobs[0] != "-" else None)
     output_dir = output or default_folder(Path("outputs"), name, first)
     check_written(source.paths if source else (), output_dir, {"--trace": trace, "--log-file": logs.log_file})
@@ -451,6 +446,7 @@ _NOT_CHECKED = (
     "shared",
     "ray_nodes",
     "ray_resources",
+    "ray_scale",
 )
 
 check = click.Command(

@@ -17,7 +17,8 @@ import click
 from gfgen.cli.options import LogOptions, RankOptions, taken_as
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cluster.member import MemberOptions
-from gfgen.cluster.ray_cluster import RayCluster, RayOptions
+from gfgen.cluster.ray_cluster import LOCAL, RayCluster
+from gfgen.cluster.ray_node import RayOptions
 from gfgen.errors import InputError, Problem
 from gfgen.job.formats import SUFFIXES
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
@@ -153,6 +154,8 @@ class KnownJobs:
         before = self._entries.get(job.job_id, {}).get("made_with")
         if job.job_id not in self.done_ids or not isinstance(before, dict):
             return ()
+        if self._options.cluster is not None:  # only nodes know
+            return ()
         return differences(before, made_with(self._options.ranks, job.checkpoint))
 
     def status(self, job: AdmittedJob) -> tuple[str, str]:
@@ -245,13 +248,23 @@ class ClusterOptions:
     shared: bool = False
     ray_nodes: int | None = None
     ray_resources: str | None = None
+    ray_scale: bool = False
 
     def check(self, others: Mapping[str, bool]) -> None:
         """Raises UsageError for options that need --ray, or that are for one machine."""
-        own = {"--shared": self.shared, "--ray-nodes": self.ray_nodes, "--ray-resources": self.ray_resources}
+        own = {
+            "--shared": self.shared,
+            "--ray-nodes": self.ray_nodes,
+            "--ray-resources": self.ray_resources,
+            "--ray-scale": self.ray_scale,
+        }
         given = next((name for name, is_given in own.items() if is_given), None)
         if self.ray is None and given is not None:
             raise click.UsageError(f"{given} goes with --ray")
+        if self.ray == LOCAL and self.ray_scale:
+            raise click.UsageError(
+                "--ray-scale goes with a cluster that has an autoscaler; --ray local has none"
+            )
         other = next((name for name, is_given in others.items() if is_given), None)
         if self.ray is not None and other is not None:
             raise click.UsageError(f"{other} goes with one machine; leave out --ray")
@@ -281,6 +294,7 @@ class ClusterOptions:
             is_shared=self.shared,
             num_nodes=self.ray_nodes,
             resources=_resources(self.ray_resources),
+            scales=self.ray_scale,
         )
         with RayCluster(options) as cluster:
             yield cluster
@@ -311,5 +325,10 @@ cluster_options = taken_as(
     click.option("--ray-nodes", type=click.IntRange(1, 1000), metavar="N", help="Use at most N nodes. [all]"),
     click.option(
         "--ray-resources", metavar="JSON", help='Use only nodes with these resources of Ray, as {"h200": 1}.'
+    ),
+    click.option(
+        "--ray-scale",
+        is_flag=True,
+        help="Ask Ray's autoscaler for as many nodes as the open jobs fill, at most those of --ray-nodes.",
     ),
 )

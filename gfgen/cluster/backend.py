@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,8 @@ class Links:
     watchers: Watchers | None = None
     tell: Callable[[Event], None] = lambda event: None
     """Lets all nodes know of another policy or priority."""
+    scale: Callable[[int, Collection[str]], None] | None = None
+    """Asks for nodes for this number of open jobs; the names are those of nodes that have some."""
 
 
 class ClusterBackend:
@@ -60,6 +62,7 @@ class ClusterBackend:
         self._clock = clock
         self._left_s = left_s
         self._inputs, self._watchers, self._tell = links.inputs, links.watchers, links.tell
+        self._scale = links.scale
         self._jobs: dict[str, AdmittedJob] = {}
         self._attempts: dict[int, Dispatch] = {}
         """Those of living nodes; a report of any other comes too late."""
@@ -78,6 +81,8 @@ class ClusterBackend:
         if self._handout.wants_turn:
             self._handout.wants_turn = False
             until = self._clock.now_s
+        if self._scale is not None:
+            self._scale(len(self._jobs), {self._node_of(each).name for each in self._attempts.values()})
         found = [event for each in self._inputs for event in each.take_events(self._clock.now_s)]
         for report in self._cluster.wait(until):
             found += self._events_of(report)

@@ -28,6 +28,10 @@ AT_ONCE = 2
 of the queue end on one node."""
 
 
+Patience = tuple[int, float, float]
+"""Precedence, deadline, time left. The largest lets others overtake it first, whatever the policy."""
+
+
 class HandOut:
     """The policy of the driver: `decide` gives jobs lanes of nodes, in the order of another policy."""
 
@@ -54,9 +58,9 @@ class HandOut:
         rooms = self._rooms(snapshot, handed)
         decisions: list[Decision] = []
         if rooms:
-            slot = max(rooms, key=lambda slot: (rooms[slot] / self._fleet.nodes[slot].num_ranks, -slot))
+            slot = max(rooms, key=lambda slot: (rooms[slot] / self._num_ranks(slot), -slot))
             share = math.ceil(len(snapshot.open) / len(rooms))
-            if len(handed[slot]) >= self._fleet.nodes[slot].num_ranks:
+            if len(handed[slot]) >= self._num_ranks(slot):
                 share = min(share, AT_ONCE)
             decisions = self._next_jobs(snapshot, slot, rooms[slot])[:share]
             self.wants_turn = bool(decisions) and (len(rooms) > 1 or rooms[slot] > len(decisions))
@@ -101,7 +105,7 @@ class HandOut:
 
     def _next_jobs(self, snapshot: Snapshot, slot: int, room: int) -> list[Decision]:
         """What the policy would start on a node with this many free ranks, on lanes of that node."""
-        num_ranks = self._fleet.nodes[slot].num_ranks
+        num_ranks = self._num_ranks(slot)
         chosen = self._chosen(_of_node(snapshot, num_ranks, num_free=min(room, num_ranks)))
         return self._on_lanes(snapshot, slot, chosen[:room])
 
@@ -122,35 +126,46 @@ class HandOut:
     def _overtake(
         self, snapshot: Snapshot, handed: Mapping[int, Mapping[str, RunningTask]]
     ) -> list[Decision]:
-        """The first waiting job, on a node where the policy would run it before a job that is there."""
+        """The first waiting job, on the least busy node where it may go before a job that is there.
+
+        Handed to the busiest node, it would keep jobs waiting there while ranks of others idle.
+        """
         full = [slot for slot, jobs in handed.items() if 0 < len(jobs) < self._most(slot)]
         if not full:
             return []
-        there = {
-            slot: [self._view_of(task, snapshot.now_s) for task in handed[slot].values()] for slot in full
-        }
-        slot = max(full, key=lambda slot: max(map(_patience, there[slot])))
-        num_ranks = self._fleet.nodes[slot].num_ranks
-        first = self._chosen(_of_node(snapshot, num_ranks, num_free=1))[:1]
-        last = max(there[slot], key=_patience)
-        if not first or not _may_go_before(first[0], last):
+        first = self._chosen(_of_node(snapshot, self._num_ranks(full[0]), num_free=1))[:1]
+        patience = {slot: self._most_patient(handed[slot].values(), snapshot.now_s) for slot in full}
+        fit = [slot for slot in full if first and _may_go_before(_patience(first[0]), patience[slot])]
+        if not fit:
             return []
-        asked = {view.job_id: view for view in (*there[slot], *first)}
-        alone = replace(snapshot, open=asked, orders=None)
+        slot = max(fit, key=lambda slot: (-len(handed[slot]) / self._num_ranks(slot), patience[slot]))
+        there = [self._view_of(task, snapshot.now_s) for task in handed[slot].values()]
+        asked = {view.job_id: view for view in (*there, *first)}
+        alone, num_ranks = replace(snapshot, open=asked, orders=None), self._num_ranks(slot)
         if first[0] not in self._chosen(_of_node(alone, num_ranks, num_free=num_ranks)):
             return []
         self.wants_turn = True
         return self._on_lanes(snapshot, slot, first)
 
+    def _num_ranks(self, slot: int) -> int:
+        return self._fleet.nodes[slot].num_ranks
+
+    def _most_patient(self, running: Iterable[RunningTask], now_s: float) -> Patience:
+        """The largest patience of these jobs."""
+        return max(
+            (given.precedence, given.deadline_s, _left_s(given, task, now_s))
+            for task in running
+            for given in [self._given[task.task.job_id]]
+        )
+
     def _most(self, slot: int) -> int:
         """Jobs on a node when all that it runs have overtaken others."""
-        return (MAX_AHEAD + 2) * self._fleet.nodes[slot].num_ranks
+        return (MAX_AHEAD + 2) * self._num_ranks(slot)
 
     def _view_of(self, running: RunningTask, now_s: float) -> JobView:
         """A job on a node, as it would be at its next step there."""
         given = self._given[running.task.job_id]
-        left_s = min(given.remaining_s, max(0.0, running.predicted_end_s - now_s))
-        return replace(given, remaining_s=left_s, last_layout=Layout.single(0))
+        return replace(given, remaining_s=_left_s(given, running, now_s), last_layout=Layout.single(0))
 
 
 def _of_node(snapshot: Snapshot, num_ranks: int, *, num_free: int) -> Snapshot:
@@ -168,11 +183,14 @@ def _of_node(snapshot: Snapshot, num_ranks: int, *, num_free: int) -> Snapshot:
     )
 
 
-def _patience(job: JobView) -> tuple[int, float, float]:
-    """Of jobs on nodes, the largest lets others overtake it first, whatever the policy."""
+def _left_s(given: JobView, running: RunningTask, now_s: float) -> float:
+    return min(given.remaining_s, max(0.0, running.predicted_end_s - now_s))
+
+
+def _patience(job: JobView) -> Patience:
     return job.precedence, job.deadline_s, job.remaining_s
 
 
-def _may_go_before(first: JobView, other: JobView) -> bool:
+def _may_go_before(first: Patience, other: Patience) -> bool:
     """Whether some policy might prefer it: it is ahead in one respect at least."""
-    return any(mine < its for mine, its in zip(_patience(first), _patience(other), strict=True))
+    return any(mine < its for mine, its in zip(first, other, strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import select
@@ -15,18 +16,17 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from gfgen.cluster.actor import Gone, NodeActor, versions_here
-from gfgen.cluster.delivery import FileDelivery, make_shared, remove_shared
-from gfgen.cluster.member import Ended, MemberOptions, Noted, Ready, Refused
-from gfgen.cluster.node import JobEnded, NodeJoined, NodeLost, NodeNotes, Report
-from gfgen.errors import GfgenError, InputError, ModelError, OutputError, WorkerError, in_one_line
-from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
+from gfgen.cluster.delivery import remove_shared
+from gfgen.cluster.node import NodeJoined, NodeLost, Report
+from gfgen.cluster.ray_node import POLL_S, SILENCE_S, RayNode, RayOptions, original, said
+from gfgen.errors import GfgenError, InputError, ModelError, WorkerError, in_one_line
+from gfgen.runtime.core.admission import ResolvedModel
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.devices import CUDA
 from gfgen.runtime.core.events import Event, PolicyChanged
 from gfgen.runtime.processes.workers import Requests
 from gfgen.session.ranks import Ranks
@@ -37,171 +37,18 @@ logger = logging.getLogger(__name__)
 LOCAL, AUTO = "local", "auto"
 LOOK_S = 2.0
 """Between two looks at the list of nodes."""
-POLL_S = 5.0
-"""A node answers within this time, with or without reports."""
-SILENCE_S = 30.0
-"""A node that is silent for this time after it should have answered is given up."""
-START_S = 120.0
-"""An actor that has not started by then is waiting for resources that others hold."""
 MAX_STARTS = 3
 """Of actors on one machine within WINDOW_S."""
 WINDOW_S = 600.0
 ALONE_S = 60.0
 """The run ends when it has had no node for this time."""
+BOOT_S = 900.0
+"""In place of ALONE_S where machines are asked for."""
+RELEASE_S = 60.0
+"""A node is let go when the open jobs have filled fewer nodes for this time."""
+MAX_NODES = 1000
 TICK_S = 0.1
 CONNECT_S = 5.0
-_THREADS = 8
-"""Of an actor: calls that wait, and others meanwhile."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayOptions:
-    address: str
-    """LOCAL, AUTO or HOST:PORT."""
-    member: MemberOptions
-    output_dir: Path
-    is_shared: bool = False
-    """Nodes write into the output folder."""
-    num_nodes: int | None = None
-    """At most so many; None: all."""
-    resources: Mapping[str, float] = field(default_factory=dict)
-    """That a node must have."""
-
-
-class RayNode:
-    """A machine with its actor."""
-
-    def __init__(self, cluster: RayCluster, ray_id: str, name: str, resources: Mapping[str, float]) -> None:
-        self.name, self.ray_id = name, ray_id
-        self.ranks: Ranks | None = None
-        """None until its actor has started."""
-        self.ready: Ready | None = None
-        """None until it has loaded the models."""
-        self.actor: Any = None
-        self._cluster = cluster
-        self._resources = resources
-        self._jobs: dict[int, AdmittedJob] = {}
-        self._shared: Path | None = None
-        self._ahead_s = 0.0
-
-    @property
-    def num_ranks(self) -> int:
-        assert self.ranks is not None, "it has not joined"
-        return self.ranks.num_ranks
-
-    def create(self) -> None:
-        """Start the actor, and compare versions. Raises: InputError if it cannot be used."""
-        ray = self._cluster.ray
-        options = self._cluster.options
-        if options.is_shared:
-            self._shared = make_shared(options.output_dir.absolute(), self.name)
-        # A machine without GPUs has CPU ranks, and one of its CPUs stands for all.
-        num_gpus = self._resources.get("GPU", 0) if options.member.ranks.device != "cpu" else 0
-        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(self.ray_id, soft=False)
-        self.actor = (
-            ray.remote(NodeActor)
-            .options(
-                num_cpus=0 if num_gpus else min(1, self._resources.get("CPU", 0)),
-                num_gpus=num_gpus,
-                max_concurrency=_THREADS,
-                max_restarts=0,
-                scheduling_strategy=here,
-            )
-            .remote(options.member, self._shared)
-        )
-        try:
-            versions, ranks = ray.get(self.actor.facts.remote(), timeout=START_S)
-        except ray.exceptions.GetTimeoutError:
-            raise InputError(f"its GPUs or CPUs are in use by others for {START_S:g} s") from None
-        own = versions_here()
-        wrong = [f"{name} {versions.get(name, 'none')}" for name in own if own[name] != versions.get(name)]
-        if wrong:
-            named = ", ".join(f"{name} {own[name]}" for name in own if own[name] != versions.get(name))
-            raise InputError(f"it has {', '.join(wrong)} and the driver {named}: install the same")
-        self.ranks = ranks
-        self._ahead_s = self._measured_ahead_s()
-
-    def _measured_ahead_s(self) -> float:
-        """How far its clock is ahead of the driver's."""
-        asked_at = time.time()
-        its: float = self._cluster.ray.get(self.actor.time.remote(), timeout=SILENCE_S)
-        return its - (asked_at + time.time()) / 2
-
-    def load(self, models: Sequence[str]) -> None:
-        """Load the models. Raises: InputError if it cannot."""
-        for name in models:
-            self.find_model(name)
-        answer = self._cluster.ray.get(self.actor.load.remote(models))
-        if not isinstance(answer, Ready):
-            raise InputError(answer.reason)
-        self.ready = answer
-
-    def find_model(self, name: str) -> ResolvedModel:
-        """Raises: ModelError if it has no such model."""
-        try:
-            found: ResolvedModel = self._cluster.ray.get(self.actor.find_model.remote(name))
-        except ModelError as error:
-            raise original(error) from None
-        return found
-
-    def start(self, job: AdmittedJob, *, attempt: int) -> None:
-        self._jobs[attempt] = job
-        self.actor.start.remote(job.info, attempt)
-
-    def cancel(self, attempt: int) -> None:
-        self.actor.cancel.remote(attempt)
-
-    def tell(self, event: Event) -> None:
-        self.actor.tell.remote(event)
-
-    def greet(self) -> None:
-        """Let the actor know that its driver lives."""
-        self._cluster.ray.get(self.actor.take_reports.remote(0.0), timeout=SILENCE_S)
-
-    def follow(self) -> None:
-        """Pass on what the node reports until it is gone."""
-        ray = self._cluster.ray
-        while True:
-            found = ray.get(self.actor.take_reports.remote(POLL_S), timeout=POLL_S + SILENCE_S)
-            for report in found:
-                if isinstance(report, Gone | Refused):
-                    raise WorkerError(report.reason)
-                if isinstance(report, Ended):
-                    self._cluster.report(self._delivered(report))
-                if isinstance(report, Noted) and self.ready is not None:
-                    began_at = self.ready.began_at - self._ahead_s
-                    self._cluster.report(
-                        NodeNotes(self.name, report.notes, self._cluster.second_of(began_at))
-                    )
-
-    def _delivered(self, ended: Ended) -> JobEnded:
-        """The end of a job, with its files in the driver's reach."""
-        ray, outcome, job = self._cluster.ray, ended.outcome, self._jobs.pop(ended.attempt)
-        if outcome.status != "done":
-            return JobEnded(self.name, ended.attempt, outcome)
-        output_dir = self._cluster.options.output_dir
-        delivery = FileDelivery(job, outcome, attempt=ended.attempt, output_dir=output_dir)
-        if self._shared is not None:
-            delivery.take(self._shared)
-            return JobEnded(self.name, ended.attempt, outcome, delivery)
-        try:
-            delivery.fetch(lambda file, at, size: ray.get(self.actor.read.remote(file, at, size)))
-        except OutputError as error:
-            return JobEnded(self.name, ended.attempt, replace(outcome, status="failed", error=str(error)))
-        finally:
-            self.actor.forget.remote(ended.attempt)
-        return JobEnded(self.name, ended.attempt, outcome, delivery)
-
-    def end(self) -> None:
-        """Let the node go; its actor ends at once if it does not answer."""
-        ray = self._cluster.ray
-        with contextlib.suppress(Exception):
-            ray.get(self.actor.stop.remote(), timeout=SILENCE_S)
-        self.kill()
-
-    def kill(self) -> None:
-        with contextlib.suppress(Exception):
-            self._cluster.ray.kill(self.actor)
 
 
 class RayCluster:
@@ -225,6 +72,10 @@ class RayCluster:
         self._is_over = threading.Event()
         self._alone_since: float | None = None
         self._number = 0
+        self._wanted = 1
+        """Nodes that the autoscaler is asked for."""
+        self._enough_at = 0.0
+        """When the open jobs last filled all of them."""
         self._clock = Clock()
         """The driver's."""
         self._inputs: Sequence[Requests] = ()
@@ -235,6 +86,9 @@ class RayCluster:
     def __enter__(self) -> RayCluster:
         """Raises: InputError when there is no Ray or no cluster."""
         self.ray = connected(self.options.address)
+        self._began_s = time.monotonic()
+        if self.options.scales:
+            self._want(1)
         threading.Thread(target=self._look, name="nodes", daemon=True).start()
         return self
 
@@ -249,6 +103,8 @@ class RayCluster:
             thread.join(2 * SILENCE_S)
         if self.options.is_shared:
             remove_shared(self.options.output_dir)
+        if self.options.scales:
+            self._want(0)
         self.ray.shutdown()
 
     # What a session asks ----------------------------------------------------------------------
@@ -280,6 +136,13 @@ class RayCluster:
         assert first.ranks is not None
         return first.ranks
 
+    def started(self) -> Mapping[str, Ranks]:
+        """The ranks of nodes by name, when none is starting any more; they may still lack the models."""
+        with self._change:
+            while any(node.ranks is None for node in self._nodes.values()):
+                self._change.wait(TICK_S)
+            return {node.name: node.ranks for node in self._nodes.values() if node.ranks is not None}
+
     def load(self, models: Sequence[str]) -> None:
         """Let all nodes load these models, and wait for the first. Raises: InputError if none can."""
         with self._change:
@@ -291,11 +154,15 @@ class RayCluster:
         """The nodes for which this is true, as soon as there is one."""
         with self._change:
             while not (found := [node for node in self._nodes.values() if is_fit(node)]):
-                if self._refused and not self._nodes:
+                if self._refused and not self._nodes and not self._may_boot:
                     reasons = "\n".join(f"  {why}" for why in dict.fromkeys(self._refused.values()))
                     raise InputError(f"--ray {self.options.address}: no node can {what}\n{reasons}")
                 self._change.wait(TICK_S)
         return found
+
+    @property
+    def _may_boot(self) -> bool:
+        return self.options.scales and time.monotonic() < self._began_s + BOOT_S
 
     def begin_run(self, clock: Clock, inputs: Sequence[Requests]) -> None:
         """Tell a new driver of the nodes that there are."""
@@ -316,6 +183,47 @@ class RayCluster:
     def second_of(self, moment: float) -> float:
         """A Unix time as seconds of the present run."""
         return moment - self._clock.started_at
+
+    def scale(self, num_jobs: int, busy: Collection[str]) -> None:
+        """Ask for as many nodes as the open jobs fill; let nodes go that have no job if fewer are enough.
+
+        busy: names of the nodes that have jobs.
+        """
+        joined, now_s = self.joined, time.monotonic()
+        if not joined:
+            return
+        filled = max(1, math.ceil(num_jobs / joined[0].num_ranks))
+        number = min(filled, self.options.num_nodes or MAX_NODES)
+        if number >= self._wanted:
+            self._enough_at = now_s
+        if number > self._wanted or now_s > self._enough_at + RELEASE_S:
+            self._want(number)
+        idle = [node for node in reversed(joined) if node.name not in busy]
+        for node in idle[: max(0, len(joined) - self._wanted)]:
+            self._release(node)
+
+    def _want(self, number: int) -> None:
+        """Ask the autoscaler for nodes like the first one."""
+        from ray.autoscaler.sdk import request_resources
+
+        size = self.joined[0].size if self.joined else {}
+        if not size and not self.options.resources:
+            size = {"GPU" if self.options.member.ranks.device == CUDA else "CPU": 1}
+        self._wanted, self._enough_at = number, time.monotonic()
+        logger.info("asking Ray for %s", counted(number, "node"))
+        try:
+            request_resources(bundles=[{**size, **self.options.resources}] * number)
+        except Exception as error:  # of Ray
+            logger.warning("cannot ask Ray for nodes: %s", in_one_line(error))
+
+    def _release(self, node: RayNode) -> None:
+        """Let a node go that has no jobs; Ray ends its machine when that has been idle for a while."""
+        with self._lock:
+            if self._nodes.pop(node.ray_id, None) is None:
+                return
+            self._starts.pop(node.ray_id)
+        self.report(NodeLost(node.name, "the open jobs need fewer nodes"))
+        threading.Thread(target=node.end, daemon=True).start()
 
     # What the control loop asks ------------------------------------------------------------------
 
@@ -339,8 +247,8 @@ class RayCluster:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now_s
-        elif now_s > self._alone_since + ALONE_S:
-            raise WorkerError(f"no node is left since {ALONE_S:g} s; see the log, then run again")
+        elif now_s > self._alone_since + (limit_s := BOOT_S if self.options.scales else ALONE_S):
+            raise WorkerError(f"no node is left since {limit_s:g} s; see the log, then run again")
 
     def report(self, report: Report) -> None:
         self._reports.put(report)
@@ -363,14 +271,15 @@ class RayCluster:
         ray_id, resources = found["NodeID"], found["Resources"]
         now_s = time.monotonic()
         with self._lock:
-            is_full = self.options.num_nodes is not None and len(self._nodes) >= self.options.num_nodes
+            most = self._wanted if self.options.scales else self.options.num_nodes
+            is_full = most is not None and len(self._nodes) >= most
             if ray_id in self._nodes or ray_id in self._refused or is_full:
                 return
             missing = [
                 name for name, least in self.options.resources.items() if resources.get(name, 0) < least
             ]
-            if missing:
-                self._refused[ray_id] = f"it lacks {', '.join(missing)}"
+            if missing or not (resources.get("CPU") or resources.get("GPU")):  # such as a head of KubeRay
+                self._refused[ray_id] = f"it lacks {', '.join(missing) or 'CPUs and GPUs'}"
                 return
             starts = [at for at in self._starts[ray_id] if at > now_s - WINDOW_S]
             if len(starts) >= MAX_STARTS:
@@ -407,7 +316,8 @@ class RayCluster:
         error = original(error)
         reason = str(error) if isinstance(error, GfgenError) else said(error)
         with self._change:
-            del self._nodes[node.ray_id]
+            if self._nodes.pop(node.ray_id, None) is not node:  # it was let go
+                return
             self._why[node.ray_id] = reason
             if node.ready is None and isinstance(error, InputError):
                 self._refuse(node.ray_id, reason)
@@ -422,26 +332,6 @@ class RayCluster:
         logger.warning("a node is not used: %s", reason)
 
 
-def original(error: Exception) -> Exception:
-    """What an actor raised; Ray raises an exception that is of its own class, too."""
-    cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, Exception) else error
-
-
-def said(error: Exception) -> str:
-    """What Ray says, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    kind = type(error).__name__
-    known = {
-        "ActorDiedError": "its actor died, or the machine",
-        "ActorUnavailableError": "it cannot be reached",
-        "GetTimeoutError": f"it has not answered for {POLL_S + SILENCE_S:g} s",
-    }
-    if "creation task" in str(error):  # the actor's own error is in the last line
-        return lines[-1][:300]
-    return known.get(kind) or (lines[-1][:300] if lines else kind)
-
-
 def connected(address: str) -> Any:
     """Ray, connected to a cluster. Raises: InputError if there is none, or no Ray."""
     try:
@@ -452,10 +342,12 @@ def connected(address: str) -> Any:
     if address not in (LOCAL, AUTO):
         _check_reachable(address)
     options: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
+    if address == LOCAL:  # else ranks get what other processes of the machine leave
+        options["_system_config"] = {"worker_niceness": 0}
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, namespace="gfgen", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        hint = "start one with 'ray start --head', or use --ray local"
+        hint = "start one with 'ray start --head', or use --ray local; RAY_AUTH_MODE=token sends a token"
         raise InputError(f"--ray {address}: no Ray cluster ({said(error)}); {hint}") from None
     return ray
 

@@ -71,6 +71,11 @@ class ClusterAdmission(Admission):
         return self.cluster.find_model(name)
 
 
+def cluster_admission(options: SessionOptions, cluster: RayCluster) -> ClusterAdmission:
+    own = options.ranks.admission(options.model, bounds=options.job_bounds)
+    return ClusterAdmission(**vars(own), cluster=cluster, has_inputs=cluster.options.is_shared)
+
+
 @dataclass(frozen=True, slots=True)
 class _StopSignals:
     """Signals as requests to stop."""
@@ -99,10 +104,7 @@ class ClusterSession(Session):
 
     @functools.cached_property
     def admission(self) -> Admission:
-        options = self.options
-        own = options.ranks.admission(options.model, bounds=options.job_bounds)
-        has_inputs = self._cluster.options.is_shared
-        return ClusterAdmission(**vars(own), cluster=self._cluster, has_inputs=has_inputs)
+        return cluster_admission(self.options, self._cluster)
 
     def load(
         self, jobs: Sequence[AdmittedJob], *, models: Sequence[str] = (), are_all_needed: bool = False
@@ -155,6 +157,7 @@ class ClusterSession(Session):
     ) -> Control:
         arrivals, watchers = setup.arrivals, Watchers(observers)
         inputs = [_StopSignals(self.signals), *filter(None, [arrivals.requests])]
+        scale = self._cluster.scale if self._cluster.options.scales else None
         self._cluster.begin_run(setup.clock, inputs)
         driver = driver_of(
             jobs,
@@ -164,7 +167,7 @@ class ClusterSession(Session):
             clock=setup.clock,
             start=setup.start,
             profile=setup.profile,
-            links=Links(inputs, watchers, self._cluster.tell),
+            links=Links(inputs, watchers, self._cluster.tell, scale),
             steering=Steering(intake=arrivals.intake, on_turn=arrivals.on_turn),
             observers=[watchers],
             **records,

@@ -4,9 +4,10 @@ import os
 from collections import Counter
 
 import pytest
-from builders import STEP_S, make_job
+from builders import STEP_S, Recorder, make_job
 from fake_cluster import FakeCluster, FaultyCluster, driver_on
 
+from gfgen.cluster.fleet import LANES_PER_RANK
 from gfgen.cluster.node import JobEnded
 from gfgen.cluster.simulated import LATENCY_S, simulate_nodes
 from gfgen.graph import Stage
@@ -72,11 +73,24 @@ def test_an_urgent_job_overtakes_jobs_that_were_handed_out():
     assert outcome.ended_s - outcome.arrival_s < JOB_S + 2 * STEP_S
 
 
+def test_urgent_jobs_overtake_on_the_least_busy_node():
+    long = [make_job(f"long-{n}", steps=50 + n) for n in range(4)]
+    urgent = [make_job(f"urgent-{n}", priority=1, arrival_s=1.0) for n in range(4)]
+    driver, recorder = driver_on(FakeCluster(num_nodes=2), [*long, *urgent])
+    driver.run()
+    assert places(recorder, "urgent") == {0: 2, 1: 2}
+
+
 def test_the_last_jobs_are_split_evenly():
     driver, recorder = driver_on(FakeCluster(num_nodes=2), [make_job(f"job-{n}") for n in range(4)])
     driver.run()
-    islands = Counter(driver.backend._fleet.slot_of(d.layout.ranks[0]) for d in recorder.dispatches)
-    assert islands == {0: 2, 1: 2}
+    assert places(recorder, "job") == {0: 2, 1: 2}
+
+
+def places(recorder, name, *, num_lanes=2 * LANES_PER_RANK):
+    """By slot, how many of these jobs its node got."""
+    dispatches = [d for d in recorder.dispatches if d.task.job_id.startswith(name)]
+    return Counter(d.layout.ranks[0] // num_lanes for d in dispatches)
 
 
 def test_a_dead_node_gives_its_jobs_back():
@@ -132,11 +146,18 @@ def test_the_work_is_split_nearly_perfectly(num_nodes):
 
 
 def test_the_longest_jobs_are_spread_over_the_nodes():
-    profile = profile_of(shapes={"small": 1.0, "large": 10.0})
-    shapes = ["large"] * 12 + ["small"] * 120
-    jobs = [make_job(f"job-{n}", shape=shape) for n, shape in enumerate(shapes)]
-    run = simulate_nodes(jobs, policy=load_policy("makespan"), num_nodes=4, num_ranks=2, profile=profile)
-    assert run.summary.makespan_s < 1.03 * 7 * (12 * 10 + 120) / 8
+    profile, recorder = profile_of(shapes={"small": 1.0, "large": 10.0}), Recorder()
+    shapes = ["large"] * 24 + ["small"] * 96
+    jobs = [make_job(f"{shape}-{n}", shape=shape) for n, shape in enumerate(shapes)]
+    simulate_nodes(
+        jobs,
+        policy=load_policy("makespan"),
+        num_nodes=4,
+        num_ranks=4,
+        profile=profile,
+        observers=[recorder],
+    )
+    assert places(recorder, "large", num_lanes=4 * LANES_PER_RANK) == dict.fromkeys(range(4), 6)
 
 
 def profile_of(*, shapes):

@@ -3,7 +3,9 @@
 import pytest
 from builders import make_job
 
+import gfgen.cluster.plan
 from gfgen.cluster.plan import NodePlanner, Nodes
+from gfgen.errors import RunError
 from gfgen.graph import Stage
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.simulate.plan_report import in_plain_words
@@ -28,3 +30,33 @@ def test_the_fewest_nodes_are_found(by_s, fewest, words):
     plan = planner.plan(["fcfs"])
     assert words in in_plain_words(plan, device="a test")
     assert (plan.fewest and plan.fewest.num_ranks // 2) == fewest
+
+
+def test_large_batches_are_estimated_except_for_the_best_policy(monkeypatch):
+    monkeypatch.setattr(gfgen.cluster.plan, "FULL_TASKS", 100)
+    planner = NodePlanner(JOBS, Nodes(4, 2), PROFILE, PlanWindow(1_800_000_000.0, 60.0))
+    plan = planner.plan(["fcfs", "srtf"])
+    assert [option.is_estimated for option in plan.by_policy] == [False, True]
+    assert plan.by_policy[1].end_s == pytest.approx(plan.best.end_s, rel=0.02)
+    assert [(option.num_ranks // 2, option.is_estimated) for option in plan.by_ranks] == [
+        (1, True), (2, True), (4, False),
+    ]  # fmt: skip
+
+
+def test_a_policy_that_fails_is_left_out(monkeypatch):
+    simulate_nodes = gfgen.cluster.plan.simulate_nodes
+
+    def failing(jobs, *, policy, **options):
+        if policy.name == "edf":
+            raise RunError("policy edf failed: it has a fault")
+        return simulate_nodes(jobs, policy=policy, **options)
+
+    monkeypatch.setattr(gfgen.cluster.plan, "simulate_nodes", failing)
+    plan = NodePlanner(JOBS[:8], Nodes(2, 2), PROFILE, PlanWindow(0.0)).plan(["edf", "fcfs"])
+    assert [option.policy for option in plan.by_policy] == ["fcfs"]
+    assert plan.refused == ("policy edf failed: it has a fault",)
+
+
+def test_steps_use_no_more_ranks_than_the_profile_has_times_of():
+    planner = NodePlanner(JOBS[:1], Nodes(2, 2), PROFILE, PlanWindow(0.0))
+    assert planner.plan(["fcfs,degree=2"]).best.end_s == pytest.approx(7.0, abs=0.1), "as on one rank"

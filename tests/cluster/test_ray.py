@@ -2,51 +2,101 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from process_tree import descendants_of
 
 from gfgen.cli.main import main
 
-JOBS = {"prompt": "a red circle falls", "frames": 1, "num_images": 6, "steps": 2}
-LIMIT_S = 240.0
+NUM_NODES, NUM_RANKS, NUM_JOBS = (int(n) for n in os.environ.get("RAY_SIZE", "2x1x6").split("x"))
+"""Nodes, ranks of each, jobs."""
+JOBS = {"prompt": "a red circle falls", "frames": 1, "num_images": NUM_JOBS, "steps": 2}
+LIMIT_S = 600.0
+ROOT = Path(__file__).parents[2]
+
+
+class Folders:
+    """The driver and the nodes do not see each other's folder, where namespaces are allowed."""
+
+    def __init__(self, path):
+        self.nodes, self.driver, self.kept = (path / name for name in ("nodes", "driver", "kept"))
+        for folder in (self.nodes, self.driver, self.kept):
+            folder.mkdir()
+        (self.kept / "jobs.jsonl").write_text(json.dumps(JOBS) + "\n")
+        hidden = f"mount --bind {self.kept} {self.driver} && mount -t tmpfs none {self.nodes}"
+        self._apart = ["unshare", "-rm", "sh", "-c", f'{hidden} && cd {self.driver} && exec "$@"', "-"]
+        tool = shutil.which("unshare")
+        self.are_apart = tool is not None and not subprocess.run([*self._apart[:-1], "true"]).returncode
+
+    def gfgen(self, *command):
+        """A process in the driver's folder."""
+        prefix = self._apart if self.are_apart else []
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-m", "gfgen", *command],
+            cwd=self.kept,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(self.kept)},
+        )
+
+    def lines(self, output="out"):
+        manifest = self.kept / output / "manifest.jsonl"
+        return [json.loads(line) for line in manifest.read_text().splitlines()] if manifest.exists() else []
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    found = Folders(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TMPDIR", str(found.nodes))
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    monkeypatch.chdir(found.nodes)
+    return found
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_killed_node_costs_no_job(tmp_path):
-    pytest.importorskip("ray")
+def test_neither_a_dead_node_nor_a_dead_driver_costs_a_job(folders):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'gfgen[ray]'")
     from ray.cluster_utils import Cluster
 
-    (tmp_path / "jobs.jsonl").write_text(json.dumps(JOBS) + "\n")
-    manifest = tmp_path / "out" / "manifest.jsonl"
+    ranks = ["--ranks", str(NUM_RANKS), "--policy", "fcfs"]  # on one rank each: equal layouts, equal bits
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    command = ["run", "jobs.jsonl", "--ray", cluster.address, *ranks, "-o", "out"]
     try:
-        other = cluster.add_node(num_cpus=1)
-        command = ["run", "jobs.jsonl", "--ray", cluster.address, "--ranks", "1", "-o", "out"]
-        with subprocess.Popen(
-            [sys.executable, "-m", "gfgen", *command],
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        ) as run:
-            wait_for(lambda: manifest.exists() and manifest.read_text())
-            raylet = other.all_processes["raylet"][0].process.pid
+        others = [cluster.add_node(num_cpus=1) for _ in range(NUM_NODES - 1)]
+        with folders.gfgen(*command) as run:
+            wait_for(lambda: folders.lines())
+            raylet = others[0].all_processes["raylet"][0].process.pid
             for pid in [*descendants_of(raylet), raylet]:
                 os.kill(pid, signal.SIGKILL)
-            _, said = run.communicate(timeout=LIMIT_S)
+            cluster.add_node(num_cpus=1)
+            wait_for(lambda: "is gone" in run.stderr.readline())
+            wait_for(lambda: len(folders.lines()) >= NUM_JOBS // 2)
+            run.kill()
+        assert len(folders.lines()) < NUM_JOBS, "the driver was killed too late"
+        with folders.gfgen(*command) as run:
+            said = run.communicate(timeout=LIMIT_S)[1]
     finally:
         cluster.shutdown()
     assert run.returncode == 0, said
-    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
-    assert sorted({line["id"] for line in lines}) == sorted(line["id"] for line in lines)
-    assert [line["status"] for line in lines] == ["done"] * 6
-    assert len(list((tmp_path / "out").glob("*.png"))) == 6
-    assert "is gone" in said
+    with folders.gfgen("run", "jobs.jsonl", *ranks, "-o", "alone") as alone:
+        assert alone.wait(LIMIT_S) == 0, alone.communicate()[1]
+    made = {line["id"]: (line["status"], line["sha256"]) for line in folders.lines()}
+    assert len(made) == len(folders.lines()) == NUM_JOBS
+    assert made == {line["id"]: ("done", line["sha256"]) for line in folders.lines("alone")}
+    assert files_in(folders.kept / "out") == files_in(folders.kept / "alone")
+    assert not any(folders.driver.iterdir()), "nodes write nothing into the driver's folder"
+
+
+def files_in(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".png"}
 
 
 def wait_for(condition):
@@ -80,7 +130,7 @@ def test_a_missing_ray_is_one_line(failing, monkeypatch):
     ("options", "line"),
     [
         (["--shared"], "--shared goes with --ray"),
-        (["--ray", "auto", "--dry-run"], "--dry-run goes with one machine; leave out --ray"),
+        (["--ray", "local", "--ray-scale"], "--ray-scale goes with a cluster that has an autoscaler"),
         (["--ray", "auto", "--ray-resources", "h200"], "--ray-resources h200: JSON like"),
         (
             ["--ray", "auto", "--policy", "own.py"],

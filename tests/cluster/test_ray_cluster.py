@@ -1,21 +1,26 @@
 """Which machines of a Ray cluster become nodes, and what is said of the others."""
 
 import socket
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from fake_ray import ActorDiedError, FakeRay
 
+from gfgen.cli.main import main
 from gfgen.cluster import ray_cluster
 from gfgen.cluster.actor import versions_here
 from gfgen.cluster.member import MemberOptions, Noted, Ready
 from gfgen.cluster.node import NodeJoined, NodeLost, NodeNotes
-from gfgen.cluster.ray_cluster import MAX_STARTS, RayCluster, RayOptions
+from gfgen.cluster.ray_cluster import MAX_STARTS, RayCluster
+from gfgen.cluster.ray_node import RayOptions
 from gfgen.errors import InputError, ModelError
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import CPU, Devices
 from gfgen.runtime.core.events import RankReady
+from gfgen.session.admission import find_weightless
 from gfgen.session.ranks import AskedRanks, Ranks
 
 TWO = Ranks(Devices(CPU, 2))
@@ -37,6 +42,7 @@ class Actor:
     def find_model(self, name):
         if name == "unknown":
             raise ModelError("model 'unknown': no such directory, and no model of that name")
+        return find_weightless(name) if name == "shapes" else None
 
     def time(self):
         return time.time() + AHEAD_S
@@ -99,6 +105,39 @@ def test_resources_and_their_number_select_nodes(connected):
     assert [node.ray_id for node in cluster.joined] == ["b"]
 
 
+def test_a_machine_without_cpus_and_gpus_is_no_node(connected):
+    cluster, _ = connected({"head": {"CPU": 0.0}})
+    with pytest.raises(InputError, match="it lacks CPUs and GPUs"):
+        _ = cluster.ranks
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What Ray's autoscaler is asked for."""
+    found = []
+    sdk = SimpleNamespace(request_resources=lambda bundles: found.append(bundles))
+    for name in ("ray", "ray.autoscaler", "ray.autoscaler.sdk"):
+        monkeypatch.setitem(sys.modules, name, sdk)
+    return found
+
+
+def test_nodes_are_asked_for_by_the_open_jobs_and_let_go_without_jobs(connected, asked, monkeypatch):
+    cluster, ray = connected({"head": {"CPU": 0.0}, "a": {"GPU": 8.0}}, scales=True, num_nodes=3)
+    cluster.load(["m"])
+    (first,) = reports_of(cluster, 1)
+    cluster.scale(7, {first.node.name})
+    assert asked == [[{"CPU": 1}], [{"GPU": 8.0}] * 3], "as many as the option allows"
+    ray.machines["b"] = {"GPU": 8.0}
+    (second,) = reports_of(cluster, 1)
+    cluster.scale(1, {second.node.name})
+    assert len(cluster.joined) == 2, "more jobs may come soon"
+    monkeypatch.setattr(ray_cluster, "RELEASE_S", 0.0)
+    cluster.scale(1, {second.node.name})
+    assert asked[2:] == [[{"GPU": 8.0}]]
+    assert reports_of(cluster, 1) == [NodeLost(first.node.name, "the open jobs need fewer nodes")]
+    assert [node.ray_id for node in cluster.joined] == ["b"]
+
+
 def test_a_machine_that_joins_later_becomes_a_node(connected):
     cluster, ray = connected({"a": {}})
     cluster.load(["m"])
@@ -119,6 +158,22 @@ def test_a_model_that_no_node_has_is_named(connected):
     cluster, _ = connected({"a": {}})
     with pytest.raises(ModelError, match="no node has it: model 'unknown': no such directory"):
         cluster.find_model("unknown")
+
+
+def test_a_dry_run_names_the_nodes_and_starts_no_job(tmp_path, monkeypatch, capsys):
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a fox", "frames": 1}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_cluster, "connected", lambda _: FakeRay({"a": {}, "b": {}}, lambda _: Actor()))
+    monkeypatch.setattr(ray_cluster, "LOOK_S", 0.01)
+    with pytest.raises(SystemExit) as end:
+        main(["run", "jobs.jsonl", "--ray", "auto", "--dry-run"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "jobs.jsonl: 1 job, no problem\njobs      1 new" in said
+    assert "node      a-1: 2 CPU ranks on" in said
+    assert "node      b-2: 2 CPU ranks on" in said
+    assert "'gfgen plan JOBS --nodes NxRANKS' predicts several machines" in said
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_a_machine_whose_node_dies_again_and_again_is_given_up(connected):

@@ -1,0 +1,212 @@
+"""A node of a Ray cluster: the driver's end of its actor."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gfgen.cluster.actor import Gone, NodeActor, versions_here
+from gfgen.cluster.delivery import FileDelivery, make_shared
+from gfgen.cluster.member import Ended, MemberOptions, Noted, Ready, Refused
+from gfgen.cluster.node import JobEnded, NodeNotes
+from gfgen.errors import InputError, ModelError, OutputError, WorkerError
+from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
+from gfgen.runtime.core.events import Event
+from gfgen.session.ranks import Ranks
+
+if TYPE_CHECKING:
+    from gfgen.cluster.ray_cluster import RayCluster
+
+POLL_S = 5.0
+"""A node answers within this time, with or without reports."""
+SILENCE_S = 30.0
+"""A node that is silent for this time after it should have answered is given up."""
+START_S = 120.0
+"""An actor that has not started by then is waiting for resources that others hold."""
+_THREADS = 8
+"""Of an actor: calls that wait, and others meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    address: str
+    """LOCAL, AUTO or HOST:PORT."""
+    member: MemberOptions
+    output_dir: Path
+    is_shared: bool = False
+    """Nodes write into the output folder."""
+    num_nodes: int | None = None
+    """At most so many; None: all."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """That a node must have."""
+    scales: bool = False
+    """Asks Ray's autoscaler for nodes."""
+
+
+class RayNode:
+    """A machine with its actor."""
+
+    def __init__(self, cluster: RayCluster, ray_id: str, name: str, resources: Mapping[str, float]) -> None:
+        self.name, self.ray_id = name, ray_id
+        self.ranks: Ranks | None = None
+        """None until its actor has started."""
+        self.ready: Ready | None = None
+        """None until it has loaded the models."""
+        self.actor: Any = None
+        self._cluster = cluster
+        self._resources = resources
+        self._jobs: dict[int, AdmittedJob] = {}
+        self._shared: Path | None = None
+        self._ahead_s = 0.0
+
+    @property
+    def num_ranks(self) -> int:
+        assert self.ranks is not None, "it has not joined"
+        return self.ranks.num_ranks
+
+    @property
+    def size(self) -> Mapping[str, float]:
+        """What a machine like this one offers Ray."""
+        kind = "GPU" if self._num_gpus else "CPU"
+        return {kind: self._resources[kind]}
+
+    @property
+    def _num_gpus(self) -> float:
+        """Zero for CPU ranks."""
+        return self._resources.get("GPU", 0) if self._cluster.options.member.ranks.device != "cpu" else 0
+
+    def create(self) -> None:
+        """Start the actor, and compare versions. Raises: InputError if it cannot be used."""
+        ray = self._cluster.ray
+        options = self._cluster.options
+        if options.is_shared:
+            self._shared = make_shared(options.output_dir.absolute(), self.name)
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(self.ray_id, soft=False)
+        self.actor = (
+            ray.remote(NodeActor)
+            .options(
+                num_cpus=0 if self._num_gpus else min(1, self._resources.get("CPU", 0)),  # it stands for all
+                num_gpus=self._num_gpus,
+                max_concurrency=_THREADS,
+                max_restarts=0,
+                scheduling_strategy=here,
+            )
+            .remote(options.member, self._shared)
+        )
+        try:
+            versions, ranks = ray.get(self.actor.facts.remote(), timeout=START_S)
+        except ray.exceptions.GetTimeoutError:
+            raise InputError(f"its GPUs or CPUs are in use by others for {START_S:g} s") from None
+        own = versions_here()
+        wrong = [f"{name} {versions.get(name, 'none')}" for name in own if own[name] != versions.get(name)]
+        if wrong:
+            named = ", ".join(f"{name} {own[name]}" for name in own if own[name] != versions.get(name))
+            raise InputError(f"it has {', '.join(wrong)} and the driver {named}: install the same")
+        self.ranks = ranks
+        self._ahead_s = self._measured_ahead_s()
+
+    def _measured_ahead_s(self) -> float:
+        """How far its clock is ahead of the driver's."""
+        asked_at = time.time()
+        its: float = self._cluster.ray.get(self.actor.time.remote(), timeout=SILENCE_S)
+        return its - (asked_at + time.time()) / 2
+
+    def load(self, models: Sequence[str]) -> None:
+        """Load the models. Raises: InputError if it cannot."""
+        for name in models:
+            self.find_model(name)
+        answer = self._cluster.ray.get(self.actor.load.remote(models))
+        if not isinstance(answer, Ready):
+            raise InputError(answer.reason)
+        self.ready = answer
+
+    def find_model(self, name: str) -> ResolvedModel:
+        """Raises: ModelError if it has no such model."""
+        try:
+            found: ResolvedModel = self._cluster.ray.get(self.actor.find_model.remote(name))
+        except ModelError as error:
+            raise original(error) from None
+        return found
+
+    def start(self, job: AdmittedJob, *, attempt: int) -> None:
+        self._jobs[attempt] = job
+        self.actor.start.remote(job.info, attempt)
+
+    def cancel(self, attempt: int) -> None:
+        self.actor.cancel.remote(attempt)
+
+    def tell(self, event: Event) -> None:
+        self.actor.tell.remote(event)
+
+    def greet(self) -> None:
+        """Let the actor know that its driver lives."""
+        self._cluster.ray.get(self.actor.take_reports.remote(0.0), timeout=SILENCE_S)
+
+    def follow(self) -> None:
+        """Pass on what the node reports until it is gone."""
+        ray = self._cluster.ray
+        while True:
+            found = ray.get(self.actor.take_reports.remote(POLL_S), timeout=POLL_S + SILENCE_S)
+            for report in found:
+                if isinstance(report, Gone | Refused):
+                    raise WorkerError(report.reason)
+                if isinstance(report, Ended):
+                    self._cluster.report(self._delivered(report))
+                if isinstance(report, Noted) and self.ready is not None:
+                    began_at = self.ready.began_at - self._ahead_s
+                    self._cluster.report(
+                        NodeNotes(self.name, report.notes, self._cluster.second_of(began_at))
+                    )
+
+    def _delivered(self, ended: Ended) -> JobEnded:
+        """The end of a job, with its files in the driver's reach."""
+        ray, outcome, job = self._cluster.ray, ended.outcome, self._jobs.pop(ended.attempt)
+        if outcome.status != "done":
+            return JobEnded(self.name, ended.attempt, outcome)
+        output_dir = self._cluster.options.output_dir
+        delivery = FileDelivery(job, outcome, attempt=ended.attempt, output_dir=output_dir)
+        if self._shared is not None:
+            delivery.take(self._shared)
+            return JobEnded(self.name, ended.attempt, outcome, delivery)
+        try:
+            delivery.fetch(lambda file, at, size: ray.get(self.actor.read.remote(file, at, size)))
+        except OutputError as error:
+            return JobEnded(self.name, ended.attempt, replace(outcome, status="failed", error=str(error)))
+        finally:
+            self.actor.forget.remote(ended.attempt)
+        return JobEnded(self.name, ended.attempt, outcome, delivery)
+
+    def end(self) -> None:
+        """Let the node go; its actor ends at once if it does not answer."""
+        ray = self._cluster.ray
+        with contextlib.suppress(Exception):
+            ray.get(self.actor.stop.remote(), timeout=SILENCE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        with contextlib.suppress(Exception):
+            self._cluster.ray.kill(self.actor)
+
+
+def original(error: Exception) -> Exception:
+    """What an actor raised; Ray raises an exception that is of its own class, too."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, Exception) else error
+
+
+def said(error: Exception) -> str:
+    """What Ray says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kind = type(error).__name__
+    known = {
+        "ActorDiedError": "its actor died, or the machine",
+        "ActorUnavailableError": "it cannot be reached",
+        "GetTimeoutError": f"it has not answered for {POLL_S + SILENCE_S:g} s",
+    }
+    if "creation task" in str(error):  # the actor's own error is in the last line
+        return lines[-1][:300]
+    return known.get(kind) or (lines[-1][:300] if lines else kind)
