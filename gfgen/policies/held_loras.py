@@ -57,7 +57,7 @@ class _Swaps:
         return decision
 
     def _preferred(self, job: JobView, held: set[str]) -> Iterator[str]:
-        """The LoRAs of the ranks, if they hold the same. Then those of started jobs, if steps take several ranks.
+        """The LoRAs of the ranks, if they hold the same; then those of started jobs, if steps share ranks.
 
         A job starts on one rank, but its steps share ranks with those of other jobs then.
         """
