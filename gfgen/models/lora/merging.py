@@ -4,8 +4,11 @@ diffusers' own loader converts a file and attaches its factors to an *outline* o
 but no weights (outlines.py). The base weights of changed layers are kept on the device. A switch writes base
 weight plus change to the model's weight in place, also where a fused block has it as rows of a larger one
 (fused.py), so recorded forwards stay valid. Nothing is subtracted, so a model without LoRAs has the bits that
-it was loaded with. peft computes the change of a layer as in `fuse_lora`; for linear layers on a GPU, one
-kernel reads the base weight once and adds the product of the factors (low_rank.py).
+it was loaded with.
+
+A linear layer's change is the product of two factors, computed as in `fuse_lora`. On a GPU, one kernel reads
+the base weight once and adds the product (low_rank.py). Factors under diffusers' own names are read from the
+file without an outline. peft computes the changes of other layers.
 
 Results equal `load_lora_weights`, `set_adapters` and `fuse_lora`: bitwise in fp32 on a CPU.
 Source: diffusers 0.42 loaders/lora_base.py and peft.py, peft 0.21 tuners/lora/layer.py.
@@ -15,19 +18,21 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.models.fast.fused import original_weights
-from gfgen.models.lora.fit import KEPT_FILES, SECOND
+from gfgen.models.lora.fit import ADAPTER_METADATA, FACTOR, KEPT_FILES, SECOND
 from gfgen.models.lora.outlines import Outlines
 
 
@@ -44,7 +49,7 @@ class MergedLoras:
         self._models: dict[str, _Model] = {}
         self._merged: dict[str, tuple[object, ...]] = {}
         self._loaded: OrderedDict[tuple[str, bool], _Loaded] = OrderedDict()
-        """By the file's hash and whether it was loaded for the second expert."""
+        """By the file's hash and whether it is for the second expert; the last used come last."""
         self._names = (f"file{idx}" for idx in itertools.count())
 
     def merge(self, spec: JobSpec) -> None:
@@ -67,41 +72,51 @@ class MergedLoras:
                 self._changed(getattr(self._pipeline, component))
 
     def _set(self, component: str, loras: Sequence[Mapping[str, Any]]) -> None:
+        if component not in self._models:
+            self._models[component] = _Model(getattr(self._pipeline, component))
         wanted: dict[str, list[tuple[_Change, float]]] = {}
         for lora in loras:
             for change in self._changes(lora, component):
                 wanted.setdefault(change.parameter, []).append((change, lora["scale"]))
-        if component not in self._models:
-            self._models[component] = _Model(getattr(self._pipeline, component))
         self._models[component].set(wanted)
 
     def _changes(self, lora: Mapping[str, Any], component: str) -> Sequence[_Change]:
         """What a LoRA changes in a model. It is loaded first if need be."""
         key = (lora["sha256"], component == SECOND)
-        if key not in self._loaded:
-            loaded = _Loaded(next(self._names))
-            _check_content(lora)
-            self._outlines.attach(Path(lora["path"]), loaded.name, is_second=component == SECOND)
-            self._loaded[key] = loaded
-            while len(self._loaded) > KEPT_FILES:
-                _, gone = self._loaded.popitem(last=False)
-                self._outlines.detach(gone.name)
-        self._loaded.move_to_end(key)
-        loaded = self._loaded[key]
+        loaded = self._loaded.setdefault(key, _Loaded())
         if component not in loaded.changes:
-            loaded.changes[component] = [
-                _Change(f"{name}.{part}", layer, loaded.name)
-                for name, layer in self._outlines.layers(component, loaded.name)
-                for part in _parameters(layer, loaded.name)
-            ]
+            _check_content(lora)
+            path = Path(lora["path"])
+            if (changes := self._models[component].read(path)) is not None:
+                loaded.changes[component] = changes
+            else:
+                self._convert(path, loaded, is_second=component == SECOND)
+        self._loaded.move_to_end(key)
+        while len(self._loaded) > KEPT_FILES:
+            _, gone = self._loaded.popitem(last=False)
+            self._outlines.detach(gone.name)
         return loaded.changes[component]
+
+    def _convert(self, path: Path, loaded: _Loaded, *, is_second: bool) -> None:
+        """Let diffusers convert a file, and attach it to the outlines."""
+        name = loaded.name = next(self._names)
+        self._outlines.attach(path, name, is_second=is_second)
+        for component in self._outlines.components:
+            if (component == SECOND) is is_second:
+                loaded.changes[component] = [
+                    _product(f"{layer_name}.{part}", layer, name)
+                    or _OfLayer(f"{layer_name}.{part}", layer, name)
+                    for layer_name, layer in self._outlines.layers(component, name)
+                    for part in _parameters(layer, name)
+                ]
 
 
 @dataclass(slots=True)
 class _Loaded:
-    """A LoRA that is attached to the outlines."""
+    """What a LoRA changes."""
 
-    name: str
+    name: str = ""
+    """In the outlines, if it is attached to them."""
     changes: dict[str, list[_Change]] = field(default_factory=dict)
     """By model."""
 
@@ -116,6 +131,28 @@ class _Model:
         self._base: dict[str, Tensor] = {}
         self._changed: set[str] = set()
         """Weights that may not have their original values."""
+
+    def read(self, path: Path) -> list[_Change] | None:
+        """What a file with diffusers' own names changes in linear layers; None for other files."""
+        factors: dict[str, dict[str, Tensor]] = {}
+        with safe_open(path, framework="pt") as file:
+            if ADAPTER_METADATA in (file.metadata() or ()):
+                return None
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                if (match := FACTOR.fullmatch(name)) is None:
+                    return None
+                factors.setdefault(f"{match[2]}.weight", {})[match[3]] = file.get_tensor(name)
+        weights = self._weights = original_weights(self._model)
+        found: list[_Change] = []
+        for name, pair in factors.items():
+            weight, up, down = weights.get(name), pair.get("B"), pair.get("A")
+            if weight is None or up is None or down is None or weight.ndim != 2 or down.ndim != 2:
+                return None
+            if (up.shape[0], down.shape[1]) != weight.shape or up.shape[1] != len(down):
+                return None
+            up, down = (each.to(weight.device, weight.dtype) for each in (up, down))
+            found.append(_Product(name, up, down, len(down), len(down)))
+        return found
 
     @torch.no_grad()
     def set(self, wanted: Mapping[str, Sequence[tuple[_Change, float]]]) -> None:
@@ -136,47 +173,75 @@ class _Model:
         self._changed = set(wanted)
 
 
-class _Change:
-    """What a LoRA changes in one parameter: "weight" or "bias" of a layer of peft."""
+class _Change(Protocol):
+    """What a LoRA changes in one parameter."""
 
-    def __init__(self, parameter: str, layer: Any, adapter: str) -> None:
-        self.parameter = parameter
-        self._layer = layer
-        self._adapter = adapter
-        self._device = torch.device("cpu")
-        self._factors = _factors(layer, adapter) if parameter.endswith(".weight") else None
+    parameter: str
 
     def add(self, source: Tensor, scale: float, *, out: Tensor) -> None:
         """Do to `source` what peft's `merge` does to the layer's own parameter."""
-        layer, adapter = self._layer, self._adapter
-        layer.set_scale(adapter, scale)
-        if out.device != self._device:
-            self._move(out.device)
-        if self.parameter.endswith(".bias"):
-            torch.add(source, layer.lora_B[adapter].bias * layer.scaling[adapter], out=out)
-        elif self._factors is not None and out.is_cuda:
+
+
+@dataclass(slots=True)
+class _Product:
+    """The product of two matrices, times alpha / divisor."""
+
+    parameter: str
+    up: Tensor
+    down: Tensor
+    alpha: float
+    divisor: float
+
+    def add(self, source: Tensor, scale: float, *, out: Tensor) -> None:
+        if self.up.device != out.device:
+            self.up, self.down = self.up.to(out.device), self.down.to(out.device)
+        scale = scale * self.alpha / self.divisor
+        if out.is_cuda:
             from gfgen.models.lora import low_rank
 
-            up, down = self._factors
-            low_rank.add_product(source, up.data, down.data, layer.scaling[adapter], out=out)
+            low_rank.add_product(source, self.up, self.down, scale, out=out)
+            return
+        dtype = torch.float32 if self.up.dtype in (torch.float16, torch.bfloat16) else self.up.dtype
+        product = (self.up.to(dtype) @ self.down.to(dtype)) * scale  # in half precision, as peft does
+        torch.add(source, product.to(self.up.dtype), out=out)
+
+
+@dataclass(slots=True)
+class _OfLayer:
+    """What a layer of peft computes for its "weight" or "bias"."""
+
+    parameter: str
+    layer: Any
+    adapter: str
+    _device: torch.device | None = None
+
+    def add(self, source: Tensor, scale: float, *, out: Tensor) -> None:
+        layer, adapter = self.layer, self.adapter
+        if out.device != self._device:
+            self._move(out.device)
+        layer.set_scale(adapter, scale)
+        if self.parameter.endswith(".bias"):
+            torch.add(source, layer.lora_B[adapter].bias * layer.scaling[adapter], out=out)
         else:
             torch.add(source, layer.get_delta_weight(adapter), out=out)
 
     def _move(self, device: torch.device) -> None:
         """Bring the factors to the device of the weights."""
-        for parts in (getattr(self._layer, name) for name in self._layer.adapter_layer_names):
-            if self._adapter in parts and isinstance(parts, nn.ModuleDict):
-                parts[self._adapter].to(device)
+        for parts in (getattr(self.layer, name) for name in self.layer.adapter_layer_names):
+            if self.adapter in parts and isinstance(parts, nn.ModuleDict):
+                parts[self.adapter].to(device)
         self._device = device
 
 
-def _factors(layer: Any, adapter: str) -> tuple[Tensor, Tensor] | None:
-    """The two matrices whose product is the change of a linear layer; None for other layers."""
+def _product(parameter: str, layer: Any, adapter: str) -> _Product | None:
+    """The change of a linear layer of peft; None for other layers and parameters."""
     from peft.tuners.lora import Linear
 
-    if type(layer) is not Linear or layer.fan_in_fan_out:
+    if type(layer) is not Linear or layer.fan_in_fan_out or not parameter.endswith(".weight"):
         return None
-    return layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
+    rank, up, down = layer.r[adapter], layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
+    divisor = math.sqrt(rank) if layer.use_rslora.get(adapter) else rank
+    return _Product(parameter, up.data, down.data, layer.lora_alpha[adapter], divisor)
 
 
 def _check_content(lora: Mapping[str, Any]) -> None:
