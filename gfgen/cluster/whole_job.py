@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,17 +107,10 @@ class WholeJobCosts(CostModel):
         seconds = self._tasks.remaining_s(tasks, first, num_tasks, degrees)
         return Estimate(seconds, seconds, step.provenance)
 
-    def remaining_s(
-        self,
-        cost_class: CostClass,
-        task: Task,
-        num_tasks: int,
-        degrees: Degrees,
-        *,
-        num_reused: int = 0,
-        is_handed_out: bool = True,
+    def _rest_s(
+        self, stage_s: Callable[[Stage], float], task: Task, num_tasks: int, *, num_reused: int
     ) -> float:
-        return self.task_s(cost_class, Stage.DENOISE, degrees, is_handed_out=is_handed_out)
+        return stage_s(Stage.DENOISE)
 
     def arrangement(self, cost_class: CostClass) -> Arrangement:
         return self._tasks.arrangement(self._parts[cost_class][0])

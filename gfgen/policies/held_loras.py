@@ -1,16 +1,17 @@
-"""Start jobs on ranks that hold their LoRAs, under any built-in policy.
+"""Run jobs on ranks that hold their LoRAs, under any built-in policy.
 
-A rank that runs a job with other LoRAs than the last one merges these first. So where a policy starts a
-job, an equal one may start in its place whose LoRAs the ranks hold already. The order of equal jobs does not
-matter to any policy, and PATIENCE_S bounds how far a job falls behind.
+A rank that runs a job with other LoRAs than the last one merges these first. So where a policy starts a job,
+or continues it on other ranks, an equal one may go in its place whose LoRAs the ranks hold already. The order
+of equal jobs does not matter to any policy, and PATIENCE_S bounds how far a job falls behind.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.snapshot import Decision, JobView, Snapshot
 
@@ -37,24 +38,48 @@ class _Swaps:
     taken: set[str]
     """Jobs that are started now."""
     _waiting: dict[_Kind, list[JobView]] | None = field(default=None, init=False)
-    """Jobs that have not begun, by kind and LoRAs, the last arrivals first."""
+    """Open jobs by kind, LoRAs and whether they have begun; those to be preferred last."""
 
     def better(self, decision: Decision) -> Decision:
         job = self.snapshot.open.get(decision.task.job_id)
-        if job is None or job.next_task.index > 0 or job.switch_s < NOTABLE * job.remaining_s:
+        if job is None or job.switch_s < NOTABLE * job.remaining_s:
             return decision
         held = self._held(job.model, decision.layout)
-        if len(held) != 1 or job.loras in held:
+        if held == {job.loras} or (job.next_task.index > 0 and job.next_task.stage is not Stage.DENOISE):
             return decision
-        waiting = self._by_kind().get((*_kind(job), *held), [])
-        while waiting and waiting[-1].job_id in self.taken:
-            waiting.pop()
-        if not waiting or waiting[-1].arrival_s > job.arrival_s + PATIENCE_S:
-            return decision
-        other = waiting.pop()
-        self.taken.add(other.job_id)
-        self.taken.discard(job.job_id)
-        return Decision(other.next_task, other.layout(decision.layout.ranks))
+        for loras in self._preferred(job, held):
+            if loras == job.loras:
+                return decision
+            if (other := self._waiting_with(loras, job, decision.layout)) is not None:
+                self.taken.add(other.job_id)
+                self.taken.discard(job.job_id)
+                return Decision(other.next_task, other.layout(decision.layout.ranks))
+        return decision
+
+    def _preferred(self, job: JobView, held: set[str]) -> Iterator[str]:
+        """The LoRAs of the ranks, if they hold the same; then those of started jobs, if steps share ranks.
+
+        A job starts on one rank, but its steps share ranks with those of other jobs then.
+        """
+        if len(held) == 1:
+            yield from held
+        if job.next_task.index == 0:
+            views = (*self.snapshot.open.values(), *self.snapshot.busy.values())
+            begun = [view for view in views if view.next_task.index > 0 and view.model == job.model]
+            if any(view.last_layout is not None and view.last_layout.degree > 1 for view in begun):
+                yield from dict.fromkeys(view.loras for view in begun)
+
+    def _waiting_with(self, loras: str, job: JobView, layout: Layout) -> JobView | None:
+        """An equal job with these LoRAs that may go first."""
+        for has_begun in (True, False):
+            if has_begun != (job.next_task.index > 0) and layout.degree > 1:
+                continue
+            waiting = self._by_kind().get((*_kind(job), loras, has_begun), [])
+            while waiting and waiting[-1].job_id in self.taken:
+                waiting.pop()
+            if waiting and waiting[-1].arrival_s <= job.arrival_s + PATIENCE_S:
+                return waiting.pop()
+        return None
 
     def _held(self, model: str, layout: Layout) -> set[str]:
         ranks = set(layout.ranks)
@@ -63,9 +88,9 @@ class _Swaps:
     def _by_kind(self) -> dict[_Kind, list[JobView]]:
         if self._waiting is None:
             self._waiting = {}
-            for job in sorted(self.snapshot.open.values(), key=lambda job: -job.arrival_s):
-                if job.next_task.index == 0:
-                    self._waiting.setdefault((*_kind(job), job.loras), []).append(job)
+            for job in sorted(self.snapshot.open.values(), key=lambda job: (-job.arrival_s, job.remaining_s)):
+                has_begun = job.next_task.index > 0
+                self._waiting.setdefault((*_kind(job), job.loras, has_begun), []).append(job)
         return self._waiting
 
 

@@ -32,7 +32,7 @@ def share_of_switches(recorder: Recorder) -> float:
     return sum(each.switch_s * each.layout.degree for each in recorder.dispatches) / busy_s
 
 
-@pytest.mark.parametrize("policy", sorted(set(BUILT_IN) - {"legacy"}))
+@pytest.mark.parametrize("policy", [*sorted(set(BUILT_IN) - {"legacy"}), "triage,degree=4"])
 def test_many_jobs_over_many_loras_spend_little_time_switching(policy: str) -> None:
     recorder = simulate(jobs_with_loras(), policy=policy, num_ranks=4)
     assert len(recorder.outcomes) == NUM_JOBS

@@ -3,7 +3,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from builders import make_job, simulate, simulated_control
+from builders import STEP_S, make_job, simulate, simulated_control
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -231,14 +231,30 @@ def test_every_policy_ends_every_batch_without_a_fault(fields, policy, num_ranks
 def test_equal_jobs_do_not_take_turns(policy, deadline_s):
     """What has begun goes on: with every policy no more jobs are under way than there are ranks."""
     jobs = [make_job(f"job-{n}", deadline_s=deadline_s, priority=n % 2) for n in range(12)]
-    recorder = simulate(jobs, policy=policy, num_ranks=2)
+    assert most_under_way(simulate(jobs, policy=policy, num_ranks=2)) == 2
+
+
+@pytest.mark.parametrize("policy", ["srtf", "edf", "triage,degree=1"])
+def test_started_jobs_go_on_while_tasks_take_longer_and_longer(policy):
+    """Waiting jobs do not overtake them with predictions that have not been renewed."""
+    recorder = simulate(
+        [make_job(f"job-{n}") for n in range(40)],
+        policy=policy,
+        num_ranks=2,
+        task_s=lambda dispatch: STEP_S * (1 + dispatch.number / 20),
+    )
+    assert most_under_way(recorder) == 2
+
+
+def most_under_way(recorder):
+    """The most jobs that had begun and not ended."""
     begun, ended, most = set(), set(), 0
     for dispatch in recorder.dispatches:
         begun.add(dispatch.task.job_id)
         most = max(most, len(begun - ended))
         if dispatch.task.stage is Stage.DECODE:
             ended.add(dispatch.task.job_id)
-    assert most == 2
+    return most
 
 
 def test_fcfs_lets_jobs_that_another_policy_has_begun_go_on_one_after_the_other():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from gfgen.errors import ModelError, nearest
 from gfgen.models.fast.kernels import KernelChoice
+from gfgen.models.geometry import single_file
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
@@ -224,7 +225,25 @@ def _at_hand(name_or_dir: str) -> Path | None:
     if name_or_dir in PACKAGED:
         return WEIGHTS / name_or_dir
     path = Path(name_or_dir).expanduser()
+    if single_file.is_single_file(name_or_dir) and not path.is_dir():
+        return _assembled(name_or_dir)
     return path.resolve() if path.is_dir() else None
+
+
+def _assembled(name: str) -> Path:
+    """A directory with the weights of a file, and the rest of the model that it names or lies in."""
+    base_name, file = single_file.split_name(name)
+    base = None if base_name else single_file.base_beside(file)
+    if base_name:
+        hub_id = HUB_IDS.get(base_name, base_name)
+        is_tiny = base_name in TINY_NAMES
+        base = _tiny_checkpoint(base_name) if is_tiny else (_at_hand(base_name) or _snapshot(hub_id))
+        if base is None:
+            raise ModelError(
+                f"model {name}: {hub_id} is not here; run 'hf download {hub_id}', or give a directory"
+            )
+    assert base is not None
+    return single_file.assemble(file, base, cache_dir() / "single-files")
 
 
 def _is_hub_id(name: str) -> bool:

@@ -35,6 +35,19 @@ EDGE_BYTES = 2**16
 _POINTER = b"version https://git-lfs"
 """First bytes of the file that git leaves in place of a large one if git-lfs is not set up."""
 
+SINGLE_FILE = "single_file"
+"""Stem of a link to a published file with the weights of several components (single_file.py)."""
+SINGLE_SUFFIXES = (".safetensors", ".gguf")
+PART_OF_KEY = {
+    "first_stage_model": "vae",
+    "vae": "vae",
+    "cond_stage_model": "text",
+    "conditioner": "text",
+    "text_encoders": "text",
+}
+"""The part of a model that keys of a published file with this beginning belong to. Others: "denoiser".
+Source: diffusers 0.42 loaders/single_file_utils.py."""
+
 _STEMS = {
     "diffusers": ("diffusion_pytorch_model", "diffusion_pytorch_model"),
     "transformers": ("model", "pytorch_model"),
@@ -49,6 +62,9 @@ def weight_files(folder: Path, library: str) -> tuple[Path, ...]:
             the files that are there.
     Source: diffusers 0.42 ModelMixin.from_pretrained, transformers 5 _get_resolved_checkpoint_files.
     """
+    for suffix in SINGLE_SUFFIXES:
+        if (path := folder / f"{SINGLE_FILE}{suffix}").is_file():
+            return (path,)
     safe, pickled = _STEMS.get(library, _STEMS["diffusers"])
     if library not in _STEMS and not list(folder.glob(f"{safe}*")):  # code of its own, for transformers
         safe, pickled = _STEMS["transformers"]
@@ -60,6 +76,29 @@ def weight_files(folder: Path, library: str) -> tuple[Path, ...]:
         if path.is_symlink():
             raise ModelError(f"{path}: is a link to a file that does not exist; {_AGAIN}")
     raise ModelError(f"{folder}: {_what_is_wrong(folder, safe)}")
+
+
+def part_of(component: str) -> str | None:
+    """The part of a published file that a component's weights are in; None if it never has them."""
+    if component.startswith(("transformer", "unet")):
+        return "denoiser"
+    return "vae" if component == "vae" else "text" if component.startswith("text_encoder") else None
+
+
+def own_tensors(path: Path) -> Mapping[str, Any]:
+    """The tensors of a safetensors file that belong to the component in whose folder it is.
+
+    The first text encoder counts for all that are in a published file.
+    """
+    header = read_header(path)
+    if path.stem != SINGLE_FILE:
+        return header
+    part = None if path.parent.name.startswith("text_encoder_") else part_of(path.parent.name)
+    return {
+        name: entry
+        for name, entry in header.items()
+        if PART_OF_KEY.get(name.partition(".")[0], "denoiser") == part
+    }
 
 
 def check_weights(files: Sequence[Path]) -> None:

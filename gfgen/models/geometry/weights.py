@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gfgen.models.geometry.weight_files import read_header, weight_files
+from gfgen.models.geometry.weight_files import own_tensors, weight_files
 
 _WEIGHTLESS = re.compile(
     r"(^|_)(scheduler|tokenizer(_\d)?|processor|image_processor|feature_extractor|guider)$"
@@ -70,10 +70,10 @@ def footprint(checkpoint: Path) -> Footprint:
     shared = private = 0
     for component in component_files(checkpoint).values():
         for path in component.files:
-            if path.suffix == ".bin":
+            if path.suffix != ".safetensors":
                 private += path.stat().st_size
                 continue
-            for entry in read_header(path).values():
+            for entry in own_tensors(path).values():
                 size_bytes = _FP32_BYTES * math.prod(entry["shape"])
                 shared += size_bytes if entry["dtype"] == "F32" else 0
                 private += size_bytes if entry["dtype"] != "F32" else 0
@@ -151,9 +151,9 @@ def components_of(index: Mapping[str, Any]) -> Mapping[str, list[str]]:
 
 
 def _count(path: Path) -> int:
-    if path.suffix == ".bin":
+    if path.suffix != ".safetensors":
         return path.stat().st_size // _BF16_BYTES
-    return sum(math.prod(entry["shape"]) for entry in read_header(path).values())
+    return sum(math.prod(entry["shape"]) for entry in own_tensors(path).values())
 
 
 def _model_index(checkpoint: Path) -> Mapping[str, Any]:

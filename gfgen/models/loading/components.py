@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import GGUFQuantizationConfig, pipelines
+from diffusers.loaders.single_file import load_single_file_sub_model
+from diffusers.loaders.single_file_utils import load_single_file_checkpoint
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from gfgen.errors import ModelError, in_one_line
 from gfgen.models.geometry import weights
 from gfgen.models.geometry.checkpoint import OwnClass, read_checkpoint
+from gfgen.models.geometry.weight_files import SINGLE_FILE
 from gfgen.models.geometry.weights import ComponentFiles, component_files, components_of
 from gfgen.models.loading.offload import offload
 
@@ -143,6 +147,8 @@ def _load_model(component: ComponentFiles, kind: Any, *, device: str, dtype: tor
 
     Raises: ModelError for missing weights, which libraries would leave out or draw at random.
     """
+    if component.files[0].stem == SINGLE_FILE:
+        return _from_single_file(component, dtype=dtype).to(device)
     place = {} if device == "cpu" else {"device_map": {"": torch.device(device)}}
     model, report = kind.from_pretrained(
         str(component.folder),
@@ -161,6 +167,38 @@ def _load_model(component: ComponentFiles, kind: Any, *, device: str, dtype: tor
             "download the model again"
         )
     return model.to(device)  # tables of positions, which are in no file
+
+
+def _from_single_file(component: ComponentFiles, *, dtype: torch.dtype) -> Any:
+    """A component from a file in a published layout, as diffusers' `from_single_file` converts it.
+
+    Parameters that diffusers keeps in fp32 stay so, as with `from_pretrained`; `from_single_file` casts them.
+
+    Raises: ModelError for missing weights, which diffusers would leave without memory.
+    """
+    path = component.files[0]
+    options: dict[str, Any] = {}
+    if path.suffix == ".gguf":
+        options = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype), "torch_dtype": dtype}
+    try:
+        model = load_single_file_sub_model(
+            component.library,
+            component.class_name,
+            component.folder.name,
+            load_single_file_checkpoint(str(path)),
+            pipelines,
+            hasattr(pipelines, component.library),
+            str(component.folder.parent),
+            local_files_only=True,
+            **options,
+        )
+    except NotImplementedError as error:  # torch moves no tensors without memory
+        config = component.folder / "config.json"
+        raise ModelError(f"{path.resolve()}: lacks weights that {config} asks for") from error
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, each in model.named_parameters() if not options else ():
+        each.data = each.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
+    return model.eval()
 
 
 @contextmanager

@@ -25,7 +25,10 @@ SECOND = "transformer_2"
 """The second expert, into which diffusers loads on request only."""
 KEPT_FILES = 16
 """LoRAs whose factors stay on a rank's device; the least recently used goes first."""
-_FACTOR = re.compile(r"(transformer|unet)\.(.+)\.lora_([AB])\.weight")
+FACTOR = re.compile(r"(transformer|unet)\.(.+)\.lora_([AB])\.weight")
+"""Names of factors as diffusers saves them."""
+ADAPTER_METADATA = "lora_adapter_metadata"
+"""Key of a file's metadata with settings of peft, such as alpha."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def by_headers(checkpoint: Path, path: Path) -> LoraFit | None:
         files = component_files(checkpoint)
         shapes: dict[str, dict[str, list[int]]] = {}
         for name, entry in entries.items():
-            if (match := _FACTOR.fullmatch(name)) is None:
+            if (match := FACTOR.fullmatch(name)) is None:
                 return None
             shapes.setdefault(f"{match[1]}.{match[2]}.weight", {})[match[3]] = entry["shape"]
         weights = {

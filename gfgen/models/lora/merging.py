@@ -1,10 +1,14 @@
 """LoRAs merged into the weights of a pipeline's models, and taken out again.
 
 diffusers' own loader converts a file and attaches its factors to an *outline* of each model, which has shapes
-but no weights (outlines.py). peft computes each layer's change from the factors, as in `fuse_lora`. It
-is added to the model's weight in place, also where a fused block has it as rows of a larger one (fused.py),
-so recorded forwards stay valid. The base weights of changed layers are kept on the device and copied back:
-nothing is subtracted, so a model without LoRAs has the bits that it was loaded with.
+but no weights (outlines.py). The base weights of changed layers are kept on the device. A switch writes base
+weight plus change to the model's weight in place, also where a fused block has it as rows of a larger one
+(fused.py), so recorded forwards stay valid. Nothing is subtracted, so a model without LoRAs has the bits that
+it was loaded with.
+
+A linear layer's change is the product of two factors, computed as in `fuse_lora`. On a GPU, one kernel reads
+the base weight once and adds the product (low_rank.py). Factors under diffusers' own names are read from the
+file without an outline. peft computes the changes of other layers.
 
 Results equal `load_lora_weights`, `set_adapters` and `fuse_lora`: bitwise in fp32 on a CPU.
 Source: diffusers 0.42 loaders/lora_base.py and peft.py, peft 0.21 tuners/lora/layer.py.
@@ -14,18 +18,21 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.models.fast.fused import original_weights
-from gfgen.models.lora.fit import KEPT_FILES, SECOND
+from gfgen.models.lora.fit import ADAPTER_METADATA, FACTOR, KEPT_FILES, SECOND
 from gfgen.models.lora.outlines import Outlines
 
 
@@ -39,13 +46,10 @@ class MergedLoras:
         self._pipeline = pipeline
         self._changed = changed
         self._outlines = Outlines(pipeline)
-        self._weights: dict[str, dict[str, Tensor]] = {}
-        """By model: its weights under the names of diffusers' model."""
-        self._base: dict[str, dict[str, Tensor]] = {}
-        """By model: the original values of weights that were ever changed."""
+        self._models: dict[str, _Model] = {}
         self._merged: dict[str, tuple[object, ...]] = {}
-        self._adapters: OrderedDict[tuple[str, bool], str] = OrderedDict()
-        """By the file's hash and whether it was loaded for the second expert: its name in the outlines."""
+        self._loaded: OrderedDict[tuple[str, bool], _Loaded] = OrderedDict()
+        """By the file's hash and whether it is for the second expert; the last used come last."""
         self._names = (f"file{idx}" for idx in itertools.count())
 
     def merge(self, spec: JobSpec) -> None:
@@ -67,44 +71,177 @@ class MergedLoras:
                 self._merged[component] = wanted
                 self._changed(getattr(self._pipeline, component))
 
-    @torch.no_grad()
     def _set(self, component: str, loras: Sequence[Mapping[str, Any]]) -> None:
-        layers = [
-            (name, layer, adapter, lora["scale"])
-            for lora in loras
-            for adapter in [self._adapter(lora, component)]
-            for name, layer in self._outlines.layers(component, adapter)
-        ]
-        self._weights.pop(component, None)  # an offloaded expert may have moved since
-        base = self._base.setdefault(component, {})
-        for name in base:
-            self._weight(component, name).copy_(base[name])
-        for name, layer, adapter, scale in layers:
-            layer.set_scale(adapter, scale)
-            for part in _parameters(layer, adapter):
-                weight = self._weight(component, f"{name}.{part}")
-                if f"{name}.{part}" not in base:
-                    base[f"{name}.{part}"] = weight.clone()
-                _change(weight, layer, adapter, part=part)
+        if component not in self._models:
+            self._models[component] = _Model(getattr(self._pipeline, component))
+        wanted: dict[str, list[tuple[_Change, float]]] = {}
+        for lora in loras:
+            for change in self._changes(lora, component):
+                wanted.setdefault(change.parameter, []).append((change, lora["scale"]))
+        self._models[component].set(wanted)
 
-    def _weight(self, component: str, name: str) -> Tensor:
-        if component not in self._weights:
-            self._weights[component] = original_weights(getattr(self._pipeline, component))
-        return self._weights[component][name]
-
-    def _adapter(self, lora: Mapping[str, Any], component: str) -> str:
-        """The name of a LoRA in the outlines, where it is loaded first if need be."""
+    def _changes(self, lora: Mapping[str, Any], component: str) -> Sequence[_Change]:
+        """What a LoRA changes in a model. It is loaded first if need be."""
         key = (lora["sha256"], component == SECOND)
-        if key not in self._adapters:
-            name = next(self._names)
+        loaded = self._loaded.setdefault(key, _Loaded())
+        if component not in loaded.changes:
             _check_content(lora)
-            self._outlines.attach(Path(lora["path"]), name, is_second=component == SECOND)
-            self._adapters[key] = name
-            while len(self._adapters) > KEPT_FILES:
-                _, gone = self._adapters.popitem(last=False)
-                self._outlines.detach(gone)
-        self._adapters.move_to_end(key)
-        return self._adapters[key]
+            path = Path(lora["path"])
+            if (changes := self._models[component].read(path)) is not None:
+                loaded.changes[component] = changes
+            else:
+                self._convert(path, loaded, is_second=component == SECOND)
+        self._loaded.move_to_end(key)
+        while len(self._loaded) > KEPT_FILES:
+            _, gone = self._loaded.popitem(last=False)
+            self._outlines.detach(gone.name)
+        return loaded.changes[component]
+
+    def _convert(self, path: Path, loaded: _Loaded, *, is_second: bool) -> None:
+        """Let diffusers convert a file, and attach it to the outlines."""
+        name = loaded.name = next(self._names)
+        self._outlines.attach(path, name, is_second=is_second)
+        for component in self._outlines.components:
+            if (component == SECOND) is is_second:
+                loaded.changes[component] = [
+                    _product(f"{layer_name}.{part}", layer, name)
+                    or _OfLayer(f"{layer_name}.{part}", layer, name)
+                    for layer_name, layer in self._outlines.layers(component, name)
+                    for part in _parameters(layer, name)
+                ]
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What a LoRA changes."""
+
+    name: str = ""
+    """In the outlines, if it is attached to them."""
+    changes: dict[str, list[_Change]] = field(default_factory=dict)
+    """By model."""
+
+
+class _Model:
+    """A model's weights, and the original values of those that were ever changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._weights: dict[str, Tensor] = {}
+        """Under the names of diffusers' model."""
+        self._base: dict[str, Tensor] = {}
+        self._changed: set[str] = set()
+        """Weights that may not have their original values."""
+
+    def read(self, path: Path) -> list[_Change] | None:
+        """What a file with diffusers' own names changes in linear layers; None for other files."""
+        factors: dict[str, dict[str, Tensor]] = {}
+        with safe_open(path, framework="pt") as file:
+            if ADAPTER_METADATA in (file.metadata() or ()):
+                return None
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                if (match := FACTOR.fullmatch(name)) is None:
+                    return None
+                factors.setdefault(f"{match[2]}.weight", {})[match[3]] = file.get_tensor(name)
+        weights = self._weights = original_weights(self._model)
+        found: list[_Change] = []
+        for name, pair in factors.items():
+            weight, up, down = weights.get(name), pair.get("B"), pair.get("A")
+            if weight is None or up is None or down is None or weight.ndim != 2 or down.ndim != 2:
+                return None
+            if (up.shape[0], down.shape[1]) != weight.shape or up.shape[1] != len(down):
+                return None
+            up, down = (each.to(weight.device, weight.dtype) for each in (up, down))
+            found.append(_Product(name, up, down, len(down), len(down)))
+        return found
+
+    @torch.no_grad()
+    def set(self, wanted: Mapping[str, Sequence[tuple[_Change, float]]]) -> None:
+        """Make these changes to the original weights, each times a scale, and no others."""
+        if not self._weights or hasattr(self._model, "_hf_hook"):  # an offloaded expert may have moved since
+            self._weights = original_weights(self._model)
+        for name in sorted(self._changed - wanted.keys()):
+            self._weights[name].copy_(self._base[name])
+        self._changed |= wanted.keys()
+        for name, changes in wanted.items():
+            weight = self._weights[name]
+            if name not in self._base:
+                self._base[name] = weight.clone()
+            source = self._base[name]
+            for change, scale in changes:
+                change.add(source, scale, out=weight)
+                source = weight
+        self._changed = set(wanted)
+
+
+class _Change(Protocol):
+    """What a LoRA changes in one parameter."""
+
+    parameter: str
+
+    def add(self, source: Tensor, scale: float, *, out: Tensor) -> None:
+        """Do to `source` what peft's `merge` does to the layer's own parameter."""
+
+
+@dataclass(slots=True)
+class _Product:
+    """The product of two matrices, times alpha / divisor."""
+
+    parameter: str
+    up: Tensor
+    down: Tensor
+    alpha: float
+    divisor: float
+
+    def add(self, source: Tensor, scale: float, *, out: Tensor) -> None:
+        if self.up.device != out.device:
+            self.up, self.down = self.up.to(out.device), self.down.to(out.device)
+        scale = scale * self.alpha / self.divisor
+        if out.is_cuda:
+            from gfgen.models.lora import low_rank
+
+            low_rank.add_product(source, self.up, self.down, scale, out=out)
+            return
+        dtype = torch.float32 if self.up.dtype in (torch.float16, torch.bfloat16) else self.up.dtype
+        product = (self.up.to(dtype) @ self.down.to(dtype)) * scale  # in half precision, as peft does
+        torch.add(source, product.to(self.up.dtype), out=out)
+
+
+@dataclass(slots=True)
+class _OfLayer:
+    """What a layer of peft computes for its "weight" or "bias"."""
+
+    parameter: str
+    layer: Any
+    adapter: str
+    _device: torch.device | None = None
+
+    def add(self, source: Tensor, scale: float, *, out: Tensor) -> None:
+        layer, adapter = self.layer, self.adapter
+        if out.device != self._device:
+            self._move(out.device)
+        layer.set_scale(adapter, scale)
+        if self.parameter.endswith(".bias"):
+            torch.add(source, layer.lora_B[adapter].bias * layer.scaling[adapter], out=out)
+        else:
+            torch.add(source, layer.get_delta_weight(adapter), out=out)
+
+    def _move(self, device: torch.device) -> None:
+        """Bring the factors to the device of the weights."""
+        for parts in (getattr(self.layer, name) for name in self.layer.adapter_layer_names):
+            if self.adapter in parts and isinstance(parts, nn.ModuleDict):
+                parts[self.adapter].to(device)
+        self._device = device
+
+
+def _product(parameter: str, layer: Any, adapter: str) -> _Product | None:
+    """The change of a linear layer of peft; None for other layers and parameters."""
+    from peft.tuners.lora import Linear
+
+    if type(layer) is not Linear or layer.fan_in_fan_out or not parameter.endswith(".weight"):
+        return None
+    rank, up, down = layer.r[adapter], layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
+    divisor = math.sqrt(rank) if layer.use_rslora.get(adapter) else rank
+    return _Product(parameter, up.data, down.data, layer.lora_alpha[adapter], divisor)
 
 
 def _check_content(lora: Mapping[str, Any]) -> None:
@@ -121,14 +258,3 @@ def _check_content(lora: Mapping[str, Any]) -> None:
 def _parameters(layer: Any, adapter: str) -> Sequence[str]:
     """The parameters of a layer that a LoRA changes."""
     return ("weight", "bias") if getattr(layer, "lora_bias", {}).get(adapter) else ("weight",)
-
-
-def _change(weight: Tensor, layer: Any, adapter: str, *, part: str) -> None:
-    """Do to a parameter what peft's `merge` does to the layer's own."""
-    for parts in (getattr(layer, name) for name in layer.adapter_layer_names):
-        if adapter in parts and isinstance(parts, nn.ModuleDict):
-            parts[adapter].to(weight.device)
-    if part == "bias":
-        weight += layer.lora_B[adapter].bias * layer.scaling[adapter]
-    else:
-        weight += layer.get_delta_weight(adapter)

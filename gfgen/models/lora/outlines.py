@@ -129,16 +129,16 @@ def _check_fit(outlined: Any, path: Path, source: Mapping[str, Any]) -> None:
     converted = outlined.lora_state_dict(str(path.parent), **source)
     converted = converted[0] if isinstance(converted, tuple) else converted
     changed = {key.partition(".lora_A.")[0] for key in converted if ".lora_A." in key}
+    models = {name: getattr(outlined, name, None) for name in {layer.partition(".")[0] for layer in changed}}
+    modules = {
+        name: {module for module, _ in model.named_modules()} if isinstance(model, nn.Module) else set()
+        for name, model in models.items()
+    }
     lacking = []
     for layer in sorted(changed):
         component, _, name = layer.partition(".")
-        model = getattr(outlined, component, None)
-        if not isinstance(model, nn.Module):
-            lacking.append(layer)
-            continue
-        modules = dict(model.named_modules())
         own = name.removeprefix("text_model.")  # transformers 5 leaves it out
-        if modules.keys().isdisjoint({name, own, f"{name}.base_layer", f"{own}.base_layer"}):
+        if modules[component].isdisjoint({name, own, f"{name}.base_layer", f"{own}.base_layer"}):
             lacking.append(layer)
     if lacking:
         raise ModelError(

@@ -466,6 +466,7 @@ class Jobs:
         soonest, latest = _RENEWALS_S
         if now_s < self._renewed_s + min(latest, max(soonest, self._renewed_s / 2)):
             return
+        self._costs.renew()
         self._costs_version, self._renewed_s = self._costs.version, now_s
         self.open.renew(lambda job_id: self.records[job_id].view(self._costs))
         for job_id in self.busy:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gfgen.graph import Stage, Task
@@ -66,6 +66,8 @@ class CostClass:
     """The last durations of each kind of task, for a profile."""
     published: dict[tuple[Stage, Degrees], float] = field(default_factory=dict)
     """Estimates returned since the last notable change."""
+    alone: dict[Stage, float] = field(default_factory=dict)
+    """Estimates on one rank since the last renewal, for `rest_alone_s`."""
     rests: dict[tuple[int, int, int], float] = field(default_factory=dict)
     """Results of `rest_alone_s` since then, by next task (2 for any step or the decode), tasks left,
     and reused steps of them."""
@@ -95,7 +97,7 @@ class CostModel:
 
     def __init__(self, profile: Profile | None = None) -> None:
         self.version = 0
-        """Rises when a returned estimate changes notably."""
+        """Rises when a returned estimate changes notably, or is renewed."""
         self._table = None if profile is None else CostTable(profile)
         self._move_s = 0.0 if profile is None else profile.move_s
         self._move_bytes_per_s = MOVE_BYTES_PER_S if profile is None else profile.move_bytes_per_s
@@ -214,30 +216,55 @@ class CostModel:
 
         num_reused: of these steps. The decode runs on as many of the same ranks as make it fastest.
         """
-        num_left = num_tasks - task.index
-        num_steps = min(num_left - 1, num_tasks - 3) - num_reused
-        total_s = num_steps * self.task_s(cost_class, Stage.DENOISE, degrees, is_handed_out=is_handed_out)
-        if num_reused:
-            reused_s = self.task_s(cost_class, Stage.REUSE, degrees, is_handed_out=is_handed_out)
-            total_s += num_reused * reused_s
         bands = 1 if degrees == _ONE else self.arrangement(cost_class).decodes[math.prod(degrees) - 1]
-        total_s += self.task_s(cost_class, Stage.DECODE, (1, bands, 1), is_handed_out=is_handed_out)
-        if task.index < 2:
-            total_s += self.task_s(cost_class, Stage.PREPARE, _ONE, is_handed_out=is_handed_out)
-        if task.index < 1:
-            total_s += self.task_s(cost_class, Stage.ENCODE, _ONE, is_handed_out=is_handed_out)
-        return total_s
+        own = {Stage.DENOISE: degrees, Stage.REUSE: degrees, Stage.DECODE: (1, bands, 1)}
+
+        def stage_s(stage: Stage) -> float:
+            return self.task_s(cost_class, stage, own.get(stage, _ONE), is_handed_out=is_handed_out)
+
+        return self._rest_s(stage_s, task, num_tasks, num_reused=num_reused)
 
     def rest_alone_s(
         self, cost_class: CostClass, task: Task, num_tasks: int, *, num_reused: int = 0
     ) -> float:
-        """The same on one rank, computed once for equal jobs because every job needs it."""
+        """The same on one rank, by the estimates of the last renewal.
+
+        All views of equal jobs then agree. If the rest of a started job came from newer and longer estimates,
+        jobs that have not started would overtake it.
+        """
         key = (min(task.index, 2), num_tasks - task.index, num_reused)  # all that `remaining_s` depends on
         rest_s = cost_class.rests.get(key)
         if rest_s is None:
-            rest_s = self.remaining_s(cost_class, task, num_tasks, _ONE, num_reused=num_reused)
-            cost_class.rests[key] = rest_s
+
+            def stage_s(stage: Stage) -> float:
+                if stage not in cost_class.alone:
+                    cost_class.alone[stage] = self.task_s(cost_class, stage, _ONE)
+                return cost_class.alone[stage]
+
+            rest_s = cost_class.rests[key] = self._rest_s(stage_s, task, num_tasks, num_reused=num_reused)
         return rest_s
+
+    def _rest_s(
+        self, stage_s: Callable[[Stage], float], task: Task, num_tasks: int, *, num_reused: int
+    ) -> float:
+        """The sum of the tasks from `task` on, by the time of each stage."""
+        num_steps = min(num_tasks - task.index - 1, num_tasks - 3) - num_reused
+        total_s = num_steps * stage_s(Stage.DENOISE)
+        if num_reused:
+            total_s += num_reused * stage_s(Stage.REUSE)
+        total_s += stage_s(Stage.DECODE)
+        if task.index < 2:
+            total_s += stage_s(Stage.PREPARE)
+        if task.index < 1:
+            total_s += stage_s(Stage.ENCODE)
+        return total_s
+
+    def renew(self) -> None:
+        """Let `rest_alone_s` use the present estimates."""
+        self.version += 1
+        for each in self._classes.values():
+            each.alone.clear()
+            each.rests.clear()
 
     def arrangement(self, cost_class: CostClass) -> Arrangement:
         """The best predicted use of ranks by tasks of this class; changes only with `version`."""
@@ -322,7 +349,6 @@ class CostModel:
             for other in self._classes.values():  # a class may appear under two names
                 if other.model == cost_class.model:
                     other.published.clear()
-                    other.rests.clear()
             self.version += 1
 
     def _profiled(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate | None:

@@ -1,0 +1,147 @@
+"""Checkpoints in one file, in the layout in which they are published."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gfgen.errors import ModelError
+from gfgen.models.families import registry
+from gfgen.models.families.registry import load_adapter, resolve_checkpoint
+from gfgen.models.geometry.checkpoint import read_checkpoint
+from gfgen.models.geometry.weights import count_parameters, footprint
+
+PUBLISHED = (
+    ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
+    ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
+    ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
+    ("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
+    ("condition_embedder.time_proj", "time_projection.1"),
+    ("attn1", "self_attn"),
+    ("attn2", "cross_attn"),
+    (".to_out.0.", ".o."),
+    (".to_q.", ".q."),
+    (".to_k.", ".k."),
+    (".to_v.", ".v."),
+    ("ffn.net.0.proj", "ffn.0"),
+    ("ffn.net.2", "ffn.2"),
+    ("proj_out", "head.head"),
+    ("norm2", "norm_other"),
+    ("norm3", "norm2"),
+    ("norm_other", "norm3"),
+)
+"""Names of diffusers' Wan transformer, and those of the original checkpoints."""
+
+
+def published(name: str) -> str:
+    for own, original in PUBLISHED:
+        name = name.replace(own, original)
+    table = "head.modulation" if name == "scale_shift_table" else "modulation"
+    return name.replace("scale_shift_table", table)
+
+
+@pytest.fixture(scope="module")
+def base() -> Path:
+    return resolve_checkpoint("tiny-wan")
+
+
+@pytest.fixture(scope="module")
+def weights(base: Path) -> dict[str, torch.Tensor]:
+    return load_file(base / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def file(weights: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("published") / "wan.safetensors"
+    save_file({f"model.diffusion_model.{published(name)}": each for name, each in weights.items()}, path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Links go to a folder of the test; tiny models stay where they are."""
+    monkeypatch.setattr(registry, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(registry, "tiny_dir", lambda: base.parent)
+    return tmp_path
+
+
+def test_a_transformer_in_the_published_layout_loads_as_by_diffusers(
+    file: Path, base: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    checkpoint = resolve_checkpoint(f"tiny-wan:{file}")
+    adapter: Any = load_adapter(checkpoint)
+    ours = adapter._text.transformer.state_dict()
+    theirs = diffusers.WanTransformer3DModel.from_single_file(
+        str(file), config=str(base), subfolder="transformer", local_files_only=True
+    ).state_dict()
+    assert ours.keys() == theirs.keys() == weights.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in weights)
+    assert all(torch.equal(ours[name], weights[name]) for name in weights)
+    assert count_parameters(checkpoint) == count_parameters(base)
+    assert footprint(checkpoint) == footprint(base)
+
+
+def test_a_file_in_a_folder_in_diffusers_format_takes_the_rest_from_there(
+    file: Path, base: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "model", ignore=shutil.ignore_patterns("diffusion_*"))
+    shutil.copytree(base / "vae", folder / "vae", dirs_exist_ok=True)
+    shutil.copy(file, folder)
+    checkpoint = resolve_checkpoint(str(folder / file.name))
+    assert read_checkpoint(checkpoint, with_weights=True).pipeline_class == "WanPipeline"
+    assert resolve_checkpoint(str(folder / file.name)) == checkpoint
+
+
+def written(path: Path, content: bytes | dict[str, torch.Tensor]) -> Path:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        save_file(content, path)
+    return path
+
+
+REFUSED = {
+    "no checkpoint": (b"hello", r"its header is broken"),
+    "a LoRA": ({"blocks.0.lora_A.weight": torch.ones(1)}, r"is a LoRA; give it with --lora"),
+    "a VAE": ({"first_stage_model.decoder": torch.ones(1)}, r"no weights of a transformer or UNet"),
+    "fp8": ({"blocks.0": torch.ones(1, dtype=torch.float8_e4m3fn)}, r"weights of type F8_E4M3 are not supp"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_files_are_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+    content, reason = REFUSED[kind]
+    path = written(tmp_path / "model.safetensors", content)
+    with pytest.raises(ModelError, match=reason) as caught:
+        resolve_checkpoint(f"tiny-wan:{path}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_without_a_config_and_a_missing_file_are_refused(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model_index\.json in its folder; name the model .* MODEL:wan"):
+        resolve_checkpoint(str(file))
+    with pytest.raises(ModelError, match=r"there is no such file"):
+        resolve_checkpoint(f"tiny-wan:{tmp_path / 'gone.safetensors'}")
+    with pytest.raises(ModelError, match=r"has two experts"):
+        resolve_checkpoint(f"tiny-wan-moe:{file}")
+
+
+def test_gguf_needs_its_package_and_the_right_content(tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(ModelError, match=r"is no GGUF file"):
+        resolve_checkpoint(f"tiny-wan:{written(tmp_path / 'a.gguf', b'hello')}")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install 'gfgen\[gguf\]'"):
+        resolve_checkpoint(f"tiny-wan:{written(tmp_path / 'b.gguf', b'GGUF and more')}")
+
+
+def test_loading_names_a_file_that_lacks_weights(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    some = {published(name): each for name, each in weights.items() if "blocks.1." not in name}
+    path = written(tmp_path / "half.safetensors", some)
+    with pytest.raises(ModelError, match=r"half\.safetensors: lacks weights that .*config\.json asks"):
+        load_adapter(resolve_checkpoint(f"tiny-wan:{path}"))
