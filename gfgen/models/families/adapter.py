@@ -118,3 +118,7 @@ class Adapter(Protocol):
     def evaluate_by(self, forward: Evaluator) -> None:
         """Use this evaluator for all later calls."""
         ...
+
+    def rehearse_encode(self) -> None:
+        """Evaluate the text encoder once for each shape that it can get, if these are few."""
+        ...

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from diffusers import QwenImagePipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields
+from gfgen.models.families.encoders import FOR_ANY_LENGTH, text_encoder_on
 from gfgen.models.families.guidance import is_batch_faster, predict_branches
 from gfgen.models.families.outputs import keep_outputs
 from gfgen.models.families.pictures import denormalize_latents, to_uint8
@@ -43,9 +44,6 @@ from gfgen.models.parallel.counted_attention import is_fast
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
 
-FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Without cuDNN's attention, which plans 42 ms for each new length of prompt on an H100."""
-
 
 class QwenImageAdapter:
     """Executors of one Qwen-Image checkpoint; see `adapter.Adapter`."""
@@ -57,6 +55,7 @@ class QwenImageAdapter:
         self._vae = pipeline.vae
         self._forward: Evaluator = evaluate
         self._loras = MergedLoras(pipeline)
+        self._text_encoder = text_encoder_on(self.device, pipeline.text_encoder)
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
     @torch.no_grad()
@@ -141,8 +140,20 @@ class QwenImageAdapter:
     def evaluate_by(self, forward: Evaluator) -> None:
         self._forward = forward
 
+    def rehearse_encode(self) -> None:
+        if self._text_encoder is not None:
+            self._text_encoder.rehearse(self._forward)
+
     def _embed_text(self, text: str) -> torch.Tensor:
         """Embeddings of one prompt. One prompt is never padded, so there is no mask."""
+        if self._text_encoder is not None:
+            start = self._pipeline.prompt_template_encode_start_idx
+            ids = self._pipeline.tokenizer(
+                self._pipeline.prompt_template_encode.format(text),
+                max_length=start + MAX_TEXT_TOKENS,
+                truncation=True,
+            ).input_ids
+            return self._text_encoder(ids, self._forward)[:, start:]
         with sdpa_kernel(FOR_ANY_LENGTH):
             embeds, mask = self._pipeline.encode_prompt(
                 prompt=text, device=self.device, max_sequence_length=MAX_TEXT_TOKENS

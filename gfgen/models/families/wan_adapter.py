@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields
+from gfgen.models.families.encoders import text_encoder_on
 from gfgen.models.families.guidance import predict_branches
 from gfgen.models.families.outputs import keep_outputs
 from gfgen.models.families.pictures import denormalize_latents, load_image, to_uint8
@@ -29,6 +31,7 @@ from gfgen.models.fast import stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.prompt_memory import NUM_TEXTS, forget_prompts, remember_prompts
+from gfgen.models.fast.rows import padded_to
 from gfgen.models.fast.texts import with_texts
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.rules import known
@@ -61,6 +64,7 @@ class WanAdapter:
         self._dtype: torch.dtype = text_pipeline.transformer.dtype
         self._forward: Evaluator = evaluate
         self._loras = MergedLoras(text_pipeline, changed=forget_prompts)
+        self._text_encoder = text_encoder_on(self.device, text_pipeline.text_encoder)
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
     @torch.no_grad()
@@ -71,6 +75,11 @@ class WanAdapter:
         return Fields(tensors)
 
     def _embed_text(self, text: str) -> torch.Tensor:
+        """Embeddings of one prompt: [1, TEXT_TOKENS, C], with zeros after its own tokens."""
+        if self._text_encoder is not None:
+            limit = {"max_length": TEXT_TOKENS, "truncation": True}
+            ids = self._text.tokenizer(prompt_clean(text), **limit).input_ids
+            return padded_to(TEXT_TOKENS, self._text_encoder(ids, self._forward).to(self._dtype))
         embeds, _ = self._text.encode_prompt(
             prompt=text,
             do_classifier_free_guidance=False,
@@ -154,6 +163,10 @@ class WanAdapter:
 
     def evaluate_by(self, forward: Evaluator) -> None:
         self._forward = forward
+
+    def rehearse_encode(self) -> None:
+        if self._text_encoder is not None:
+            self._text_encoder.rehearse(self._forward)
 
     @property
     def _per_token(self) -> bool:

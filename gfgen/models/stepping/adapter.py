@@ -138,6 +138,9 @@ class PipelineAdapter:
     def evaluate_by(self, forward: Evaluator) -> None:
         """Pipelines call their transformers themselves."""
 
+    def rehearse_encode(self) -> None:
+        """Prompts of any length may come, and pipelines call their text encoders themselves."""
+
     def _sound_rate(self) -> int:
         """Samples per second, which the component that makes sound has in its config."""
         for part in self.pipeline.components.values():

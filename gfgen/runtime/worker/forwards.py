@@ -112,6 +112,8 @@ class Forwards:
         """
         adapter, spec = self._adapters[message.checkpoint], message.spec
         self.attach(message.checkpoint)
+        with self._graphs.rehearsing(None):
+            adapter.rehearse_encode()
         prompt = adapter.encode(spec)
         condition, latents = adapter.prepare(spec, prompt)
         geometry = adapter.geometry
