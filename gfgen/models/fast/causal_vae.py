@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,12 +33,17 @@ from gfgen.models.parallel.shared_decode import present_bands
 
 @torch.no_grad()
 def install(vae: nn.Module) -> None:
-    """Replace a VAE's decode; once for each instance, on the device where it stays."""
-    for conv in vae.decoder.modules():
+    """Replace a VAE's encode and decode; once for each instance, on the device where it stays."""
+    for conv in vae.modules():
         if isinstance(conv, nn.Conv3d):
             conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last_3d)
-        elif isinstance(conv, nn.Conv2d) and conv.kernel_size == (3, 3):
+        elif isinstance(conv, nn.Conv2d):
+            conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+    for block in vae.decoder.modules():
+        if getattr(block, "mode", "").startswith("upsample"):
+            conv = block.resample[1]
             conv.register_buffer("phases", _phases_of(conv.weight), persistent=False)
+    vae._encode = functools.partial(_encode, vae)
     vae._decode = functools.partial(_decode, vae)
 
 
@@ -48,8 +53,7 @@ def _phases_of(weight: Tensor) -> Tensor:
     The rows above and below a pixel's own are, in the small frame: the row above and the own one, for a
     pixel in an upper row, the own one and the row below for one in a lower row; likewise for columns.
     """
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    first, middle, last = weight.unbind(2)
+    first, middle, last = weight.to(torch.promote_types(weight.dtype, torch.float32)).unbind(2)
     rows = (torch.stack((first, middle + last), 2), torch.stack((first + middle, last), 2))
     phases = []
     for each in rows:
@@ -127,12 +131,9 @@ class _Past:
     def _widened(self, padded: Tensor) -> Tensor:
         """With the neighbours' rows, or zeros at the picture's edge, in the first and the last row."""
         assert self._bands is not None
-        edges = self._bands.halo(padded[:, 1:-1].permute(0, 3, 1, 2))
-        for row, edge in zip((0, -1), edges, strict=True):
-            if edge is None:
-                padded[:, row].zero_()
-            else:
-                padded[:, row].copy_(edge.permute(0, 2, 1))
+        rows = padded.flatten(2)
+        for row, edge in zip((0, -1), self._bands.halo(rows[:, 1:-1]), strict=True):
+            rows[:, row] = 0 if edge is None else edge
         return padded
 
     def convolved(self, x: Tensor, conv: Any) -> Tensor:
@@ -149,6 +150,17 @@ class _Past:
         padding = (0 if self._bands is not None else 1, 1)
         return Frames(tuple(_flat(x, each.permute(0, 3, 1, 2), padding) for each in conv.phases), conv.bias)
 
+    def halved(self, x: Tensor, conv: Any) -> Frames:
+        """Half the frames, from the last one before them; the first frame of a video stays as it is."""
+        before = self._kept.get(conv)
+        if self._has_next:
+            self._kept[conv] = x[-1:].clone()
+        if before is None:
+            return Frames((x,))
+        both = torch.cat((before, x)).permute(3, 0, 1, 2)[None]
+        y = functional.conv3d(both, conv.weight, stride=conv.stride)
+        return Frames((y[0].permute(1, 2, 3, 0).contiguous(),), conv.bias)
+
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._bands is not None:
             key, value = self._bands.everywhere(key, value)
@@ -158,6 +170,63 @@ class _Past:
 def _flat(x: Tensor, weight: Tensor, padding: tuple[int, int] = (0, 0)) -> Tensor:
     """A convolution of each frame: [T, H, W, C] -> [T, H, W, O]."""
     return functional.conv2d(x.permute(0, 3, 1, 2), weight, padding=padding).permute(0, 2, 3, 1).contiguous()
+
+
+# The encoder, by its modules ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _encode(vae: Any, x: Tensor) -> Tensor:
+    """In place of a VAE's `_encode`; diffusers' own code does tiles and several samples."""
+    if vae.use_tiling or len(x) > 1:
+        return type(vae)._encode(vae, x)
+    if (patch_size := getattr(vae.config, "patch_size", None)) is not None:
+        x = patchify(x, patch_size=patch_size)
+    frames_THWC = x[0].permute(1, 2, 3, 0).contiguous()
+    past = _Past(has_next=len(frames_THWC) > 1)
+    encoded = []
+    for first in range(-3, len(frames_THWC) - 3, 4):  # one frame, then four at a time
+        frames = Frames((frames_THWC[max(first, 0) : first + 4],))
+        encoded.append(_encoded(vae.encoder, frames, past))
+        past.is_first = False
+    return vae.quant_conv(torch.cat(encoded).permute(3, 0, 1, 2)[None])
+
+
+def _encoded(encoder: Any, frames: Frames, past: _Past) -> Tensor:
+    x = past.input(frames, encoder.conv_in)
+    frames = Frames((past.convolved(x, encoder.conv_in),), encoder.conv_in.bias)
+    for block in encoder.down_blocks:
+        frames = _down_block(block, frames, past)
+    frames = _middle(encoder.mid_block, frames, past)
+    x = past.input(frames, encoder.conv_out, encoder.norm_out)
+    return past.convolved(x, encoder.conv_out) + encoder.conv_out.bias
+
+
+def _down_block(block: Any, frames: Frames, past: _Past) -> Frames:
+    """Any block of an encoder: Wan 2.2 nests them, with a shortcut around each level."""
+    if hasattr(block, "conv1"):
+        return _residual(block, frames, past)
+    if hasattr(block, "to_qkv"):
+        return _attention(block, frames, past)
+    if hasattr(block, "mode"):
+        return _reduced(block, frames, past)
+    start = frames
+    for resnet in block.resnets:
+        frames = _residual(resnet, frames, past)
+    if block.downsampler is None:
+        frames = Frames((past.flat_input(frames),))
+    else:
+        frames = _reduced(block.downsampler, frames, past)
+    shortcut = block.avg_shortcut(start.parts[0].permute(3, 0, 1, 2)[None])[0]
+    frames.shortcut = shortcut.permute(1, 2, 3, 0).contiguous()
+    return frames
+
+
+def _reduced(downsampler: Any, frames: Frames, past: _Past) -> Frames:
+    """Half the rows and columns, and half the frames after the first one if the level halves them."""
+    x = past.flat_input(frames).permute(0, 3, 1, 2)
+    y = downsampler.resample(x).permute(0, 2, 3, 1).contiguous()
+    return Frames((y,)) if downsampler.mode == "downsample2d" else past.halved(y, downsampler.time_conv)
 
 
 # The decoder, by its modules ------------------------------------------------------------------------

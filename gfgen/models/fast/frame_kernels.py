@@ -42,7 +42,7 @@ def add_frames(
         0 if padded is None else padded.shape[1] * width,
         0 if padded is None else (padded.shape[1] - height) // 2 * width,
         0 if shortcut is None else shortcut.shape[-1],
-        0 if repeats is None else repeats.skip,
+        0 if repeats is None else repeats.skip, channels**0.5,
         CHANNELS=channels, BLOCK=block, PLACES=places, SCALE=scale,
         FRONT=0 if padded is None else padded.shape[0] - num_frames,
         HAS_BIAS=frames.bias is not None, HAS_SHORTCUT=shortcut is not None,
@@ -57,7 +57,7 @@ def add_frames(
 @triton.jit(do_not_specialize=["num_frames", "height", "width", "padded_frame", "padded_start", "skip"])
 def _add_frames(
     y_00, y_01, y_10, y_11, bias, shortcut, gamma, total, padded, kept,
-    num_frames, height, width, padded_frame, padded_start, shortcut_channels, skip,
+    num_frames, height, width, padded_frame, padded_start, shortcut_channels, skip, scale,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, SCALE: tl.constexpr,
     FRONT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHORTCUT: tl.constexpr,
     REPEAT_FRAMES: tl.constexpr, REPEAT_CHANNELS: tl.constexpr,
@@ -125,7 +125,7 @@ def _add_frames(
             if HAS_NORM:
                 squares = tl.sum(tl.where(inside, value * value, 0.0), axis=1)
                 length = tl.maximum(tl.sqrt(squares), 1e-12)[:, None]
-                value = value / length * tl.sqrt(CHANNELS + 0.0) * gammas
+                value = value / length * scale * gammas
             if ACTIVATE:
                 value = value * tl.sigmoid(value)
             result = value.to(padded.dtype.element_ty)
