@@ -32,7 +32,7 @@ from gfgen.models.parallel.shared_decode import present_bands
 
 
 @torch.no_grad()
-def install(vae: nn.Module) -> None:
+def install(vae: Any) -> None:
     """Replace a VAE's encode and decode; once for each instance, on the device where it stays."""
     for conv in vae.modules():
         if isinstance(conv, nn.Conv3d):
@@ -40,8 +40,8 @@ def install(vae: nn.Module) -> None:
         elif isinstance(conv, nn.Conv2d):
             conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
     for block in vae.decoder.modules():
-        if getattr(block, "mode", "").startswith("upsample"):
-            conv = block.resample[1]
+        if hasattr(block, "resample"):
+            _, conv = block.resample
             conv.register_buffer("phases", _phases_of(conv.weight), persistent=False)
     vae._encode = functools.partial(_encode, vae)
     vae._decode = functools.partial(_decode, vae)
@@ -106,9 +106,7 @@ class _Past:
         self._kept: dict[nn.Module, Tensor] = {}
         self._bands = present_bands()
 
-    def input(
-        self, frames: Frames, conv: nn.Module, norm: Any = None, *, needs_total: bool = False
-    ) -> Tensor:
+    def input(self, frames: Frames, conv: Any, norm: Any = None, *, needs_total: bool = False) -> Tensor:
         """What `conv` reads: [2 + T, H, W, C], without frames before it at the start of a video; with a row
         more on either side if rows are shared."""
         num_frames, height, width, channels = frames.shape
@@ -176,7 +174,7 @@ def _flat(x: Tensor, weight: Tensor, padding: tuple[int, int] = (0, 0)) -> Tenso
 
 
 @torch.no_grad()
-def _encode(vae: Any, x: Tensor) -> Tensor:
+def _encode(vae: Any, x: Tensor) -> Any:
     """In place of a VAE's `_encode`; diffusers' own code does tiles and several samples."""
     if vae.use_tiling or len(x) > 1:
         return type(vae)._encode(vae, x)
@@ -193,13 +191,11 @@ def _encode(vae: Any, x: Tensor) -> Tensor:
 
 
 def _encoded(encoder: Any, frames: Frames, past: _Past) -> Tensor:
-    x = past.input(frames, encoder.conv_in)
-    frames = Frames((past.convolved(x, encoder.conv_in),), encoder.conv_in.bias)
+    """The encoder's output, channels last, of the next frames."""
+    frames = _begun(encoder, frames, past)
     for block in encoder.down_blocks:
         frames = _down_block(block, frames, past)
-    frames = _middle(encoder.mid_block, frames, past)
-    x = past.input(frames, encoder.conv_out, encoder.norm_out)
-    return past.convolved(x, encoder.conv_out) + encoder.conv_out.bias
+    return _ended(encoder, _middle(encoder.mid_block, frames, past), past)
 
 
 def _down_block(block: Any, frames: Frames, past: _Past) -> Frames:
@@ -208,7 +204,7 @@ def _down_block(block: Any, frames: Frames, past: _Past) -> Frames:
         return _residual(block, frames, past)
     if hasattr(block, "to_qkv"):
         return _attention(block, frames, past)
-    if hasattr(block, "mode"):
+    if hasattr(block, "resample"):
         return _reduced(block, frames, past)
     start = frames
     for resnet in block.resnets:
@@ -254,14 +250,51 @@ def _decode(vae: Any, z: Tensor, return_dict: bool = True) -> Any:
 
 
 def _decoded(decoder: Any, frames: Frames, past: _Past) -> Tensor:
-    """[1, H, W, C] -> the decoder's output of the same frames, channels last."""
-    x = past.input(frames, decoder.conv_in)
-    frames = Frames((past.convolved(x, decoder.conv_in),), decoder.conv_in.bias)
-    frames = _middle(decoder.mid_block, frames, past)
+    """The decoder's output, channels last, of the next latent frame."""
+    frames = _middle(decoder.mid_block, _begun(decoder, frames, past), past)
     for block in decoder.up_blocks:
         frames = _up_block(block, frames, past)
-    x = past.input(frames, decoder.conv_out, decoder.norm_out)
-    return past.convolved(x, decoder.conv_out) + decoder.conv_out.bias
+    return _ended(decoder, frames, past)
+
+
+def _up_block(block: Any, frames: Frames, past: _Past) -> Frames:
+    start = frames
+    for resnet in block.resnets:
+        frames = _residual(resnet, frames, past)
+    upsampler = next((each for each in block.modules() if hasattr(each, "resample")), None)
+    if upsampler is None:
+        return frames
+    frames = _enlarged(upsampler, frames, past)
+    if (shortcut := getattr(block, "avg_shortcut", None)) is not None:
+        skip = shortcut.factor_t - 1 if past.is_first else 0
+        frames.shortcut = start.parts[0]
+        frames.repeats = Repeats(shortcut.factor_t, shortcut.repeats, skip)
+    return frames
+
+
+def _enlarged(upsampler: Any, frames: Frames, past: _Past) -> Frames:
+    """Twice the rows and columns, and twice the frames if the video has begun and the level doubles them."""
+    if upsampler.mode == "upsample3d" and not past.is_first:
+        x = past.input(frames, upsampler.time_conv)
+        num_frames, height, width, channels = frames.shape
+        y = past.convolved(x, upsampler.time_conv) + upsampler.time_conv.bias
+        doubled = y.unflatten(-1, (2, channels)).permute(0, 3, 1, 2, 4).contiguous()
+        frames = Frames((doubled.view(2 * num_frames, height, width, channels),))
+    return past.enlarged(past.flat_input(frames), upsampler.resample[1])
+
+
+# What both have -------------------------------------------------------------------------------------
+
+
+def _begun(coder: Any, frames: Frames, past: _Past) -> Frames:
+    x = past.input(frames, coder.conv_in)
+    return Frames((past.convolved(x, coder.conv_in),), coder.conv_in.bias)
+
+
+def _ended(coder: Any, frames: Frames, past: _Past) -> Tensor:
+    x = past.input(frames, coder.conv_out, coder.norm_out)
+    bias: Tensor = coder.conv_out.bias
+    return past.convolved(x, coder.conv_out) + bias
 
 
 def _middle(block: Any, frames: Frames, past: _Past) -> Frames:
@@ -296,32 +329,6 @@ def _attention(block: Any, frames: Frames, past: _Past) -> Frames:
     return Frames((y,), block.proj.bias, frames.parts[0])
 
 
-def _up_block(block: Any, frames: Frames, past: _Past) -> Frames:
-    start = frames
-    for resnet in block.resnets:
-        frames = _residual(resnet, frames, past)
-    upsampler = getattr(block, "upsampler", None) or next(iter(getattr(block, "upsamplers", None) or ()), None)
-    if upsampler is None:
-        return frames
-    frames = _enlarged(upsampler, frames, past)
-    if (shortcut := getattr(block, "avg_shortcut", None)) is not None:
-        skip = shortcut.factor_t - 1 if past.is_first else 0
-        frames.shortcut = start.parts[0]
-        frames.repeats = Repeats(shortcut.factor_t, shortcut.repeats, skip)
-    return frames
-
-
-def _enlarged(upsampler: Any, frames: Frames, past: _Past) -> Frames:
-    """Twice the rows and columns, and twice the frames if the video has begun and the level doubles them."""
-    if upsampler.mode == "upsample3d" and not past.is_first:
-        x = past.input(frames, upsampler.time_conv)
-        num_frames, height, width, channels = frames.shape
-        y = past.convolved(x, upsampler.time_conv) + upsampler.time_conv.bias
-        doubled = y.unflatten(-1, (2, channels)).permute(0, 3, 1, 2, 4).contiguous()
-        frames = Frames((doubled.view(2 * num_frames, height, width, channels),))
-    return past.enlarged(past.flat_input(frames), upsampler.resample[1])
-
-
 # What lies between two convolutions -----------------------------------------------------------------
 
 
@@ -342,7 +349,7 @@ def added(
     gamma = None if norm is None else norm.gamma.flatten()
     activate = activate and norm is not None
     total = frames.parts[0].new_empty(frames.shape) if needs_total else None
-    if padded.is_cuda or INTERPRET:
+    if padded.is_cuda:
         from gfgen.models.fast import frame_kernels
 
         frame_kernels.add_frames(frames, gamma, activate, total, padded, kept)
@@ -351,7 +358,6 @@ def added(
     if total is not None:
         frames.settle(total)
 
-INTERPRET = False
 
 def _add_in_steps(
     frames: Frames,
@@ -361,19 +367,17 @@ def _add_in_steps(
     padded: Tensor,
     kept: Tensor | None,
 ) -> None:
-    num_frames, height, width, channels = frames.shape
     value = _sum(frames)
     if total is not None:
         total.copy_(value)
     if gamma is not None:
-        value = functional.normalize(value, dim=-1) * channels**0.5 * gamma
+        value = functional.normalize(value, dim=-1) * value.shape[-1] ** 0.5 * gamma
     if activate:
         value = functional.silu(value)
     value = value.to(padded.dtype)
-    edge = (padded.shape[1] - height) // 2
-    inner = padded[:, edge : edge + height]
-    inner[-num_frames:] = value
-    if len(padded) > num_frames:
+    inner = padded[:, 1:-1] if padded.shape[1] > value.shape[1] else padded
+    inner[-len(value) :] = value
+    if len(inner) > len(value):
         assert kept is not None
         inner[:2] = kept
     if kept is not None:
@@ -381,12 +385,11 @@ def _add_in_steps(
 
 
 def _sum(frames: Frames) -> Tensor:
+    _, height, width, channels = frames.shape
     wide = torch.promote_types(frames.parts[0].dtype, torch.float32)
-    num_frames, height, width, channels = frames.shape
-    if len(frames.parts) == 1:
-        value = frames.parts[0].to(wide)
-    else:
-        value = frames.parts[0].new_empty(frames.shape, dtype=wide)
+    value = frames.parts[0].to(wide)
+    if len(frames.parts) == 4:
+        value = value.new_empty(frames.shape)
         for idx, part in enumerate(frames.parts):
             below, right = divmod(idx, 2)
             own = part[:, below : below + height // 2, right : right + width // 2]
@@ -398,6 +401,7 @@ def _sum(frames: Frames) -> Tensor:
     if frames.repeats is None:
         return value + frames.shortcut
     times, repeats, skip = frames.repeats
-    repeated = frames.shortcut.repeat_interleave(repeats, dim=-1).unflatten(-1, (channels, times, 2, 2))
-    places = repeated.permute(0, 4, 1, 5, 2, 6, 3)  # T, times, H, 2, W, 2, C
-    return value + places.flatten(0, 1).flatten(1, 2).flatten(2, 3)[skip:]
+    repeated = frames.shortcut.repeat_interleave(repeats, dim=-1)
+    places = repeated.view(-1, height // 2, width // 2, channels, times, 2, 2).permute(0, 4, 1, 5, 2, 6, 3)
+    whole: Tensor = places.reshape(-1, height, width, channels)  # T, times, H, 2, W, 2, C
+    return value + whole[skip:]

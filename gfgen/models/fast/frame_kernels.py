@@ -27,8 +27,8 @@ def add_frames(
 ) -> None:  # fmt: skip
     """As `causal_vae.added`; total [T, H, W, C], padded [2 or 0 + T, H or H + 2, W, C], kept [2, H, W, C]."""
     parts, shortcut, repeats = frames.parts, frames.shortcut, frames.repeats
-    tensors = (*parts, shortcut, total, padded, kept)
-    assert all(each.is_contiguous() for each in tensors if each is not None)
+    others = (frames.bias, shortcut, gamma, total, padded, kept)
+    assert all(each.is_contiguous() for each in (*parts, *others) if each is not None)
     first = parts[0]
     num_frames, height, width, channels = frames.shape
     scale = 2 if len(parts) == 4 else 1
@@ -37,7 +37,7 @@ def add_frames(
     num_places = (height // scale) * (width // scale)
     y = parts * 4 if scale == 1 else parts
     _add_frames[(triton.cdiv(num_places, places), scale * scale)](
-        *y[:4], *(first if each is None else each for each in (frames.bias, shortcut, gamma, total, padded, kept)),
+        *y[:4], *(first if each is None else each for each in others),
         num_frames, height, width,
         0 if padded is None else padded.shape[1] * width,
         0 if padded is None else (padded.shape[1] - height) // 2 * width,
@@ -130,6 +130,6 @@ def _add_frames(
                 value = value * tl.sigmoid(value)
             result = value.to(padded.dtype.element_ty)
             tl.store(padded + (idx + FRONT) * padded_size + padded_place, result, mask=inside)
-            if HAS_KEPT:
+            if HAS_KEPT:  # noqa: SIM102 (the compiler decides this one)
                 if idx >= num_frames - 2:
                     tl.store(kept + (idx - num_frames + 2) * frame_size + place, result, mask=inside)
