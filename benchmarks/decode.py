@@ -56,8 +56,6 @@ class DecodeRow:
     """The same of bytes."""
     psnr_db: float | None = None
     """On one GPU: of bf16 to fp32; on several: to one GPU in the same dtype."""
-    is_plain: bool | None = None
-    """One GPU: bitwise what diffusers makes without hooks."""
     spread: float | None = None
     """Standard deviation of the bytes: how much there is to differ."""
 
@@ -126,7 +124,6 @@ def _row(shape: DecodeShape, dtype: str, degree: int, results: Sequence[dict[str
         distance=most("distance"),
         max_levels=most("max_levels"),
         psnr_db=min(psnrs) if psnrs else None,
-        is_plain=all(result["is_plain"] for result in results) if degree == 1 else None,
         spread=most("spread"),
     )
 
@@ -153,10 +150,6 @@ def table_of(rows: Sequence[DecodeRow], *, device: str, command: str) -> Iterato
             f"{_text(row.distance, '.1e')} | {_text(row.max_levels, 'd')} | {_text(row.psnr_db, '.1f')}"
         )
         yield f"| {row.shape} | {row.dtype} | {row.degree} | {numbers} |"
-    yield ""
-    for row in rows:
-        if row.is_plain is False:
-            yield f"- {row.shape}, {row.dtype}: one GPU with hooks is not bitwise what diffusers makes"
 
 
 def _text(value: float | None, form: str) -> str:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 from forked_ranks import ForkedRanks
+from small_vaes import VAES, small_latents, small_vae
 from torch.nn import functional
 
 from gfgen.errors import ModelError
@@ -22,7 +22,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout, shard_bounds
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.loading.random_weights import draw_weights
+from gfgen.models.fast import causal_vae
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.shared_decode import decode_rows, install
 
@@ -31,24 +31,8 @@ torch.set_num_threads(1)
 TOLERANCE = 3e-6
 """Of the largest magnitude, in fp32: the same sums, in the order that each shape's kernel has; some 1e-6."""
 
-SMALL = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1}
-SCALES = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
-VAES: dict[str, Callable[[], Any]] = {
-    # Wan 2.2: shortcuts around its levels, and patches of two pixels.
-    "wan 2.2": lambda: AutoencoderKLWan(
-        **SMALL,
-        **SCALES,
-        decoder_base_dim=12,
-        temperal_downsample=[True, True],
-        is_residual=True,
-        in_channels=12,
-        out_channels=12,
-        patch_size=2,
-        scale_factor_spatial=8,
-    ),
-    "wan 2.1": lambda: AutoencoderKLWan(**SMALL, **SCALES, temperal_downsample=[False, True]),
-    "qwen-image": lambda: AutoencoderKLQwenImage(**SMALL, **SCALES, temperal_downsample=[False, True]),
-}
+FAST = ("wan 2.2, fast", "wan 2.1, fast")
+"""As on a GPU (causal_vae.py)."""
 ROWS = (4, 5, 7)
 """Of latents: 2, 3 and 4 ranks get equal bands, uneven ones, and bands of a single row."""
 FRAMES = 3
@@ -57,15 +41,15 @@ FRAMES = 3
 
 @functools.cache
 def vae_of(name: str) -> Any:
-    vae = VAES[name]().eval()
-    draw_weights(vae, name=name)
+    vae = small_vae(name.removesuffix(", fast"))
     install(vae)
+    if name in FAST:
+        causal_vae.install(vae)
     return vae
 
 
 def latents_of(num_rows: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(num_rows)
-    return torch.randn((1, 4, FRAMES, num_rows, 3), generator=generator)
+    return small_latents(frames=FRAMES, rows=num_rows)
 
 
 @torch.no_grad()
@@ -76,7 +60,7 @@ def decode(parallel: Parallel | None, name: str, num_rows: int) -> Fields:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedRanks]:
-    for name in VAES:
+    for name in (*VAES, *FAST):
         vae_of(name)
     forked = ForkedRanks(4, decode)
     yield forked
@@ -85,7 +69,7 @@ def ranks() -> Iterator[ForkedRanks]:
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
 @pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize("name", [*VAES, *FAST])
 def test_bands_are_the_rows_of_one_ranks_decode(
     name: str, num_rows: int, degree: int, ranks: ForkedRanks
 ) -> None:
@@ -100,7 +84,7 @@ def test_bands_are_the_rows_of_one_ranks_decode(
     assert (found - whole).abs().max() <= TOLERANCE * whole.abs().max()
 
 
-@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize("name", [*VAES, *FAST])
 def test_equal_degrees_give_equal_bits_on_any_ranks(name: str, ranks: ForkedRanks) -> None:
     first, *others = (
         [band.tensors["pixels"] for band in ranks.run(Layout.bands(chosen), name, 5)]
@@ -111,8 +95,7 @@ def test_equal_degrees_give_equal_bits_on_any_ranks(name: str, ranks: ForkedRank
 
 
 def test_a_rank_alone_decodes_as_without_hooks() -> None:
-    plain = VAES["wan 2.2"]().eval()
-    draw_weights(plain, name="wan 2.2")
+    plain = small_vae("wan 2.2")
     with torch.no_grad():
         wanted = plain.decode(latents_of(5), return_dict=False)[0]
     assert torch.equal(decode(None, "wan 2.2", 5).tensors["pixels"], wanted)

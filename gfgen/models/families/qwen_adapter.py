@@ -28,7 +28,7 @@ from gfgen.models.families.encoders import FOR_ANY_LENGTH, text_encoder_on
 from gfgen.models.families.guidance import is_batch_faster, predict_branches
 from gfgen.models.families.outputs import keep_outputs
 from gfgen.models.families.pictures import denormalize_latents, to_uint8
-from gfgen.models.fast import stop_checks
+from gfgen.models.fast import causal_vae, stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.prompt_memory import NUM_TEXTS
@@ -217,6 +217,8 @@ def load_qwen_image(
         fuse(pipeline.transformer)
         is_fast(torch.device(device), dtype)  # tries it now: no task may wait for the device
     shared_decode.install(pipeline.vae)
+    if torch.device(device).type == "cuda":
+        causal_vae.install(pipeline.vae)
     stop_checks.install(pipeline.text_encoder, pipeline.transformer, pipeline.vae)
     return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
 

@@ -27,7 +27,7 @@ from gfgen.models.families.encoders import text_encoder_on
 from gfgen.models.families.guidance import predict_branches
 from gfgen.models.families.outputs import keep_outputs
 from gfgen.models.families.pictures import denormalize_latents, load_image, to_uint8
-from gfgen.models.fast import stop_checks
+from gfgen.models.fast import causal_vae, stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.prompt_memory import NUM_TEXTS, forget_prompts, remember_prompts
@@ -242,6 +242,8 @@ def load_wan(
         elif device == "cpu":
             remember_prompts(transformer)
     shared_decode.install(loaded.vae)
+    if torch.device(device).type == "cuda":
+        causal_vae.install(loaded.vae)
     stop_checks.install(loaded.text_encoder, loaded.transformer, loaded.transformer_2, loaded.vae)
     flags = {name: loaded.config[name] for name in ("boundary_ratio", "expand_timesteps")}
     return WanAdapter(

@@ -104,9 +104,13 @@ def install(*models: torch.nn.Module | None) -> None:
                     part.register_forward_pre_hook(_check)
 
 
-def _check(module: torch.nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling():
-        return  # a compiled block is one part
+def check() -> None:
+    """Ask the present watch; for blocks that are not called as modules."""
     watch = _WATCH.get()
     if watch is not None:
         watch.check()
+
+
+def _check(module: torch.nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():  # a compiled block is one part
+        check()

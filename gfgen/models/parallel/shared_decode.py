@@ -77,6 +77,11 @@ class _Bands:
 _BANDS: ContextVar[_Bands | None] = ContextVar("bands", default=None)
 
 
+def present_bands() -> _Bands | None:
+    """The ranks that share the current decode, if any do."""
+    return _BANDS.get()
+
+
 def install(vae: torch.nn.Module) -> None:
     """Put hooks on a diffusers VAE, permanently; once for each instance.
 

@@ -1,0 +1,175 @@
+"""`python -m benchmarks.vae`: VAEs as diffusers has them and as gfgen runs them, in one run on one GPU.
+
+Random weights. Errors are those of a small picture or video, against fp64 with the same weights.
+
+Legend: B batch, C channels, T H W frames, rows, columns.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import click
+import torch
+from diffusers.models.autoencoders import autoencoder_kl_qwenimage, autoencoder_kl_wan
+from torch import Tensor
+
+from gfgen.models.fast import causal_vae
+from gfgen.models.geometry.model import CONFIGS
+from gfgen.models.loading.random_weights import random_component
+
+WAN, WAN_MOE, QWEN = "wan2.2-ti2v-5b", "wan2.2-i2v-a14b", "qwen-image"
+PRECISIONS = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+"""tf32: fp32 with the convolutions' products in TF32, torch's default."""
+
+
+class Case(NamedTuple):
+    """What is encoded or decoded."""
+
+    model: str
+    width: int
+    height: int
+    frames: int
+    stage: str = "decode"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.width}x{self.height}x{self.frames} {self.stage}"
+
+    def input(self, vae: Any) -> Tensor:
+        """Random latents, or pixels."""
+        factor = vae.spatial_compression_ratio
+        shape = (1, vae.config.z_dim, (self.frames - 1) // 4 + 1, self.height // factor, self.width // factor)
+        if self.stage == "encode":
+            shape = (1, 3, self.frames, self.height, self.width)
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        return (
+            drawn.clamp(-1, 1).to(vae.device, vae.dtype)
+            if self.stage == "encode"
+            else drawn.to(vae.device, vae.dtype)
+        )
+
+    def run(self, vae: Any, x: Tensor) -> Tensor:
+        result: Tensor = vae.encode(x).latent_dist.mode() if self.stage == "encode" else vae.decode(x).sample
+        return result
+
+
+SPEED = (
+    Case(QWEN, 1024, 1024, 1),
+    Case(WAN, 1280, 704, 81),
+    Case(WAN, 832, 480, 49),
+    Case(QWEN, 512, 512, 1),
+    Case(WAN_MOE, 832, 480, 81),
+    Case(WAN_MOE, 832, 480, 81, "encode"),
+)
+ERRORS = tuple(
+    Case(model, 256, 256, frames, stage)
+    for model, frames in ((QWEN, 1), (WAN, 9), (WAN_MOE, 9))
+    for stage in ("decode", "encode")
+)
+
+
+def new_vae(model: str, precision: str, device: str) -> Any:
+    """With random weights, also of norms and biases."""
+    vae: Any = random_component(CONFIGS / model, "vae", device=device, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(7)
+    for name, weight in vae.named_parameters():
+        if "gamma" in name or "bias" in name:
+            weight.data += 0.1 * torch.randn(weight.shape, generator=generator).to(weight)
+    torch.nn.Module.to(vae, PRECISIONS[precision])
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    return vae
+
+
+@torch.no_grad()
+def errors(case: Case, precision: str, device: str) -> dict[str, tuple[float, float]]:
+    """Of diffusers and of gfgen: the root mean square error and the largest, in units of the result's."""
+    plain = new_vae(case.model, precision, device)
+    fast = copy.deepcopy(plain)
+    causal_vae.install(fast)
+    x = case.input(plain)
+    found = {"diffusers": case.run(plain, x).double(), "gfgen": case.run(fast, x).double()}
+    exact = case.run(_exact(plain), x.double())
+    return {
+        name: (
+            float((result - exact).square().mean().sqrt() / exact.square().mean().sqrt()),
+            float((result - exact).abs().max() / exact.abs().max()),
+        )
+        for name, result in found.items()
+    }
+
+
+def _exact(vae: Any) -> Any:
+    """In fp64, also where diffusers rounds to fp32: as it repeats rows and columns."""
+    for module in vae.modules():
+        if isinstance(module, autoencoder_kl_wan.WanUpsample | autoencoder_kl_qwenimage.QwenImageUpsample):
+            module.__class__ = torch.nn.Upsample
+    return torch.nn.Module.to(vae, torch.float64)
+
+
+@torch.no_grad()
+def speeds(case: Case, precision: str, device: str) -> Iterator[tuple[str, float, float, float]]:
+    """Of diffusers, then of gfgen: the name, seconds (median), seconds of the first run, peak GB."""
+    vae = new_vae(case.model, precision, device)
+    x = case.input(vae)
+    for name in ("diffusers", "gfgen"):
+        if name == "gfgen":
+            causal_vae.install(vae)
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        times_s = [_seconds(lambda: case.run(vae, x)) for _ in range(6 if case.frames == 1 else 3)]
+        peak_gb = torch.cuda.max_memory_allocated() / 1e9 if device != "cpu" else 0.0
+        yield name, statistics.median(times_s[1:]), times_s[0], peak_gb
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began_s
+
+
+@click.command()
+@click.option("--device", default="cuda", show_default=True)
+@click.option(
+    "--seconds", type=float, default=600.0, show_default=True, help="Start nothing after this time."
+)
+def main(*, device: str, seconds: float) -> None:
+    """Seconds, memory and errors of diffusers' VAEs and of gfgen's, as Markdown."""
+    began_s = time.monotonic()
+    click.echo(
+        "| case | dtype | diffusers s | gfgen s | x | first s | peak GB | gfgen's peak GB |\n"
+        + "|---" * 8
+        + "|"
+    )
+    for case in SPEED:
+        for precision in ("bf16", "tf32"):
+            if time.monotonic() - began_s > seconds:
+                continue
+            (_, plain_s, _, plain_gb), (_, fast_s, first_s, fast_gb) = speeds(case, precision, device)
+            click.echo(
+                f"| {case.name} | {precision} | {plain_s:.4f} | {fast_s:.4f} | {plain_s / fast_s:.2f} "
+                f"| {first_s:.1f} | {plain_gb:.2f} | {fast_gb:.2f} |"
+            )
+    click.echo(
+        "\n| case | dtype | diffusers rms | gfgen rms | diffusers max | gfgen max |\n" + "|---" * 6 + "|"
+    )
+    for case in ERRORS:
+        for precision in PRECISIONS:
+            found = errors(case, precision, device)
+            columns = (found[name][idx] for idx in (0, 1) for name in ("diffusers", "gfgen"))
+            click.echo(
+                f"| {case.name} | {precision} | " + " | ".join(f"{each:.2e}" for each in columns) + " |"
+            )
+
+
+if __name__ == "__main__":
+    main()
