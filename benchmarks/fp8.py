@@ -65,7 +65,7 @@ def timed_us(run: Callable[..., object], *args: Any, **options: Any) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(1e3 * begin.elapsed_time(end))
-    return statistics.median(times[WARM_UPS:])
+    return float(statistics.median(times[WARM_UPS:]))
 
 
 # Kernels ----------------------------------------------------------------------------------------
@@ -99,20 +99,22 @@ def check_kernels(device: str) -> None:
         x = wide[:, :, :channels]
         x[0, 0] = 0
         for has_gelu in (False, True):
-            wanted, result = (rows.to_fp8(each, has_gelu=has_gelu) for each in (x, x.to(device)))
-            tell_difference(f"rows {length}x{channels} gelu {has_gelu}", result, wanted)
+            both = [rows.to_fp8(each, has_gelu=has_gelu) for each in (x.to(device), x)]
+            tell_difference(f"rows {length}x{channels} gelu {has_gelu}", *both)
     for length, inner, outer in ((1, 64, 48), (8, 3072, 9216), (63, 3072, 12288), (5070, 3072, 3072)):
         layer = nn.Linear(inner, outer, dtype=torch.bfloat16, device=device)
         fp8 = Fp8Linear(layer)
         x = torch.randn((1, length, inner), generator=noise).bfloat16().to(device)
-        given = rows.to_fp8(x)
-        exact = (given.values[0].double() * given.scales) @ (fp8.weight.double() * fp8.scales.view(-1, 1)).t()
+        quantised = rows.to_fp8(x)
+        exact = (quantised.values[0].double() * quantised.scales) @ (
+            fp8.weight.double() * fp8.scales.view(-1, 1)
+        ).t()
         exact += layer.bias.double()
-        result = fp8(given)[0].double()
+        output = fp8(quantised)[0].double()
         whole = nn.functional.linear(x[0].double(), layer.weight.double(), layer.bias.double())
         bf16 = layer(x)[0].double()
         names = ("from its own numbers", "from exact", "bf16 from exact")
-        pairs = zip(names, ((result, exact), (result, whole), (bf16, whole)), strict=True)
+        pairs = zip(names, ((output, exact), (output, whole), (bf16, whole)), strict=True)
         tell(f"product {length}x{inner}x{outer}", *(f"{name} {distance(*pair):.1e}" for name, pair in pairs))
 
 
@@ -177,14 +179,14 @@ def fused(transformer: Any) -> Any:
 def measure_speed(model: str, device: str, *, is_small: bool) -> None:
     """bf16, then the same transformer with more and more in fp8; in a CUDA graph."""
     transformer = fused(made(model, device, layers=1 if is_small else None))
-    parts = [("bf16", None)]
+    parts = [("bf16", "")]
     if model == QWEN:
         parts += [("fp8 but picture's feed-forward", "attn txt_mlp"), ("fp8", "img_mlp")]
     else:
         parts += [("fp8", "attn1 attn2 ffn")]
     for way, names in parts:
         for block in blocks_of(transformer):
-            for name in (names or "").split():
+            for name in names.split():
                 quantise(getattr(block, name))
         free_memory(device)
         size = sum(each.nbytes for each in [*transformer.parameters(), *transformer.buffers()])

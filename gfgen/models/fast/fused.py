@@ -33,12 +33,11 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from gfgen.gfc.reshard import shard_sizes
-from gfgen.layout import shard_bounds
 from gfgen.models.fast.linears import LinearGelu, takes_fp8
+from gfgen.models.fast.modulation import Modulation, fuse_modulation
 from gfgen.models.fast.rows import RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
 from gfgen.models.parallel.plans import TEXT
-from gfgen.models.parallel.sequence_parallel import attend, own_length, sharing_ranks
+from gfgen.models.parallel.sequence_parallel import attend, own_length
 
 
 @torch.no_grad()
@@ -53,7 +52,7 @@ def fuse(transformer: nn.Module) -> None:
         _fuse_qwen_block(block)
     _fuse_activations(transformer)
     if qwen_blocks:
-        _fuse_modulation(transformer)
+        fuse_modulation(transformer)
 
 
 _PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "to_kv": ("to_k", "to_v")}
@@ -338,59 +337,6 @@ def _joint_sample(
         num_tokens_B=num_tokens_B,
     ).flatten(2, 3)
     return result[:, num_picture:], result[:, :num_picture]
-
-
-def _fuse_modulation(transformer: Any) -> None:
-    """Compute the modulation of all blocks at the start of a forward, not in each block."""
-    blocks = transformer.transformer_blocks
-    assert not transformer.zero_cond_t
-    transformer.modulation = Modulation(
-        [part[1] for block in blocks for part in (block.img_mod, block.txt_mod)]
-    )
-    for idx, block in enumerate(blocks):
-        del block.img_mod, block.txt_mod
-        hook = functools.partial(_hand_over, modulation=transformer.modulation, idx=idx)
-        block.register_forward_pre_hook(hook, with_kwargs=True)
-    transformer.time_text_embed.register_forward_hook(
-        functools.partial(_modulate, modulation=transformer.modulation)
-    )
-
-
-class Modulation(nn.Module):
-    """Shifts, scales and gates of all blocks: layers of picture and text alternate."""
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.current = threading.local()
-        """`rows`: the modulation in this thread's present forward."""
-
-    def forward(self, temb: Tensor) -> Tensor:
-        """[1, C] -> [layers, 6 C] on every rank; each computes some of the layers."""
-        activated = nn.functional.silu(temb)
-        ranks = sharing_ranks()
-        size, slot = (1, 0) if ranks is None else (ranks.size, ranks.slot)
-        start, stop = shard_bounds(len(self.layers), size, slot)
-        own = [self.layers[idx](activated) for idx in range(start, stop)]
-        if not own:  # a small model has fewer layers than ranks
-            own = [activated.new_empty(0, 6 * activated.shape[1])]
-        rows = torch.cat(own)
-        if ranks is None:
-            return rows
-        return ranks.all_gather(rows, dim=0, sizes=shard_sizes(len(self.layers), size))
-
-
-def _modulate(module: nn.Module, args: Any, temb: Tensor, *, modulation: Modulation) -> None:
-    """A forward hook of the timestep's embedding; does not change its output."""
-    assert temb.shape[0] == 1, "a batch has one timestep"
-    modulation.current.rows = modulation(temb)
-
-
-def _hand_over(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, modulation: Modulation, idx: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A pre-forward hook of a block: replaces the timestep's embedding by the block's modulation."""
-    return args, {**kwargs, "temb": modulation.current.rows[2 * idx : 2 * idx + 2]}
 
 
 # Both -------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ NUM_WARPS = 8
 MANY_ROWS = 2048
 """From this number of rows, a program takes `ROWS_EACH` rows with the same weights, which it loads once."""
 ROWS_EACH = 4
+FEATURES_EACH = 32
+"""That a program of `int8_layers` computes."""
 
 
 def add_norm(
@@ -58,6 +60,18 @@ def to_fp8(x: Tensor, out: Tensor, scales: Tensor, *, has_gelu: bool) -> None:
     _rows_in_fp8[(num_rows,)](
         x, out, scales, x.stride(0),
         CHANNELS=channels, BLOCK=triton.next_power_of_2(channels), HAS_GELU=has_gelu, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def int8_layers(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor, out: Tensor) -> None:
+    """x [C], weight [N, F, C] int8, scales [N, F, G], bias, out [N, F], all contiguous."""
+    num_features, channels = weight.shape[0] * weight.shape[1], weight.shape[2]
+    num_groups = scales.shape[2]
+    assert all(each.is_contiguous() for each in (x, weight, scales, bias, out))
+    _int8_layers[(triton.cdiv(num_features, FEATURES_EACH),)](
+        x, weight, scales, bias, out, num_features,
+        CHANNELS=channels, GROUPS=num_groups, GROUP=channels // num_groups, FEATURES=FEATURES_EACH,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -155,6 +169,25 @@ def _rows_in_fp8(
     value, scale = _in_fp8(value)
     tl.store(out + row * CHANNELS + columns, value.to(out.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
+
+
+@triton.jit
+def _int8_layers(
+    x, weight, scales, bias, out, num_features,
+    CHANNELS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    features = tl.program_id(0).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
+    here = features < num_features
+    within = tl.arange(0, GROUP)
+    total = tl.zeros((FEATURES, GROUP), tl.float32)
+    for group in tl.range(GROUPS):
+        columns = group * GROUP + within
+        given = tl.load(weight + features[:, None] * CHANNELS + columns[None, :], mask=here[:, None], other=0)
+        scale = tl.load(scales + features * GROUPS + group, mask=here, other=0.0).to(tl.float32)
+        factor = tl.load(x + columns).to(tl.float32)
+        total += given.to(tl.float32) * factor[None, :] * scale[:, None]
+    result = tl.sum(total, axis=1) + tl.load(bias + features, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + features, result.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
