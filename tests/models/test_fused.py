@@ -14,7 +14,8 @@ from gfc_fake import FakeCluster
 
 from gfgen.layout import Layout
 from gfgen.models.families.registry import resolve_checkpoint
-from gfgen.models.fast.fused import LinearGelu, fuse
+from gfgen.models.fast.fused import fuse
+from gfgen.models.fast.linears import LinearGelu
 from gfgen.models.fast.texts import with_texts
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import parallel_from

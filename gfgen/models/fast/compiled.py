@@ -20,8 +20,8 @@ from diffusers.models.activations import GELU
 from torch import Tensor, nn
 
 from gfgen.errors import in_one_line
-from gfgen.models.fast.fused import linear_gelu
 from gfgen.models.fast.kernels import present_choice
+from gfgen.models.fast.linears import linear_gelu
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from diffusers.models.transformers.transformer_flux import (
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from gfgen.models.fast.fused import linear_gelu
 from gfgen.models.fast.kernels import present_choice
+from gfgen.models.fast.linears import linear_gelu
 from gfgen.models.fast.rows import RowNorm, add_gated, add_norm, heads, norm
 from gfgen.models.parallel.sequence_parallel import attend
 

@@ -33,11 +33,11 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from gfgen.gfc.reshard import shard_sizes
-from gfgen.layout import shard_bounds
+from gfgen.models.fast.linears import LinearGelu, takes_fp8
+from gfgen.models.fast.modulation import Modulation, fuse_modulation
 from gfgen.models.fast.rows import RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
 from gfgen.models.parallel.plans import TEXT
-from gfgen.models.parallel.sequence_parallel import attend, own_length, sharing_ranks
+from gfgen.models.parallel.sequence_parallel import attend, own_length
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def fuse(transformer: nn.Module) -> None:
         _fuse_qwen_block(block)
     _fuse_activations(transformer)
     if qwen_blocks:
-        _fuse_modulation(transformer)
+        fuse_modulation(transformer)
 
 
 _PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "to_kv": ("to_k", "to_v")}
@@ -159,17 +159,21 @@ def _wan_block(
     rows = (block.scale_shift_table + temb.float())[0].unbind(-2)  # [C] or [2, C] each
     shift, scale, gate, ff_shift, ff_scale, ff_gate = rows
     first = RowNorm(scale, shift, eps=block.norm1.eps, plus_one=True)
-    x = norm(hidden_states, first, kinds_N=kinds_N)
+    x = norm(hidden_states, first, kinds_N=kinds_N, in_fp8=takes_fp8(block.attn1.to_qkv))
     update = _wan_attention(block.attn1, x, rotary_emb)
     second = RowNorm(block.norm2.weight, block.norm2.bias, eps=block.norm2.eps, plus_one=False)
-    hidden_states, x = add_norm(hidden_states, update, gate, second, kinds_N=kinds_N)
+    hidden_states, x = add_norm(
+        hidden_states, update, gate, second, kinds_N=kinds_N, in_fp8=takes_fp8(block.attn2.to_q)
+    )
     update = _wan_cross_attention(block.attn2, x, encoder_hidden_states)
     third = RowNorm(ff_scale, ff_shift, eps=block.norm3.eps, plus_one=True)
-    hidden_states, x = add_norm(hidden_states, update, None, third, kinds_N=kinds_N)
-    return add_gated(hidden_states, block.ffn(x), ff_gate, kinds_N=kinds_N)
+    hidden_states, x = add_norm(
+        hidden_states, update, None, third, kinds_N=kinds_N, in_fp8=takes_fp8(block.ffn.net[0])
+    )
+    return add_gated(hidden_states, _feed_forward(block.ffn, x), ff_gate, kinds_N=kinds_N)
 
 
-def _wan_attention(attention: Any, x: Tensor, rotary_emb: tuple[Tensor, Tensor]) -> Tensor:
+def _wan_attention(attention: Any, x: Any, rotary_emb: tuple[Tensor, Tensor]) -> Tensor:
     """Self-attention among the tokens of the video, shared among ranks."""
     cos, sin = (table[0, :, 0] for table in rotary_emb)
     projected = attention.to_qkv(x)
@@ -185,11 +189,11 @@ def _wan_attention(attention: Any, x: Tensor, rotary_emb: tuple[Tensor, Tensor])
     return _attended(attention, query, key, value, is_shared=True)
 
 
-def _wan_cross_attention(attention: Any, x: Tensor, text: Tensor) -> Tensor:
+def _wan_cross_attention(attention: Any, x: Any, text: Tensor) -> Tensor:
     """Attention to the prompt's tokens, which every rank has."""
-    shape = {"num_heads": attention.heads, "head_dim": x.shape[-1] // attention.heads}
-    projected = attention.to_kv(text)
-    (query,) = heads(attention.to_q(x), **shape, weights=(attention.norm_q.weight,), eps=attention.norm_q.eps)
+    asked, projected = attention.to_q(x), attention.to_kv(text)
+    shape = {"num_heads": attention.heads, "head_dim": asked.shape[-1] // attention.heads}
+    (query,) = heads(asked, **shape, weights=(attention.norm_q.weight,), eps=attention.norm_q.eps)
     (key,) = heads(projected, **shape, weights=(attention.norm_k.weight,), eps=attention.norm_k.eps)
     return _attended(attention, query, key, _last(projected, like=key), is_shared=False)
 
@@ -241,25 +245,27 @@ def _qwen_block(
     assert modulate_index is None
     streams = (encoder_hidden_states, hidden_states)
     modulations = [rows.view(6, -1).unbind(0) for rows in (temb[1], temb[0])]
+    projections = (block.attn.to_added_qkv, block.attn.to_qkv)
     eps = block.img_norm1.eps
     text, picture = (
-        norm(x, RowNorm(scale, shift, eps=eps, plus_one=True))
-        for x, (shift, scale, *_) in zip(streams, modulations, strict=True)
+        norm(x, RowNorm(scale, shift, eps=eps, plus_one=True), in_fp8=takes_fp8(layer))
+        for x, layer, (shift, scale, *_) in zip(streams, projections, modulations, strict=True)
     )
     updates = _joint_attention(block.attn, text, picture, image_rotary_emb, **joint_attention_kwargs or {})
     results = []
     feed_forwards = (block.txt_mlp, block.img_mlp)
     for x, update, modulation, feed_forward in zip(streams, updates, modulations, feed_forwards, strict=True):
         _, _, gate, shift, scale, ff_gate = modulation
-        x, inner = add_norm(x, update, gate, RowNorm(scale, shift, eps=eps, plus_one=True))
-        results.append(add_gated(x, feed_forward(inner), ff_gate))
+        second = RowNorm(scale, shift, eps=eps, plus_one=True)
+        x, inner = add_norm(x, update, gate, second, in_fp8=takes_fp8(feed_forward.net[0]))
+        results.append(add_gated(x, _feed_forward(feed_forward, inner), ff_gate))
     return results[0], results[1]
 
 
 def _joint_attention(
     attention: Any,
-    text: Tensor,
-    picture: Tensor,
+    text: Any,
+    picture: Any,
     rotary_emb: tuple[Tensor, Tensor],
     *,
     text_lengths: Sequence[int] | None = None,
@@ -271,9 +277,10 @@ def _joint_attention(
     local part of their padding gets zeros.
     """
     projected_text, projected_picture = attention.to_added_qkv(text), attention.to_qkv(picture)
-    assert text_lengths or num_tokens or len(text) == 1, "a batch of texts of unknown lengths"
+    batch, padded_length = projected_text.shape[:2]
+    assert text_lengths or num_tokens or batch == 1, "a batch of texts of unknown lengths"
     attended = []
-    for idx in range(len(text)):
+    for idx in range(batch):
         length = text_lengths[idx] if text_lengths else None
         own = slice(None if length is None else own_length(TEXT, length))
         attended.append(
@@ -288,7 +295,7 @@ def _joint_attention(
         )
     texts, pictures = zip(*attended, strict=True)
     return (
-        attention.to_add_out(batched([padded_to(text.shape[1], x) for x in texts])),
+        attention.to_add_out(batched([padded_to(padded_length, x) for x in texts])),
         attention.to_out[0](batched(pictures)),
     )
 
@@ -332,60 +339,14 @@ def _joint_sample(
     return result[:, num_picture:], result[:, :num_picture]
 
 
-def _fuse_modulation(transformer: Any) -> None:
-    """Compute the modulation of all blocks at the start of a forward, not in each block."""
-    blocks = transformer.transformer_blocks
-    assert not transformer.zero_cond_t
-    transformer.modulation = Modulation(
-        [part[1] for block in blocks for part in (block.img_mod, block.txt_mod)]
-    )
-    for idx, block in enumerate(blocks):
-        del block.img_mod, block.txt_mod
-        hook = functools.partial(_hand_over, modulation=transformer.modulation, idx=idx)
-        block.register_forward_pre_hook(hook, with_kwargs=True)
-    transformer.time_text_embed.register_forward_hook(
-        functools.partial(_modulate, modulation=transformer.modulation)
-    )
-
-
-class Modulation(nn.Module):
-    """Shifts, scales and gates of all blocks: layers of picture and text alternate."""
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.current = threading.local()
-        """`rows`: the modulation in this thread's present forward."""
-
-    def forward(self, temb: Tensor) -> Tensor:
-        """[1, C] -> [layers, 6 C] on every rank; each computes some of the layers."""
-        activated = nn.functional.silu(temb)
-        ranks = sharing_ranks()
-        size, slot = (1, 0) if ranks is None else (ranks.size, ranks.slot)
-        start, stop = shard_bounds(len(self.layers), size, slot)
-        own = [self.layers[idx](activated) for idx in range(start, stop)]
-        if not own:  # a small model has fewer layers than ranks
-            own = [activated.new_empty(0, 6 * activated.shape[1])]
-        rows = torch.cat(own)
-        if ranks is None:
-            return rows
-        return ranks.all_gather(rows, dim=0, sizes=shard_sizes(len(self.layers), size))
-
-
-def _modulate(module: nn.Module, args: Any, temb: Tensor, *, modulation: Modulation) -> None:
-    """A forward hook of the timestep's embedding; does not change its output."""
-    assert temb.shape[0] == 1, "a batch has one timestep"
-    modulation.current.rows = modulation(temb)
-
-
-def _hand_over(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, modulation: Modulation, idx: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A pre-forward hook of a block: replaces the timestep's embedding by the block's modulation."""
-    return args, {**kwargs, "temb": modulation.current.rows[2 * idx : 2 * idx + 2]}
-
-
 # Both -------------------------------------------------------------------------------------------
+
+
+def _feed_forward(layers: Any, x: Any) -> Tensor:
+    """Without the dropout between the two layers, which does nothing."""
+    first, _, last = layers.net
+    result: Tensor = last(first(x))
+    return result
 
 
 def _fuse_activations(transformer: nn.Module) -> None:
@@ -394,22 +355,3 @@ def _fuse_activations(transformer: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, GELU) and child.approximate == "tanh" and child.proj.bias is not None:
                 setattr(module, name, LinearGelu(child.proj))
-
-
-class LinearGelu(nn.Module):
-    """[..., C] -> [..., features]: gelu(x W' + b), tanh approximation."""
-
-    def __init__(self, proj: nn.Linear) -> None:
-        super().__init__()
-        self.proj = proj
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear_gelu(x, self.proj.weight, self.proj.bias)
-
-
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """As `LinearGelu`."""
-    if not x.is_cuda or not x.numel():  # on a CPU the epilogue is the exact GELU
-        return nn.functional.gelu(nn.functional.linear(x, weight, bias), approximate="tanh")
-    flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
-    return flat.view(*x.shape[:-1], weight.shape[0])

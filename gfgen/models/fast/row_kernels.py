@@ -20,15 +20,18 @@ NUM_WARPS = 8
 MANY_ROWS = 2048
 """From this number of rows, a program takes `ROWS_EACH` rows with the same weights, which it loads once."""
 ROWS_EACH = 4
+FEATURES_EACH = 32
+"""That a program of `int8_layers` computes."""
 
 
 def add_norm(
     x: Tensor, update: Tensor | None, gate: Tensor | None, norm: RowNorm | None, kinds: Tensor | None,
-    total: Tensor, normed: Tensor,
+    total: Tensor, normed: Tensor, scales: Tensor | None,
 ) -> None:  # fmt: skip
     """x, update, total, normed [.., C] contiguous; gate, weight, bias [C], or [kinds, C] and int32 kinds [N].
 
-    Without an update it writes no total, without a norm nothing to `normed`.
+    Without an update it writes no total, without a norm nothing to `normed`. With scales [N] `normed` is in
+    e4m3.
     """
     assert all(each.is_contiguous() for each in (x, update, total, normed) if each is not None)
     weight, bias = (gate, gate) if norm is None else (norm.weight, norm.bias)
@@ -39,11 +42,36 @@ def add_norm(
     rows_each = ROWS_EACH if num_rows >= MANY_ROWS else 1
     _add_norm[(triton.cdiv(num_rows, rows_each),)](
         x, x if update is None else update, *factors, x if kinds is None else kinds, total, normed,
+        x if scales is None else scales,
         *(each.stride(0) if each.dim() == 2 else 0 for each in factors), num_rows,
         0.0 if norm is None else norm.eps,
         CHANNELS=channels, BLOCK=triton.next_power_of_2(channels), ROWS=rows_each,
         HAS_KINDS=kinds is not None, HAS_UPDATE=update is not None, HAS_GATE=gate is not None,
-        PLUS_ONE=norm is not None and norm.plus_one, HAS_NORM=norm is not None, num_warps=NUM_WARPS,
+        PLUS_ONE=norm is not None and norm.plus_one, HAS_NORM=norm is not None,
+        IN_FP8=scales is not None, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def to_fp8(x: Tensor, out: Tensor, scales: Tensor, *, has_gelu: bool) -> None:
+    """x [N, C] rows of any stride, out [.., C] e4m3 contiguous, scales [N, 1]."""
+    num_rows, channels = x.shape
+    assert x.stride(1) == 1
+    assert out.is_contiguous()
+    _rows_in_fp8[(num_rows,)](
+        x, out, scales, x.stride(0),
+        CHANNELS=channels, BLOCK=triton.next_power_of_2(channels), HAS_GELU=has_gelu, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def int8_layers(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor, out: Tensor) -> None:
+    """x [C], weight [N, F, C] int8, scales [N, F, G], bias, out [N, F], all contiguous."""
+    num_features, channels = weight.shape[0] * weight.shape[1], weight.shape[2]
+    num_groups = scales.shape[2]
+    assert all(each.is_contiguous() for each in (x, weight, scales, bias, out))
+    _int8_layers[(triton.cdiv(num_features, FEATURES_EACH),)](
+        x, weight, scales, bias, out, num_features,
+        CHANNELS=channels, GROUPS=num_groups, GROUP=channels // num_groups, FEATURES=FEATURES_EACH,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -73,10 +101,11 @@ def heads(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_norm(
-    x, update, gate, weight, bias, kinds, total, normed,
+    x, update, gate, weight, bias, kinds, total, normed, scales,
     gate_stride, weight_stride, bias_stride, num_rows, eps,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_KINDS: tl.constexpr,
     HAS_UPDATE: tl.constexpr, HAS_GATE: tl.constexpr, PLUS_ONE: tl.constexpr, HAS_NORM: tl.constexpr,
+    IN_FP8: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < CHANNELS
@@ -112,7 +141,53 @@ def _add_norm(
             variance = tl.sum(centred * centred, axis=0) / CHANNELS
             scaled = centred * tl.rsqrt(variance + eps)
             result = scaled * (weights + 1.0 if PLUS_ONE else weights) + biases
+            if IN_FP8:
+                result, scale = _in_fp8(tl.where(here, result, 0.0))
+                tl.store(scales + row, scale, mask=row < num_rows)
             tl.store(normed + place, result.to(normed.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _in_fp8(value):
+    """A row times 448 over its largest value, and the reciprocal of this factor."""
+    largest = tl.maximum(tl.max(tl.abs(value), axis=0), 1e-20)
+    return value * (448.0 / largest), largest / 448.0
+
+
+@triton.jit
+def _rows_in_fp8(
+    x, out, scales, x_stride,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, HAS_GELU: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < CHANNELS
+    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_GELU:
+        # 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+        value = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+    value, scale = _in_fp8(value)
+    tl.store(out + row * CHANNELS + columns, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _int8_layers(
+    x, weight, scales, bias, out, num_features,
+    CHANNELS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    features = tl.program_id(0).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
+    here = features < num_features
+    within = tl.arange(0, GROUP)
+    total = tl.zeros((FEATURES, GROUP), tl.float32)
+    for group in tl.range(GROUPS):
+        columns = group * GROUP + within
+        given = tl.load(weight + features[:, None] * CHANNELS + columns[None, :], mask=here[:, None], other=0)
+        scale = tl.load(scales + features * GROUPS + group, mask=here, other=0.0).to(tl.float32)
+        factor = tl.load(x + columns).to(tl.float32)
+        total += given.to(tl.float32) * factor[None, :] * scale[:, None]
+    result = tl.sum(total, axis=1) + tl.load(bias + features, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + features, result.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit

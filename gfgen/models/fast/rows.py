@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from gfgen.errors import ModelError
+
+FP8_LARGEST = 448.0
+"""Of e4m3."""
+FP8_SMALLEST = 1e-20
+"""The largest value of a row counts as at least this, so that rows of zeros have a scale."""
 
 
 def try_kernels(device: torch.device) -> None:
@@ -43,15 +49,32 @@ class RowNorm:
     plus_one: bool
 
 
-def norm(x: Tensor, of: RowNorm, *, kinds_N: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Rows as `values * scales`: the largest value of each row is the largest number of e4m3.
+
+    Shapes: values [.., C] e4m3, scales [N, 1] fp32 for the N rows.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+def norm(x: Tensor, of: RowNorm, *, kinds_N: Tensor | None = None, in_fp8: bool = False) -> Any:
     """The norm of x, as in `add_norm`."""
-    return add_norm(x, None, None, of, kinds_N=kinds_N)[1]
+    return add_norm(x, None, None, of, kinds_N=kinds_N, in_fp8=in_fp8)[1]
 
 
 def add_norm(
-    x: Tensor, update: Tensor | None, gate: Tensor | None, norm: RowNorm, *, kinds_N: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """x + gate * update (both optional), and the norm of this sum.
+    x: Tensor,
+    update: Tensor | None,
+    gate: Tensor | None,
+    norm: RowNorm,
+    *,
+    kinds_N: Tensor | None = None,
+    in_fp8: bool = False,
+) -> tuple[Tensor, Any]:
+    """x + gate * update (both optional), and the norm of this sum, as `Fp8Rows` if `in_fp8`.
 
     kinds_N: for tokens of several kinds, int32: which row of gate, weight and bias each token takes.
     Shapes: x, update [B, L, C]; gate [C] or [kinds, C] -> [B, L, C] twice.
@@ -60,16 +83,44 @@ def add_norm(
         total = x if update is None else _sum(x, update, gate, kinds_N)
         factors = _by_token(norm.weight, kinds_N, x) + (1 if norm.plus_one else 0)
         normed = functional.layer_norm(total.float(), total.shape[-1:], eps=norm.eps)
-        return total, (normed * factors + _by_token(norm.bias, kinds_N, x)).type_as(x)
+        normed = normed * factors + _by_token(norm.bias, kinds_N, x)
+        return total, _fp8_in_steps(normed) if in_fp8 else normed.type_as(x)
     from gfgen.models.fast import row_kernels
 
     x = x.contiguous()  # the input of the first block comes from a convolution
     update = None if update is None else update.contiguous()  # that of a batch may be part of a larger tensor
-    normed = torch.empty_like(x)
+    result = _empty_fp8(x) if in_fp8 else torch.empty_like(x)
     total = x if update is None else torch.empty_like(x)
     if x.numel():
-        row_kernels.add_norm(x, update, gate, norm, kinds_N, total, normed)
-    return total, normed
+        normed, scales = (result.values, result.scales) if isinstance(result, Fp8Rows) else (result, None)
+        row_kernels.add_norm(x, update, gate, norm, kinds_N, total, normed, scales)
+    return total, result
+
+
+def to_fp8(x: Tensor, *, has_gelu: bool = False) -> Fp8Rows:
+    """x [.., C] in e4m3, or its tanh GELU."""
+    if not x.is_cuda:
+        return _fp8_in_steps(functional.gelu(x.float(), approximate="tanh") if has_gelu else x.float())
+    from gfgen.models.fast import row_kernels
+
+    result = _empty_fp8(x)
+    if x.numel():
+        row_kernels.to_fp8(x.reshape(-1, x.shape[-1]), result.values, result.scales, has_gelu=has_gelu)
+    return result
+
+
+def _empty_fp8(x: Tensor) -> Fp8Rows:
+    num_rows = x.numel() // x.shape[-1]
+    return Fp8Rows(
+        torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device),
+        torch.empty((num_rows, 1), dtype=torch.float32, device=x.device),
+    )
+
+
+def _fp8_in_steps(x: Tensor) -> Fp8Rows:
+    """x is fp32."""
+    scales = x.abs().amax(dim=-1, keepdim=True).clamp(min=FP8_SMALLEST) / FP8_LARGEST
+    return Fp8Rows((x / scales).to(torch.float8_e4m3fn), scales.view(-1, 1))
 
 
 def add_gated(x: Tensor, update: Tensor, gate: Tensor, *, kinds_N: Tensor | None = None) -> Tensor:
@@ -80,7 +131,7 @@ def add_gated(x: Tensor, update: Tensor, gate: Tensor, *, kinds_N: Tensor | None
 
     total = torch.empty_like(x)
     if x.numel():
-        row_kernels.add_norm(x.contiguous(), update.contiguous(), gate, None, kinds_N, total, total)
+        row_kernels.add_norm(x.contiguous(), update.contiguous(), gate, None, kinds_N, total, total, None)
     return total
 
 

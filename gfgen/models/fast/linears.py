@@ -1,0 +1,98 @@
+"""Linear layers with a GELU behind them, and both in fp8 (e4m3) with half the memory of bf16.
+
+Weights are quantised once, with one scale for each output channel. Activations are quantised with one scale
+for each token: by the norm before the layer (rows.py), or else in one pass over the rows. So a token's
+numbers do not depend on the other tokens of a rank, and degrees differ by rounding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gfgen.models.fast.rows import Fp8Rows, to_fp8
+
+
+class LinearGelu(nn.Module):
+    """[..., C] -> [..., features]: gelu(x W' + b), tanh approximation."""
+
+    def __init__(self, proj: nn.Linear) -> None:
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_gelu(x, self.proj.weight, self.proj.bias)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """As `LinearGelu`."""
+    if not x.is_cuda or not x.numel():  # on a CPU the epilogue is the exact GELU
+        return nn.functional.gelu(nn.functional.linear(x, weight, bias), approximate="tanh")
+    flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+    return flat.view(*x.shape[:-1], weight.shape[0])
+
+
+@torch.no_grad()
+def quantise(blocks: nn.Module) -> None:
+    """Replace all linear layers inside; their weights in bf16 are freed."""
+    for parent, name, layer in list(_linears(blocks)):
+        setattr(parent, name, Fp8Gelu(layer.proj) if isinstance(layer, LinearGelu) else Fp8Linear(layer))
+
+
+def takes_fp8(layer: Any) -> bool:
+    """Whether a layer takes `Fp8Rows` as they are."""
+    return isinstance(layer, (Fp8Linear, Fp8Gelu))
+
+
+class Fp8Linear(nn.Module):
+    """[.., C] -> [.., features] in bf16: x W' + b, from bf16 or from `Fp8Rows`."""
+
+    weight: Tensor
+    scales: Tensor
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        rows = to_fp8(layer.weight)
+        self.register_buffer("weight", rows.values)
+        self.register_buffer("scales", rows.scales.view(1, -1))
+        self.bias = layer.bias
+        self._dtype = layer.weight.dtype
+
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
+        rows = x if isinstance(x, Fp8Rows) else to_fp8(x)
+        shape, features = rows.values.shape, self.weight.shape[0]
+        if not rows.values.numel():
+            return self.scales.new_empty((*shape[:-1], features), dtype=self._dtype)
+        result = torch._scaled_mm(
+            rows.values.view(-1, shape[-1]),
+            self.weight.t(),
+            rows.scales,
+            self.scales,
+            bias=self.bias,
+            out_dtype=self._dtype,
+            use_fast_accum=True,
+        )
+        return result.view(*shape[:-1], features)
+
+
+class Fp8Gelu(nn.Module):
+    """[.., C] -> `Fp8Rows` [.., features]: gelu(x W' + b), tanh approximation, for the layer behind it."""
+
+    def __init__(self, proj: nn.Linear) -> None:
+        super().__init__()
+        self.proj = Fp8Linear(proj)
+
+    def forward(self, x: Tensor | Fp8Rows) -> Fp8Rows:
+        return to_fp8(self.proj(x), has_gelu=True)
+
+
+def _linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Each layer with its parent and its name there."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.Linear, LinearGelu)):
+            yield module, name, child
+        else:
+            yield from _linears(child)
