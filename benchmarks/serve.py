@@ -57,6 +57,8 @@ class ServingReport:
     """The same job over HTTP, from the request to the last byte of the picture."""
     post_s: Sequence[float]
     """Latency of requests for jobs, from when each should be sent, while the ranks are busy."""
+    post_cpu_s: float
+    """Of the HTTP process for each of them, with the events of their jobs; other programs disturb it less."""
     status_per_s: float
     front_cpu_s: float
     """Of the HTTP process, for a thousand status requests."""
@@ -82,7 +84,9 @@ def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> Serving
         with _server(folder, num_ranks=num_ranks) as (port, front):
             http_s = [_picture(port, number) for number in range(num_jobs)]
             jobs = [_submit(port, number) for number in range(NUM_LONG)]
+            before_s = _cpu_s(front)
             post_s = _posts(port, seconds=seconds)
+            post_cpu_s = (_cpu_s(front) - before_s) / len(post_s)
             before_s = _cpu_s(front)
             asked = _ask_for(port, jobs, seconds=seconds)
             front_cpu_s = 1000 * (_cpu_s(front) - before_s) / asked
@@ -95,6 +99,7 @@ def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> Serving
         run_s,
         http_s[1:],
         post_s,
+        post_cpu_s,
         asked / seconds,
         front_cpu_s,
         turn_s=turn_s,
@@ -113,6 +118,7 @@ def table_of(report: ServingReport) -> Iterator[str]:
     median_ms, p99_ms = (1000 * each for each in (statistics.median(report.post_s), _p99(report.post_s)))
     yield f"| POST at {POSTS_PER_S} a second, busy ranks: median | at most 8 ms | {median_ms:.1f} ms |"
     yield f"| the same: P99 | at most 30 ms | {p99_ms:.1f} ms |"
+    yield f"| the HTTP process for each, with its events | | {1000 * report.post_cpu_s:.1f} ms of CPU |"
     rate = f"{report.status_per_s:,.0f} a second"
     yield f"| status requests of {CLIENTS} clients | 1,000 a second on one core | {rate} |"
     yield f"| the HTTP process for 1,000 of them | | {report.front_cpu_s:.2f} s of CPU |"

@@ -13,6 +13,7 @@ def test_what_http_adds_is_the_difference_of_medians():
         run_s=[0.100, 0.110, 0.900],
         http_s=[0.111, 0.113, 0.800],
         post_s=[0.006] * 99 + [0.020],
+        post_cpu_s=0.0035,
         status_per_s=1234.5,
         front_cpu_s=0.25,
         turn_s=0.012,
@@ -23,6 +24,7 @@ def test_what_http_adds_is_the_difference_of_medians():
     assert "| added by HTTP | under 5 ms and the transfer | +3.0 ms |" in text
     assert "busy ranks: median | at most 8 ms | 6.0 ms |" in text
     assert "P99 | at most 30 ms | 6.0 ms |" in text
+    assert "with its events | | 3.5 ms of CPU |" in text
     assert "1,234 a second" in text
     assert "34.0 ms" in text
 
