@@ -116,6 +116,7 @@ class _Prediction:
     seconds: float = 0.0
     late: tuple[str, ...] = ()
     num_deadlines: int = 0
+    timed_out: tuple[str, ...] = ()
 
     def in_words(self) -> str:
         if self.reason is not None:
@@ -125,6 +126,8 @@ class _Prediction:
         text = (
             f"about {in_words(self.seconds)} on {self.machine}, plus loading; done at {ends} if it starts now"
         )
+        if self.timed_out:
+            text += f"; {counted(len(self.timed_out), 'job')} would time out: {_named(self.timed_out)}"
         if not self.num_deadlines:
             return text
         if not self.late:
@@ -159,6 +162,7 @@ def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float)
         seconds=outcomes[-1].ended_s,
         late=tuple(outcome.info.job_id for outcome in due if not outcome.met_deadline),
         num_deadlines=len(due),
+        timed_out=tuple(outcome.info.job_id for outcome in outcomes if outcome.status == "failed"),
     )
 
 
@@ -236,6 +240,7 @@ class _Report:
                 "ends_at": prediction.started_at + prediction.seconds,
                 "late": list(prediction.late),
                 "deadlines": prediction.num_deadlines,
+                "timed_out": list(prediction.timed_out),
             },
             "notes": [text for level, text in self.logged if level == "INFO"],
             "warnings": [text for level, text in self.logged if level != "INFO"],

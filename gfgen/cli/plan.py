@@ -35,7 +35,7 @@ from gfgen.runtime.report.picture import check_suffix
 from gfgen.runtime.report.plot_plan import plot_plan
 from gfgen.runtime.simulate.plan_report import as_json as plan_as_json
 from gfgen.runtime.simulate.plan_report import in_plain_words
-from gfgen.runtime.simulate.planner import PlanProgress, PlanWindow, make_plan
+from gfgen.runtime.simulate.planner import Plan, PlanProgress, PlanWindow, make_plan
 from gfgen.session.admission import admit_weightless
 from gfgen.system.wording import counted
 
@@ -116,36 +116,13 @@ def plan(
     by_s = None if by is None else closing_at(by, now=started_at, option="--by") - started_at
     source = jobs.source()
     admitted = admit_weightless(source, default_model=model, has_bar=has_cursor(sys.stderr))
+    window, names = PlanWindow(started_at, by_s), [load_policy(text).name for text in policies]
     room = SimulatedMemory.of(admitted, memory, source=source.name)
     if nodes is None:
-        num_ranks = max(ranks or default_ranks(profile_path, admitted))
-        profile = choose_profile(profile_path, admitted, num_ranks=num_ranks)
+        found = _of_one_machine(room, names, ranks, profile_path, window)
     else:
-        num_ranks, profile = nodes.num_ranks, profile_of_nodes(profile_path, admitted, nodes)
-    rank_counts, window = ranks or range(1, profile.num_ranks + 1), PlanWindow(started_at, by_s)
-    with _progress() as progress:
-        if nodes is None:
-            made = make_plan(
-                admitted,
-                policies=[load_policy(text).name for text in policies] or _usual_policies(num_ranks),
-                num_ranks=num_ranks,
-                rank_counts=rank_counts,
-                profile=profile,
-                window=window,
-                progress=progress,
-                residency=room.residency,
-            )
-        else:
-            planner = NodePlanner(admitted, nodes, profile, window, progress)
-            made = planner.plan([load_policy(text).name for text in policies] or ON_NODES)
-    place = machine(profile, admitted, num_ranks=num_ranks)
-    made = replace(made, machine=place if nodes is None else f"{counted(nodes.number, 'node')} of {place}")
-    turns = room.in_words(num_ranks)
-    closer = (
-        closer_profile(profile_path, admitted, counts=rank_counts)
-        if nodes is None
-        else _most_shared(profile, nodes)
-    )
+        found = _of_nodes(room, names, nodes, profile_path, window)
+    made, profile, closer, turns = found
     unseen = unseen_shapes(profile, admitted)
     if as_json:
         said = {"memory": turns, "closer_profile": closer, "unseen": unseen}
@@ -157,6 +134,48 @@ def plan(
         plot_plan(made, chart)
         if not as_json:
             click.echo(f"The chart is {chart}.")
+
+
+_Found = tuple[Plan, Profile, str | None, str | None]
+"""A plan, its profile, and what to say of a closer profile and of memory."""
+
+
+def _of_one_machine(
+    room: SimulatedMemory,
+    policies: Sequence[str],
+    ranks: Sequence[int] | None,
+    path: Path | None,
+    window: PlanWindow,
+) -> _Found:
+    jobs = room.jobs
+    num_ranks = max(ranks or default_ranks(path, jobs))
+    profile = choose_profile(path, jobs, num_ranks=num_ranks)
+    counts = ranks or range(1, profile.num_ranks + 1)
+    with _progress() as progress:
+        made = make_plan(
+            jobs,
+            policies=policies or _usual_policies(num_ranks),
+            num_ranks=num_ranks,
+            rank_counts=counts,
+            profile=profile,
+            window=window,
+            progress=progress,
+            residency=room.residency,
+        )
+    made = replace(made, machine=machine(profile, jobs, num_ranks=num_ranks))
+    return made, profile, closer_profile(path, jobs, counts=counts), room.in_words(num_ranks)
+
+
+def _of_nodes(
+    room: SimulatedMemory, policies: Sequence[str], nodes: Nodes, path: Path | None, window: PlanWindow
+) -> _Found:
+    jobs = room.jobs
+    profile = profile_of_nodes(path, jobs, nodes)
+    with _progress() as progress:
+        made = NodePlanner(jobs, nodes, profile, window, progress).plan(policies or ON_NODES)
+    each = machine(profile, jobs, num_ranks=nodes.num_ranks)
+    made = replace(made, machine=f"{counted(nodes.number, 'node')} of {each}")
+    return made, profile, _most_shared(profile, nodes), room.in_words(nodes.num_ranks)
 
 
 def _most_shared(profile: Profile, nodes: Nodes) -> str | None:

@@ -22,6 +22,7 @@ from gfgen.cli.options import (
     Duration,
     LogOptions,
     NamedPath,
+    Option,
     RankOptions,
     compile_option,
     grace_option,
@@ -187,6 +188,56 @@ _api_options = taken_as(
 )
 
 
+def _most(option: str, field_name: str, default: int | None, help_: str) -> Option:
+    return click.option(
+        option, field_name, type=click.IntRange(1), default=default, show_default=True, help=help_
+    )
+
+
+_bound_options = taken_as(
+    "bounds",
+    JobBounds,
+    _most("--max-pixels", "pixels", DEFAULT_JOB_BOUNDS.pixels, "Largest width x height of a job."),
+    _most("--max-frames", "frames", DEFAULT_JOB_BOUNDS.frames, "Most frames of a job."),
+    _most("--max-steps", "steps", DEFAULT_JOB_BOUNDS.steps, "Most steps of a job."),
+)
+_limit_options = taken_as(
+    "limits",
+    ServerLimits,
+    _most("--max-open", "open_jobs", DEFAULTS.open_jobs, "Most jobs open at once."),
+    _most("--max-streams", "streams", DEFAULTS.streams, "Most event streams open at once."),
+    _most(
+        "--max-per-address",
+        "connections_per_address",
+        DEFAULTS.connections_per_address,
+        "Most connections of one address, for example of a proxy.",
+    ),
+    click.option(
+        "--max-body",
+        "body_bytes",
+        type=_Size(),
+        default="64M",
+        show_default=True,
+        help="Largest request in bytes.",
+    ),
+    click.option(
+        "--keep",
+        "keep_s",
+        type=Duration(),
+        default="7d",
+        show_default=True,
+        help="Remove finished jobs after this time.",
+    ),
+    click.option(
+        "--keep-bytes",
+        type=_Size(),
+        default="100G",
+        show_default=True,
+        help="Remove the oldest jobs when files exceed this.",
+    ),
+)
+
+
 @click.command()
 @click.option(
     "--port", type=click.IntRange(1, 65535), default=3000, show_default=True, help="Port to listen on."
@@ -238,65 +289,14 @@ _api_options = taken_as(
 @lookahead_option
 @grace_option
 @max_step_time_option(MAX_STEP_TIME)
-@click.option(
-    "--max-pixels",
-    type=click.IntRange(1),
-    default=DEFAULT_JOB_BOUNDS.pixels,
-    show_default=True,
-    help="Largest width x height of a job.",
-)
-@click.option(
-    "--max-frames",
-    type=click.IntRange(1),
-    default=DEFAULT_JOB_BOUNDS.frames,
-    show_default=True,
-    help="Most frames of a job.",
-)
-@click.option(
-    "--max-steps",
-    type=click.IntRange(1),
-    default=DEFAULT_JOB_BOUNDS.steps,
-    show_default=True,
-    help="Most steps of a job.",
-)
-@click.option(
-    "--max-open",
-    type=click.IntRange(1),
-    default=DEFAULTS.open_jobs,
-    show_default=True,
-    help="Most jobs open at once.",
-)
-@click.option(
-    "--max-streams",
-    type=click.IntRange(1),
-    default=DEFAULTS.streams,
-    show_default=True,
-    help="Most event streams open at once.",
-)
+@_bound_options
+@_limit_options
 @click.option(
     "--umask",
     type=_Pattern("mode", r"0?[0-7]{3}", accepted="three octal digits like 027"),
     default="077",
     show_default=True,
     help="Permissions that new files do not have.",
-)
-@click.option(
-    "--max-per-address",
-    type=click.IntRange(1),
-    default=DEFAULTS.connections_per_address,
-    show_default=True,
-    help="Most connections of one address, for example of a proxy.",
-)
-@click.option("--max-body", type=_Size(), default="64M", show_default=True, help="Largest request in bytes.")
-@click.option(
-    "--keep", type=Duration(), default="7d", show_default=True, help="Remove finished jobs after this time."
-)
-@click.option(
-    "--keep-bytes",
-    type=_Size(),
-    default="100G",
-    show_default=True,
-    help="Remove the oldest jobs when files exceed this.",
 )
 @log_options
 def serve(
@@ -316,16 +316,9 @@ def serve(
     lookahead: float,
     grace: float,
     max_step_time: float,
-    max_pixels: int,
-    max_frames: int,
-    max_steps: int,
-    max_open: int,
-    max_streams: int,
+    bounds: JobBounds,
+    limits: ServerLimits,
     umask: str,
-    max_per_address: int,
-    max_body: int,
-    keep: float,
-    keep_bytes: int,
     logs: LogOptions,
 ) -> int:
     """Generate pictures and videos over HTTP: OpenAI's image and video API, and a web page.
@@ -363,16 +356,9 @@ def serve(
         port=port,
         api_key=api_key,
         keys=keys,
-        limits=ServerLimits(
-            open_jobs=max_open,
-            streams=max_streams,
-            connections_per_address=max_per_address,
-            body_bytes=max_body,
-            keep_s=keep,
-            keep_bytes=keep_bytes,
-        ),
+        limits=limits,
         api=api,
-        job_bounds=JobBounds(max_pixels, max_frames, max_steps, max_step_time),
+        job_bounds=replace(bounds, step_s=max_step_time),
         model=model,
         models=models or (DEFAULT_MODEL,),
         loras=find_loras(loras),

@@ -142,11 +142,13 @@ def test_the_end_is_predicted_where_a_profile_knows_the_models(capsys, folder, m
         folder / "jobs.jsonl",
         {"prompt": "a red circle", "deadline": "9h"},
         {"prompt": "x", "deadline": 0.001},
+        {"id": "short", "prompt": "x", "timeout": 0.001},
     )
     prediction = checked(capsys, "jobs.jsonl")["prediction"]
     assert prediction["unknown"] is None
     assert prediction["seconds"] > 0
     assert (len(prediction["late"]), prediction["deadlines"]) == (1, 2)
+    assert prediction["timed_out"] == ["short"]
     monkeypatch.setattr("gfgen.cli.check.known_here", lambda jobs, ranks: None)
     assert "this machine has no profile" in checked(capsys, "jobs.jsonl")["prediction"]["unknown"]
 

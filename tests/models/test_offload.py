@@ -75,6 +75,11 @@ class Expert(torch.nn.Module):
         self.place = torch.device(device)
         return self
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Expert:
+        """Asks where the given function would take a weight."""
+        assert not recurse, "layer by layer"
+        return self.to(fn.keywords["device"])
+
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
         yield SimpleNamespace(device=self.place)
 

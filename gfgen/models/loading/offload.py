@@ -1,16 +1,20 @@
 """Components that stay in host memory until they are used, by accelerate's hooks (`--offload`).
 
 A text encoder never is on the device as a whole: each of its layers is copied there for its own forward. Of
-two experts, the one that a step needs takes the place of the other. Both copies wait for the device, so a
-rank does this only when nothing is under way that others wait for (worker/gpu.py).
+two experts, the one that a step needs takes the place of the other, layer by layer, so neither memory holds
+more than one of them and a layer. Both copies wait for the device, so a rank does this only when nothing is
+under way that others wait for (worker/gpu.py).
 """
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import torch
-from accelerate import cpu_offload, cpu_offload_with_hook
+from accelerate import cpu_offload
+from accelerate.hooks import CpuOffload, add_hook_to_module
 
 from gfgen.models.geometry.weights import EXPERTS, TEXT_ENCODER
 
@@ -22,11 +26,22 @@ def offload(pipeline: Any, device: torch.device) -> None:
             cpu_offload(part, device)
     experts = [pipeline.components.get(name) for name in EXPERTS]
     if None not in experts:
-        _take_turns(experts, device)
+        for own, other in zip(experts, reversed(experts), strict=True):
+            add_hook_to_module(own, _InPlaceOf(other, device), append=True)
 
 
-def _take_turns(experts: list[Any], device: torch.device) -> None:
-    """Each expert sends the other one to host memory before its own forward."""
-    hooks = [cpu_offload_with_hook(expert, device)[1] for expert in experts]
-    for own, other in zip(hooks, reversed(hooks), strict=True):
-        own.hook.prev_module_hook = other
+class _InPlaceOf(CpuOffload):  # type: ignore[misc]  # accelerate has no types
+    """Before an expert's forward, sends each layer of the other one to host memory and brings its own."""
+
+    def __init__(self, other: Any, device: torch.device) -> None:
+        super().__init__(device)
+        self._other = other
+
+    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        device = self.execution_device
+        if next(module.parameters()).device.type != device.type:
+            for own, other in itertools.zip_longest(module.modules(), self._other.modules()):
+                for layer, place in ((other, torch.device("cpu")), (own, device)):
+                    if layer is not None:
+                        layer._apply(partial(torch.Tensor.to, device=place), recurse=False)
+        return args, kwargs

@@ -68,8 +68,9 @@ class WorkerPool:
     ) -> None:
         self.settings = settings
         self.models = HeldModels(checkpoints)
-        self.patience = Patience().with_shared_gpus(settings.ranks_per_gpu)
-        """With its ranks; more where they share GPUs."""
+        patience = Patience().with_offload() if settings.is_offloaded else Patience()
+        self.patience = patience.with_shared_gpus(settings.ranks_per_gpu)
+        """With its ranks; more where they share GPUs or copy weights."""
         self._launcher = Launcher(
             settings,
             worker_main=worker_main,

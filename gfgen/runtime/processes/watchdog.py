@@ -50,6 +50,10 @@ class Patience:
     asleep_s: float = 3.0
     """If this process has not looked for this long, it was stopped: that time counts for no other process."""
 
+    def with_offload(self) -> Patience:
+        """The same for ranks that copy tens of gigabytes of weights within a task, while others wait."""
+        return replace(self, wait_s=10 * self.wait_s, leaving_s=120.0, stopping_s=120.0)
+
     def with_shared_gpus(self, ranks_per_gpu: int) -> Patience:
         """The same for ranks that take turns on a GPU: everything takes that many times as long."""
         return replace(self, **{name: ranks_per_gpu * getattr(self, name) for name in _OF_RANKS})
