@@ -14,9 +14,9 @@ from process_tree import descendants_of
 
 from gfgen.cli.main import main
 
-NUM_NODES, NUM_RANKS, NUM_JOBS = (int(n) for n in os.environ.get("RAY_SIZE", "2x1x6").split("x"))
+NUM_NODES, NUM_RANKS, NUM_JOBS = (int(n) for n in os.environ.get("RAY_SIZE", "2x1x8").split("x"))
 """Nodes, ranks of each, jobs."""
-JOBS = {"prompt": "a red circle falls", "frames": 1, "num_images": NUM_JOBS, "steps": 2}
+JOBS = {"prompt": "a red circle falls", "frames": 1, "num_images": NUM_JOBS, "steps": 4}
 LIMIT_S = 600.0
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +67,8 @@ def test_neither_a_dead_node_nor_a_dead_driver_costs_a_job(folders):
     from ray.cluster_utils import Cluster
 
     ranks = ["--ranks", str(NUM_RANKS), "--policy", "fcfs"]  # on one rank each: equal layouts, equal bits
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": {"health_check_period_ms": 500}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     command = ["run", "jobs.jsonl", "--ray", cluster.address, *ranks, "-o", "out"]
     try:
         others = [cluster.add_node(num_cpus=1) for _ in range(NUM_NODES - 1)]
