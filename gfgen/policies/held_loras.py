@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from gfgen.graph import Stage
 from gfgen.layout import Layout
+from gfgen.policies.speed import is_past_rescue
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 NOTABLE = 0.005
@@ -74,7 +75,7 @@ class _Swaps:
         for has_begun in (True, False):
             if has_begun != (job.next_task.index > 0) and layout.degree > 1:
                 continue
-            waiting = self._by_kind().get((*_kind(job), loras, has_begun), [])
+            waiting = self._by_kind().get((*_kind(self.snapshot, job), loras, has_begun), [])
             while waiting and waiting[-1].job_id in self.taken:
                 waiting.pop()
             if waiting and waiting[-1].arrival_s <= job.arrival_s + PATIENCE_S:
@@ -90,11 +91,16 @@ class _Swaps:
             self._waiting = {}
             for job in sorted(self.snapshot.open.values(), key=lambda job: (-job.arrival_s, job.remaining_s)):
                 has_begun = job.next_task.index > 0
-                self._waiting.setdefault((*_kind(job), job.loras, has_begun), []).append(job)
+                self._waiting.setdefault((*_kind(self.snapshot, job), job.loras, has_begun), []).append(job)
         return self._waiting
 
 
-def _kind(job: JobView) -> _Kind:
-    """Jobs of one kind are equal to every policy, apart from their arrival."""
+def _kind(snapshot: Snapshot, job: JobView) -> _Kind:
+    """Jobs of one kind are equal to every policy, apart from their arrival.
+
+    Jobs that will miss their deadlines in any case are of one kind.
+    """
     due_s = None if job.deadline_s == math.inf else job.deadline_s
+    if due_s is not None and is_past_rescue(snapshot, job):
+        due_s = -math.inf
     return job.model, job.shape, job.num_tasks, job.precedence, job.owner, due_s

@@ -258,3 +258,26 @@ def fuse_by_diffusers(pipeline: Any, path: Path, scale: float, *, is_video: bool
         )
     pipeline.set_adapters([f"own{idx}" for idx in range(1 + is_video)], scale)
     pipeline.fuse_lora(components=["transformer", "transformer_2"][: 1 + is_video])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(64, 256, 32), (100, 300, 4), (130, 70, 100)])
+def test_the_kernel_adds_the_product_with_one_rounding(
+    dtype: torch.dtype, size: tuple[int, int, int]
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    from gfgen.models.lora import low_rank
+
+    rows, columns, rank = size
+    noise = torch.Generator("cuda").manual_seed(0)
+    shapes = ((rows, columns), (rows, rank), (rank, columns))
+    base, up, down = (torch.randn(s, generator=noise, device="cuda").to(dtype) for s in shapes)
+    made = torch.full_like(base, torch.nan)
+    low_rank.add_product(base, up, down, 0.3, out=made)
+    exact = base.double() + 0.3 * (up.double() @ down.double())
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype] * float(exact.abs().max())
+    assert (made.double() - exact).abs().max() <= tolerance
+    low_rank.add_product(base, up, down, 0.3, out=base)
+    assert torch.equal(base, made)

@@ -62,9 +62,9 @@ def test_of_a_path_it_is_said_that_nothing_is_there(name: str) -> None:
 
 
 def test_a_file_in_place_of_a_directory_is_told(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelError, match=r"model\.safetensors: is a file; a directory, "):
-        resolve_checkpoint(str(tmp_path / "model.safetensors"))
+    (tmp_path / "model.ckpt").touch()
+    with pytest.raises(ModelError, match=r"model\.ckpt: is a file; a directory, "):
+        resolve_checkpoint(str(tmp_path / "model.ckpt"))
 
 
 def test_no_name_is_not_the_current_folder() -> None:

@@ -16,6 +16,7 @@ from gfgen.models.families import registry
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.weights import count_parameters, footprint
+from gfgen.models.lora.fit import by_headers
 
 PUBLISHED = (
     ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
@@ -145,3 +146,12 @@ def test_loading_names_a_file_that_lacks_weights(weights: dict[str, torch.Tensor
     path = written(tmp_path / "half.safetensors", some)
     with pytest.raises(ModelError, match=r"half\.safetensors: lacks weights that .*config\.json asks"):
         load_adapter(resolve_checkpoint(f"tiny-wan:{path}"))
+
+
+def test_a_gguf_model_takes_no_loras(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    checkpoint = resolve_checkpoint(f"tiny-wan:{written(tmp_path / 'b.gguf', b'GGUF and more')}")
+    lora = written(tmp_path / "lora.safetensors", {"transformer.a.lora_A.weight": torch.ones(1, 1)})
+    fit = by_headers(checkpoint, lora)
+    assert fit is not None
+    assert "cannot be merged into a GGUF model" in (fit.error or "")

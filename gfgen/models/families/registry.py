@@ -1,8 +1,8 @@
 """Names of models to directories, and directories to adapters. Imports no torch by itself.
 
-A model is given as a directory, as a short name, or as a hub id ("org/name"). Of the short names one is
-of a trained model that comes with gfgen, and some are of tiny models, which are written into a cache on
-first use.
+A model is given as a directory, as a short name, as a hub id ("org/name"), or as a file
+(geometry/single_file.py). Of the short names one is of a trained model that comes with gfgen, and some are of
+tiny models, which are written into a cache on first use.
 """
 
 from __future__ import annotations
@@ -322,7 +322,8 @@ def _unknown(name: str) -> str:
 
 
 def _accepted() -> str:
-    return f"a directory, a hub id (org/name), or {', '.join(model.name for model in MODELS)}"
+    names = ", ".join(model.name for model in MODELS)
+    return f"a directory, a hub id (org/name), MODEL:FILE.safetensors, or {names}"
 
 
 def _near_hub_id(hub_id: str) -> str:

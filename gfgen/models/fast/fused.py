@@ -42,7 +42,9 @@ from gfgen.models.parallel.sequence_parallel import attend, own_length
 
 @torch.no_grad()
 def fuse(transformer: nn.Module) -> None:
-    """Fuse all known blocks; once for each instance, on the device where it stays."""
+    """Fuse all known blocks, unless quantized; once for each instance, on the device where it stays."""
+    if getattr(transformer, "is_quantized", False):
+        return
     modules = list(transformer.modules())
     wan_blocks = [module for module in modules if isinstance(module, WanTransformerBlock)]
     if wan_blocks and all(map(_is_usual, wan_blocks)):

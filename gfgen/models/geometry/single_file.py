@@ -68,6 +68,8 @@ def assemble(file: Path, base: Path, folder: Path) -> Path:
     denoisers = [name for name in own if part_of(name) == "denoiser"]
     if "transformer_2" in denoisers:
         raise ModelError(f"model {file}: {base.name} has two experts, and this file has one of them")
+    if file.suffix == ".gguf" and index["_class_name"] == "QwenImagePipeline":
+        raise ModelError(f"model {file}: GGUF is not supported for Qwen-Image, whose blocks gfgen fuses")
     if not denoisers:
         raise ModelError(f"model {file}: {base.name} has no component 'transformer' or 'unet'")
     sources = sorted(path for path in base.rglob("*") if path.is_file())

@@ -82,6 +82,8 @@ def by_headers(checkpoint: Path, path: Path) -> LoraFit | None:
     try:
         entries = read_header(path)
         files = component_files(checkpoint)
+        if any(file.suffix == ".gguf" for each in files.values() for file in each.files):
+            return LoraFit(error=f"{path}: cannot be merged into a GGUF model; give bf16 or fp16 weights")
         shapes: dict[str, dict[str, list[int]]] = {}
         for name, entry in entries.items():
             if (match := FACTOR.fullmatch(name)) is None:

@@ -243,7 +243,8 @@ def prepare_kernels(transformer: torch.nn.Module, *, may_copy: bool) -> None:
 
     may_copy: weights may be copied, which on CPUs are mappings that ranks share.
     """
-    if may_copy and has_fused_blocks(transformer):
+    is_plain = not getattr(transformer, "is_quantized", False)
+    if may_copy and is_plain and has_fused_blocks(transformer):
         fuse_flux(transformer)
         return
     compiled.prepare(transformer, has_any_texts=cut_texts(transformer))

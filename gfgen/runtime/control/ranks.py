@@ -151,9 +151,10 @@ class Ranks:
         self.records[rank].is_ready = True
         self._note_idle(self.records[rank], since_s=at_s)
 
-    def load(self, load_s: float, *, at_s: float) -> None:
-        """Every rank loads other models, after its present task."""
+    def load(self, models: Collection[str], load_s: float, *, at_s: float) -> None:
+        """Every rank loads these models in place of others, after its present task."""
         for rank in self.records:
+            rank.loras = {model: loras for model, loras in rank.loras.items() if model in models}
             rank.is_loading, rank.load_s, rank.view = not rank.is_retired, load_s, None
             rank.idle_since_s = max(rank.idle_since_s, at_s)
         self.idle.clear()

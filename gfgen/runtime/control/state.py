@@ -363,7 +363,7 @@ class State:
         """Every rank loads what it lacks; jobs become visible or are parked."""
         logger.info("from now on ranks hold %s: %s", ", ".join(event.models), event.reason)
         self.models.change(event.models)
-        self.ranks.load(event.load_s, at_s=event.time_s)
+        self.ranks.load(event.models, event.load_s, at_s=event.time_s)
         for record in self.jobs.records.values():
             self.jobs.place(record)
 
