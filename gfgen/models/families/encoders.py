@@ -94,9 +94,9 @@ def _rms_norm(module: Any, x: Tensor) -> Tensor:
 def _position_bias(
     table: Any, buckets_LL: Callable[[int], Tensor], length: int, *_: Any, **__: Any
 ) -> Tensor:
-    """[1, heads, L, L]"""
+    """[1, heads, L, L], contiguous: otherwise attention takes a slow kernel."""
     bias_LLH: Tensor = table(buckets_LL(length))
-    return bias_LLH.permute(2, 0, 1)[None]
+    return bias_LLH.permute(2, 0, 1).contiguous()[None]
 
 
 def text_encoder_on(device: torch.device, model: Any) -> TextEncoder | None:
