@@ -22,6 +22,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen2_5_VLForConditionalGeneration, UMT5EncoderModel
 from transformers.activations import NewGELUActivation
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VLAttention,
+    Qwen2_5_VLRotaryEmbedding,
+)
+from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from gfgen.models.fast.evaluation import Evaluator
 
@@ -64,18 +69,23 @@ class TextEncoder:
         return mask_BHLL
 
 
+@torch.no_grad()
 def use_fewer_kernels(stack: Any) -> None:
-    """Make one kernel of each norm and activation, permanently; find relative positions once for all layers.
+    """Make one kernel of each norm and activation, and one product of queries, keys and values, permanently.
 
-    Nothing is rounded inside a norm or activation then, so results are nearer to those in fp32.
+    Fewer results are rounded then. Relative positions are found once for all layers.
     """
-    modules = list(stack.modules())
-    for module in modules:
+    for module in stack.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = functools.partial(_rms_norm, module)
         if isinstance(getattr(module, "act", None), NewGELUActivation):
             module.act = torch.nn.GELU(approximate="tanh")
-    relative = [module for module in modules if hasattr(module, "relative_attention_bias")]
+        if isinstance(module, Qwen2_5_VLAttention):
+            weight, bias = _joined([module.q_proj, module.k_proj, module.v_proj])
+            module.forward = functools.partial(_attend_before, module, weight, bias)
+        if isinstance(module, Qwen2_5_VLRotaryEmbedding):
+            module.forward = functools.partial(_signed_turns, module.forward)
+    relative = [module for module in stack.modules() if isinstance(module, UMT5Attention)]
 
     @functools.cache
     def buckets_LL(length: int) -> Tensor:
@@ -84,19 +94,73 @@ def use_fewer_kernels(stack: Any) -> None:
         return buckets
 
     for module in relative:
-        module.compute_bias = functools.partial(_position_bias, module.relative_attention_bias, buckets_LL)
+        weight, _ = _joined([module.q, module.k, module.v])
+        module.forward = functools.partial(_attend_all, module, weight, buckets_LL)
+
+
+def _joined(layers: Sequence[torch.nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """The weights of layers, and their biases, as one tensor each, of which the layers' own become parts."""
+    wholes: list[Tensor | None] = []
+    for name in ("weight", "bias"):
+        parts = [part for layer in layers if (part := getattr(layer, name)) is not None]
+        wholes.append(whole := torch.cat(parts) if parts else None)
+        if whole is not None:
+            for part, own in zip(parts, torch.split(whole, [len(part) for part in parts]), strict=True):
+                part.data = own
+    weight, bias = wholes
+    assert weight is not None
+    return weight, bias
 
 
 def _rms_norm(module: Any, x: Tensor) -> Tensor:
     return functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
-def _position_bias(
-    table: Any, buckets_LL: Callable[[int], Tensor], length: int, *_: Any, **__: Any
-) -> Tensor:
-    """[1, heads, L, L]"""
-    bias_LLH: Tensor = table(buckets_LL(length))
-    return bias_LLH.permute(2, 0, 1)[None]
+def _signed_turns(forward: Callable[..., tuple[Tensor, Tensor]], *args: Any) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, L, 1, D], with the sign of the half that a sine's product is added to."""
+    cos, sin = forward(*args)
+    first, second = sin.chunk(2, dim=-1)
+    return cos[:, :, None], torch.cat((-first, second), dim=-1)[:, :, None]
+
+
+def _attend_before(
+    attention: Any,
+    weight: Tensor,
+    bias: Tensor | None,
+    hidden_states: Tensor,
+    *,
+    position_embeddings: tuple[Tensor, Tensor],
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of each token to those before it; queries and keys are turned together."""
+    (cos, sin), num_shared = position_embeddings, attention.num_key_value_heads
+    batch, length = hidden_states.shape[:2]
+    qkv_BLHD = functional.linear(hidden_states, weight, bias).view(batch, length, -1, attention.head_dim)
+    qk_BLHD, v_BLHD = qkv_BLHD[:, :, :-num_shared], qkv_BLHD[:, :, -num_shared:]
+    qk_BLHD = torch.addcmul(qk_BLHD * cos, qk_BLHD.roll(attention.head_dim // 2, dims=-1), sin)
+    q_BLHD, k_BLHD = qk_BLHD[:, :, :-num_shared], qk_BLHD[:, :, -num_shared:]
+    q, k, v = (each.transpose(1, 2) for each in (q_BLHD, k_BLHD, v_BLHD))
+    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return attention.o_proj(attended.transpose(1, 2).flatten(2)), None
+
+
+def _attend_all(
+    attention: Any,
+    weight: Tensor,
+    buckets_LL: Callable[[int], Tensor],
+    hidden_states: Tensor,
+    *,
+    attention_mask: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention to all tokens, with a bias for relative positions and nothing else that scales."""
+    batch, length = hidden_states.shape[:2]
+    qkv = functional.linear(hidden_states, weight).view(batch, length, 3, attention.n_heads, -1)
+    bias_LLH = attention.relative_attention_bias(buckets_LL(length))
+    bias_BHLL = bias_LLH.permute(2, 0, 1).contiguous() + attention_mask  # others take a slow kernel
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias_BHLL, scale=1.0)
+    return attention.o(attended.transpose(1, 2).flatten(2)), None
 
 
 def text_encoder_on(device: torch.device, model: Any) -> TextEncoder | None:

@@ -294,8 +294,10 @@ class GpuDevice(Device):
         forward = self.forwards.kind_of(job, message.layout) if is_step else None
         kinds = task_kinds(work, self._rank, forward)
         # accelerate's hooks give memory back to the device when they have copied weights
-        is_familiar = not self._settings.ranks.is_offloaded and self._memory.is_familiar(kinds)
-        self._get_ready(work, forward, may_block=self._has_peers and not is_familiar)
+        is_sure = not self._has_peers or (
+            not self._settings.ranks.is_offloaded and self._memory.is_familiar(kinds)
+        )
+        self._get_ready(work, forward, may_block=not is_sure)
         ready_s = time.monotonic()
         with self._memory.launching(kinds, model=job.start.spec.model or ""):
             begun = self.event()
