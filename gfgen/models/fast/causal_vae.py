@@ -62,6 +62,11 @@ def _phases_of(weight: Tensor) -> Tensor:
     return torch.stack(phases).permute(0, 1, 3, 4, 2).contiguous().to(weight.dtype)
 
 
+FAST_OUTPUTS = 32
+"""Channels of an fp32 convolution's output are a multiple of this; cuDNN takes 12.0 ms for the 12 of Wan 2.2
+at 1280x704 and 3.3 ms for 32, in bf16 1.9 and 2.5 (benchmarks/results/2026-11-25-decode.md)."""
+
+
 class Repeats(NamedTuple):
     """How a shortcut gets the size of what it is added to: by repeating channels, which then become frames,
     rows and columns (DupUp3D)."""
@@ -138,10 +143,13 @@ class _Past:
         """A causal convolution without its bias."""
         rows, columns = ((size - 1) // 2 for size in conv.kernel_size[1:])
         rows = 0 if self._bands is not None else rows
+        weight = conv.weight
+        if weight.dtype == torch.float32 and (missing := -conv.out_channels % FAST_OUTPUTS):
+            weight = functional.pad(weight, (0,) * 9 + (missing,))
         if self.is_first:
-            return _flat(x, conv.weight[:, :, -1], (rows, columns))
-        y = functional.conv3d(x.permute(3, 0, 1, 2)[None], conv.weight, padding=(0, rows, columns))
-        return y[0].permute(1, 2, 3, 0).contiguous()
+            return _flat(x, weight[:, :, -1], (rows, columns))[..., : conv.out_channels].contiguous()
+        y = functional.conv3d(x.permute(3, 0, 1, 2)[None], weight, padding=(0, rows, columns))
+        return y[0, : conv.out_channels].permute(1, 2, 3, 0).contiguous()
 
     def enlarged(self, x: Tensor, conv: Any) -> Frames:
         """Twice the rows and columns, and the convolution."""
@@ -210,7 +218,7 @@ def _down_block(block: Any, frames: Frames, past: _Past) -> Frames:
     for resnet in block.resnets:
         frames = _residual(resnet, frames, past)
     if block.downsampler is None:
-        frames = Frames((past.flat_input(frames),))
+        added(frames, None, None, needs_total=True)
     else:
         frames = _reduced(block.downsampler, frames, past)
     shortcut = block.avg_shortcut(start.parts[0].permute(3, 0, 1, 2)[None])[0]
@@ -335,7 +343,7 @@ def _attention(block: Any, frames: Frames, past: _Past) -> Frames:
 def added(
     frames: Frames,
     norm: Any,
-    padded: Tensor,
+    padded: Tensor | None,
     *,
     kept: Tensor | None = None,
     needs_total: bool = False,
@@ -349,7 +357,7 @@ def added(
     gamma = None if norm is None else norm.gamma.flatten()
     activate = activate and norm is not None
     total = frames.parts[0].new_empty(frames.shape) if needs_total else None
-    if padded.is_cuda:
+    if frames.parts[0].is_cuda:
         from gfgen.models.fast import frame_kernels
 
         frame_kernels.add_frames(frames, gamma, activate, total, padded, kept)
@@ -364,12 +372,14 @@ def _add_in_steps(
     gamma: Tensor | None,
     activate: bool,
     total: Tensor | None,
-    padded: Tensor,
+    padded: Tensor | None,
     kept: Tensor | None,
 ) -> None:
     value = _sum(frames)
     if total is not None:
         total.copy_(value)
+    if padded is None:
+        return
     if gamma is not None:
         value = functional.normalize(value, dim=-1) * value.shape[-1] ** 0.5 * gamma
     if activate:
