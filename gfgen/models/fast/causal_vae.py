@@ -50,16 +50,18 @@ def install(vae: Any) -> None:
 def _phases_of(weight: Tensor) -> Tensor:
     """3x3 weights for an enlarged frame as 2x2 weights for the frame: [O, I, 3, 3] -> [4, O, 2, 2, I].
 
-    The rows above and below a pixel's own are, in the small frame: the row above and the own one, for a
-    pixel in an upper row, the own one and the row below for one in a lower row; likewise for columns.
+    A pixel in an upper row reads the row above it and twice its own row of the small frame, one in a lower
+    row twice its own and the row below; likewise for columns.
     """
-    first, middle, last = weight.to(torch.promote_types(weight.dtype, torch.float32)).unbind(2)
-    rows = (torch.stack((first, middle + last), 2), torch.stack((first + middle, last), 2))
-    phases = []
-    for each in rows:
-        first, middle, last = each.unbind(3)
-        phases += [torch.stack((first, middle + last), 3), torch.stack((first + middle, last), 3)]
-    return torch.stack(phases).permute(0, 1, 3, 4, 2).contiguous().to(weight.dtype)
+    upper, lower = ((1, 0, 0), (0, 1, 1)), ((1, 1, 0), (0, 0, 1))  # by place, by row of the small frame
+    sums = torch.tensor((upper, lower), dtype=torch.float64, device=weight.device)
+    phases = torch.einsum("aui,bvj,ocij->abouvc", sums, sums, weight.double())
+    return phases.flatten(0, 1).to(weight.dtype).contiguous()
+
+
+FAST_OUTPUTS = 32
+"""Channels of an fp32 convolution's output are a multiple of this; cuDNN takes 12.0 ms for the 12 of Wan 2.2
+at 1280x704 and 3.3 ms for 32, in bf16 1.9 and 2.5 (benchmarks/results/2026-11-25-decode.md)."""
 
 
 class Repeats(NamedTuple):
@@ -107,24 +109,19 @@ class _Past:
         self._bands = present_bands()
 
     def input(self, frames: Frames, conv: Any, norm: Any = None, *, needs_total: bool = False) -> Tensor:
-        """What `conv` reads: [2 + T, H, W, C], without frames before it at the start of a video; with a row
-        more on either side if rows are shared."""
+        """What `conv` reads: [T, H, W, C], in a video that has begun with the two frames before them, with a
+        row more on either side if rows are shared. Flat convolutions read no earlier frames."""
         num_frames, height, width, channels = frames.shape
-        if self._has_next and conv not in self._kept:
+        is_causal, is_wide = (
+            isinstance(conv, nn.Conv3d),
+            self._bands is not None and conv.kernel_size[-2] == 3,
+        )
+        if is_causal and self._has_next and conv not in self._kept:
             self._kept[conv] = frames.parts[0].new_zeros((2, height, width, channels))
-        front, wide = 0 if self.is_first else 2, self._bands is not None and conv.kernel_size[1] == 3
-        padded = frames.parts[0].new_empty((front + num_frames, height + 2 * wide, width, channels))
+        front = 2 if is_causal and not self.is_first else 0
+        padded = frames.parts[0].new_empty((front + num_frames, height + 2 * is_wide, width, channels))
         added(frames, norm, padded, kept=self._kept.get(conv), needs_total=needs_total)
-        return self._widened(padded) if wide else padded
-
-    def flat_input(self, frames: Frames) -> Tensor:
-        """The frames for a convolution of each one: [T, H, W, C], with a row more on either side if rows
-        are shared."""
-        num_frames, height, width, channels = frames.shape
-        wide = self._bands is not None
-        padded = frames.parts[0].new_empty((num_frames, height + 2 * wide, width, channels))
-        added(frames, None, padded)
-        return self._widened(padded) if wide else padded
+        return self._widened(padded) if is_wide else padded
 
     def _widened(self, padded: Tensor) -> Tensor:
         """With the neighbours' rows, or zeros at the picture's edge, in the first and the last row."""
@@ -138,10 +135,13 @@ class _Past:
         """A causal convolution without its bias."""
         rows, columns = ((size - 1) // 2 for size in conv.kernel_size[1:])
         rows = 0 if self._bands is not None else rows
+        weight = conv.weight
+        if weight.dtype == torch.float32 and (missing := -conv.out_channels % FAST_OUTPUTS):
+            weight = functional.pad(weight, (0,) * 9 + (missing,))
         if self.is_first:
-            return _flat(x, conv.weight[:, :, -1], (rows, columns))
-        y = functional.conv3d(x.permute(3, 0, 1, 2)[None], conv.weight, padding=(0, rows, columns))
-        return y[0].permute(1, 2, 3, 0).contiguous()
+            return _flat(x, weight[:, :, -1], (rows, columns))[..., : conv.out_channels].contiguous()
+        y = functional.conv3d(x.permute(3, 0, 1, 2)[None], weight, padding=(0, rows, columns))
+        return y[0, : conv.out_channels].permute(1, 2, 3, 0).contiguous()
 
     def enlarged(self, x: Tensor, conv: Any) -> Frames:
         """Twice the rows and columns, and the convolution."""
@@ -210,7 +210,7 @@ def _down_block(block: Any, frames: Frames, past: _Past) -> Frames:
     for resnet in block.resnets:
         frames = _residual(resnet, frames, past)
     if block.downsampler is None:
-        frames = Frames((past.flat_input(frames),))
+        added(frames, None, None, needs_total=True)
     else:
         frames = _reduced(block.downsampler, frames, past)
     shortcut = block.avg_shortcut(start.parts[0].permute(3, 0, 1, 2)[None])[0]
@@ -220,9 +220,10 @@ def _down_block(block: Any, frames: Frames, past: _Past) -> Frames:
 
 def _reduced(downsampler: Any, frames: Frames, past: _Past) -> Frames:
     """Half the rows and columns, and half the frames after the first one if the level halves them."""
-    x = past.flat_input(frames).permute(0, 3, 1, 2)
-    y = downsampler.resample(x).permute(0, 2, 3, 1).contiguous()
-    return Frames((y,)) if downsampler.mode == "downsample2d" else past.halved(y, downsampler.time_conv)
+    pad, conv = downsampler.resample
+    x = pad(past.input(frames, conv).permute(0, 3, 1, 2))
+    y = conv(x).permute(0, 2, 3, 1).contiguous()
+    return past.halved(y, downsampler.time_conv) if downsampler.mode == "downsample3d" else Frames((y,))
 
 
 # The decoder, by its modules ------------------------------------------------------------------------
@@ -280,7 +281,8 @@ def _enlarged(upsampler: Any, frames: Frames, past: _Past) -> Frames:
         y = past.convolved(x, upsampler.time_conv) + upsampler.time_conv.bias
         doubled = y.unflatten(-1, (2, channels)).permute(0, 3, 1, 2, 4).contiguous()
         frames = Frames((doubled.view(2 * num_frames, height, width, channels),))
-    return past.enlarged(past.flat_input(frames), upsampler.resample[1])
+    _, conv = upsampler.resample
+    return past.enlarged(past.input(frames, conv), conv)
 
 
 # What both have -------------------------------------------------------------------------------------
@@ -335,7 +337,7 @@ def _attention(block: Any, frames: Frames, past: _Past) -> Frames:
 def added(
     frames: Frames,
     norm: Any,
-    padded: Tensor,
+    padded: Tensor | None,
     *,
     kept: Tensor | None = None,
     needs_total: bool = False,
@@ -349,7 +351,7 @@ def added(
     gamma = None if norm is None else norm.gamma.flatten()
     activate = activate and norm is not None
     total = frames.parts[0].new_empty(frames.shape) if needs_total else None
-    if padded.is_cuda:
+    if frames.parts[0].is_cuda:
         from gfgen.models.fast import frame_kernels
 
         frame_kernels.add_frames(frames, gamma, activate, total, padded, kept)
@@ -364,12 +366,14 @@ def _add_in_steps(
     gamma: Tensor | None,
     activate: bool,
     total: Tensor | None,
-    padded: Tensor,
+    padded: Tensor | None,
     kept: Tensor | None,
 ) -> None:
     value = _sum(frames)
     if total is not None:
         total.copy_(value)
+    if padded is None:
+        return
     if gamma is not None:
         value = functional.normalize(value, dim=-1) * value.shape[-1] ** 0.5 * gamma
     if activate:
