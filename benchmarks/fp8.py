@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import gc
 import importlib
 import json
@@ -401,10 +402,47 @@ def measure_error(model: str, device: str, *, is_small: bool, has_outliers: bool
         del transformer
 
 
+# Quality ----------------------------------------------------------------------------------------
+
+
+def measure_quality(count: int, device: str) -> None:
+    """The measures of the trained model's card for held-out prompts, in fp32, bf16 and fp8."""
+    from training.evaluation import evaluate, questions
+    from training.parts import load
+    from training.sampling import Recipe
+    from training.supply import Supply
+
+    asked = questions(count)
+    with Supply(num_processes=8 if device == "cuda" else 0) as supply:
+        for way in ("fp32", "bf16", "fp8"):
+            parts = load(Path("gfgen/models/weights/shapes"), device=device)
+            if way != "fp32":
+                transformer = parts.transformer.bfloat16()
+                install(transformer)
+                fuse(transformer, fp8_on=torch.device(device) if way == "fp8" else None)
+                transformer.forward = functools.partial(_in_bf16, transformer.forward)
+            began_s = time.perf_counter()
+            figures = evaluate(parts, asked, Recipe(), each=supply.each)
+            tell(f"quality {way}: {figures.right} of {figures.counts}, {time.perf_counter() - began_s:.0f} s")
+
+
+def _in_bf16(
+    forward: Callable[..., Any],
+    *,
+    hidden_states: Tensor,
+    timestep: Tensor,
+    encoder_hidden_states: Tensor,
+    **_: Any,
+) -> tuple[Tensor]:
+    """All tokens of a batch have one timestep, which fused blocks take once."""
+    given = (hidden_states.bfloat16(), timestep[:1, 0], encoder_hidden_states.bfloat16())
+    return (forward(*given, return_dict=False)[0].float(),)
+
+
 def main() -> None:
     """Run the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parts = ("kernels", "times", "speed", "torchao", "error", "outliers")
+    parts = ("kernels", "times", "speed", "torchao", "error", "outliers", "quality")
     parser.add_argument("--part", action="append", choices=parts)
     parser.add_argument("--model", action="append", choices=(WAN, QWEN))
     parser.add_argument("--shapes", type=int, default=3, help="Of each model, for torchao.")
@@ -422,6 +460,8 @@ def main() -> None:
                 for model in models:
                     measure_speed(model, device, is_small=arguments.small)
                     free_memory(device)
+            elif part == "quality":
+                measure_quality(4 if arguments.small else 500, device)
             elif part == "torchao" and device == "cuda":
                 for model in models:
                     measure_torchao(model, SPEED[model][: arguments.shapes])

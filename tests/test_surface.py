@@ -227,6 +227,7 @@ def test_options_of_the_other_commands():
         "--model",
         "--no-graphs",
         "--output",
+        "--precision",
         "--random-weights",
         "--ranks",
         "--size",
