@@ -34,7 +34,6 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from gfgen.errors import ModelError
 from gfgen.models.fast.linears import LinearGelu, quantise, takes_fp8
 from gfgen.models.fast.modulation import Modulation, fuse_modulation
 from gfgen.models.fast.rows import RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
@@ -47,15 +46,13 @@ def fuse(transformer: nn.Module, *, fp8_on: torch.device | None = None) -> None:
     """Fuse all known blocks; once for each instance, on the device where it stays.
 
     fp8_on: takes one block after the other to this device and into fp8 there, and then all that remains.
-
-    Raises: ModelError for fp8 and a form of Wan whose blocks are not known.
     """
     modules = list(transformer.modules())
     wan_blocks = [module for module in modules if isinstance(module, WanTransformerBlock)]
     if wan_blocks and all(map(_is_usual, wan_blocks)):
         _fuse_wan(transformer, wan_blocks, fp8_on)
-    elif wan_blocks and fp8_on is not None:
-        raise ModelError("--precision fp8 does not fit the attention layers of Wan 2.1 for image to video")
+    else:
+        assert not wan_blocks or fp8_on is None, "a form of Wan that no adapter has"
     qwen_blocks = [module for module in modules if isinstance(module, QwenImageTransformerBlock)]
     for block in qwen_blocks:
         with _in_fp8(block, fp8_on):
