@@ -241,6 +241,13 @@ offload_option = click.option(
     is_flag=True,
     help="On small GPUs: keep text encoders and idle experts in main memory (docs/models.md). Slower.",
 )
+precision_option = click.option(
+    "--precision",
+    multiple=True,
+    metavar="[MODEL=]fp8",
+    help="Compute transformers in fp8, of one model or of all: less time and memory, less exact "
+    "(docs/precision.md). On GPUs, for Wan and Qwen-Image. Repeatable.",
+)
 compile_option = click.option(
     "--compile",
     type=click.Choice(("auto", "on", "off")),

@@ -20,7 +20,7 @@ import click
 from gfgen.bench import profiling
 from gfgen.bench.profiling import Measurement, Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
-from gfgen.cli.options import A_MODEL, Named, RankOptions, configure_log, rank_options
+from gfgen.cli.options import A_MODEL, Named, RankOptions, configure_log, precision_option, rank_options
 from gfgen.cli.shown.board import Board, Line, has_cursor
 from gfgen.cli.shown.prediction import known_here
 from gfgen.errors import InputError, InterruptedRunError
@@ -90,7 +90,9 @@ _LOADING_S = 15.0
     help="File for the profile. [where 'gfgen run' finds it]",
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be measured and how long it takes.")
-@rank_options(ranks_help=f"Measure on 1 up to this many ranks. [{CPU_RANKS} on a CPU; all GPUs]")
+@rank_options(
+    precision_option, ranks_help=f"Measure on 1 up to this many ranks. [{CPU_RANKS} on a CPU; all GPUs]"
+)
 def profile(
     *,
     jobs: str | None,
@@ -118,7 +120,7 @@ def profile(
         )
     else:
         admitted = _default_jobs(models or _MEASURED_MODELS[options.are_on_gpus], sizes, options)
-    path = output or default_path(options.device_name)
+    path = output or default_path(options.profiled_as)
     most = _widest(options)
     costs = CostModel(known_here(admitted, options))
     plan = profiling.plan_measurements(admitted, num_ranks=most, are_on_gpus=options.are_on_gpus)
@@ -138,7 +140,7 @@ def profile(
         made = profiling.assemble(
             unfinished.measured,
             plan,
-            device=options.device_name,
+            device=options.profiled_as,
             source=" ".join(["gfgen", "profile", *words]),
             num_ranks=most,
             versions=versions(),
@@ -294,7 +296,7 @@ class _Unfinished:
 
     def __init__(self, path: Path, plan: Sequence[Measurement], options: Ranks) -> None:
         self._path = path.with_name(f".{path.name}.unfinished")
-        content = json.dumps([options.device_name, versions(), options.num_ranks, *options.words])
+        content = json.dumps([options.profiled_as, versions(), options.num_ranks, *options.words])
         self._stamp = hashlib.sha256(content.encode()).hexdigest()
         keys = {entry.key for entry in plan}
         self.measured: dict[str, Samples] = {}

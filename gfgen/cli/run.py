@@ -31,6 +31,7 @@ from gfgen.cli.options import (
     model_option,
     offload_option,
     policy_option,
+    precision_option,
     rank_options,
     ranks_per_gpu_option,
     trust_code_option,
@@ -93,7 +94,9 @@ logger = logging.getLogger(__name__)
     is_flag=True,
     help="Replace files that are already in the folder under the names of outputs, whoever made them.",
 )
-@rank_options(ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option)
+@rank_options(
+    ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option, precision_option
+)
 @cluster_options
 @policy_option
 @model_option

@@ -32,6 +32,7 @@ from gfgen.cli.options import (
     memory_option,
     offload_option,
     policy_option,
+    precision_option,
     rank_options,
     ranks_per_gpu_option,
     taken_as,
@@ -283,7 +284,9 @@ _limit_options = taken_as(
     help="LoRA that requests can name: a file, a folder or a hub id. Repeatable.",
 )
 @_api_options
-@rank_options(ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option)
+@rank_options(
+    ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option, precision_option
+)
 @cluster_options
 @policy_option
 @lookahead_option

@@ -17,6 +17,7 @@ from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.job.reader import ParsedJobs, passed_deadlines, with_bar
 from gfgen.job.source import JobSource
 from gfgen.job.spec import JobSpec
+from gfgen.models.families.precision import FP8, check_layers, precision_of
 from gfgen.models.families.registry import (
     DEFAULT_MODEL,
     check_name,
@@ -227,6 +228,7 @@ class Admission:
     has_random_weights: bool = False
     vae_dtype: str = "auto"
     is_offloaded: bool = False
+    precision: tuple[str, ...] = ()
     trusts_code: bool = False
     known: dict[str, ResolvedModel] = field(default_factory=dict)
     unusable: dict[str, str] = field(default_factory=dict)
@@ -319,6 +321,7 @@ class Admission:
             beside_bytes=self._beside_bytes,
             has_random_weights=self.has_random_weights,
             vae_dtype=self.vae_dtype,
+            precision=self.precision,
             is_offloaded=self.is_offloaded,
             where=self.devices.where,
         )
@@ -328,7 +331,9 @@ class Admission:
         jobs, refused = admit(
             self._with_files(specs, unknown), default_model=self.default_model, find_model=self.find_model
         )
-        fitting, unfit = split_by_loras(jobs, self.lora_fits, is_offloaded=self.is_offloaded)
+        fitting, unfit = split_by_loras(
+            jobs, self.lora_fits, is_offloaded=self.is_offloaded, precision=self.precision
+        )
         return fitting, (*unknown, *refused, *unfit)
 
     def _with_files(self, specs: Iterable[JobSpec], unknown: list[Problem]) -> Iterator[JobSpec]:
@@ -468,6 +473,12 @@ class Admission:
         return model
 
     def _look_up(self, name: str) -> ResolvedModel:
+        model = self._resolved(name)
+        if precision_of(self.precision, model.checkpoint) == FP8:
+            check_layers(model.geometry, model.checkpoint)
+        return model
+
+    def _resolved(self, name: str) -> ResolvedModel:
         if self.has_random_weights:
             checkpoint = resolve_configs(name)
             return ResolvedModel(name, checkpoint, weightless_geometry(checkpoint), has_random_weights=True)

@@ -12,6 +12,7 @@ from typing import Any
 from gfgen.errors import InputError, JobError, ModelError, Problem
 from gfgen.job.loras import LoraError, LoraFiles
 from gfgen.job.spec import JobSpec
+from gfgen.models.families.precision import FP8, precision_of
 from gfgen.models.geometry.weights import TEXT_ENCODER, footprint
 from gfgen.models.lora.fit import KEPT_FILES, LoraFits
 from gfgen.runtime.core.admission import AdmittedJob
@@ -21,12 +22,18 @@ CPU_BYTES, GPU_BYTES = 4, 2
 
 
 def split_by_loras(
-    jobs: Sequence[AdmittedJob], fits: LoraFits, *, is_offloaded: bool = False
+    jobs: Sequence[AdmittedJob], fits: LoraFits, *, is_offloaded: bool = False, precision: Sequence[str] = ()
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs whose LoRAs fit their models, and problems for the others."""
     asking = [job for job in jobs if job.spec.lora]
     if not asking:
         return jobs, ()
+    in_fp8 = [job for job in asking if precision_of(precision, job.checkpoint) == FP8]
+    if in_fp8:
+        why = Problem.of("lora", None, f"is for weights in bf16; run {in_fp8[0].spec.model} without fp8")
+        kept = [job for job in jobs if job not in in_fp8]
+        others, more = split_by_loras(kept, fits, is_offloaded=is_offloaded)
+        return others, [*(replace(why, line=job.spec.line) for job in in_fp8), *more]
     try:
         fits.look(wanted for job in asking for wanted in _wanted(job))
     except ModelError as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gfgen.models.families.precision import AUTO, FP8, precision_of
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.weight_files import weights_id
 from gfgen.runtime.core.devices import CPU
@@ -21,6 +22,7 @@ def made_with(ranks: Ranks, checkpoint: Path, *, kernels: KernelChoice = "own") 
         "device": "cpu" if ranks.devices.kind == CPU else ranks.device_name,
         "vae_dtype": ranks.vae_dtype,
         **({} if kernels == "own" else {"kernels": kernels}),
+        **({} if precision_of(ranks.precision, checkpoint) == AUTO else {"precision": FP8}),
     }
 
 
@@ -30,8 +32,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = [
         f"{name} {old[name]} (now {new.get(name, 'none')})" for name in old if old[name] != new.get(name)
     ]
+    before, now = ({"precision": AUTO, **each} for each in (before, now))
     return found + [
         f"{name} {before[name]} (now {now[name]})"
-        for name in ("weights", "device", "vae_dtype")
+        for name in ("weights", "device", "vae_dtype", "precision")
         if name in before and before[name] != now[name]
     ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from gfgen.errors import JobFileError
 from gfgen.gfc.cuda import compiler
 from gfgen.job.spec import JobSpec
+from gfgen.models.families.precision import FP8, check_precision
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.runtime.core.admission import AdmittedJob
@@ -45,6 +46,8 @@ class Ranks:
     """Whether blocks of general pipelines are compiled (kernels.py): auto, on or off."""
     is_offloaded: bool = False
     """Whether GPUs hold neither text encoders nor idle experts."""
+    precision: tuple[str, ...] = ()
+    """What --precision asks for; one that changes nothing is left out."""
 
     @property
     def num_ranks(self) -> int:
@@ -58,6 +61,11 @@ class Ranks:
     def gpu_name(self) -> str | None:
         """None for CPU ranks."""
         return self.devices.gpus[0].name if self.devices.gpus else None
+
+    @property
+    def profiled_as(self) -> str:
+        """The name of the device in profiles: with fp8, tasks have other durations."""
+        return " ".join((self.device_name, *self.precision))
 
     @property
     def device_name(self) -> str:
@@ -78,6 +86,7 @@ class Ranks:
         shared = self.devices.ranks_per_gpu
         words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
+        words += [word for each in self.precision for word in ("--precision", each)]
         words += ["--trust-remote-code"] if self.trusts_code else []
         words += [] if self.compile == "auto" else ["--compile", self.compile]
         words += ["--offload"] if self.is_offloaded else []
@@ -85,7 +94,7 @@ class Ranks:
 
     def step_times(self) -> StepTimes:
         """How long steps take at least, by this machine's profile."""
-        found = find_profile(self.gpu_name)
+        found = find_profile(self.profiled_as)
         profile = None if found is None else found[1]
         return StepTimes(profile, kind=self.devices.kind, num_ranks=self.num_ranks)
 
@@ -97,6 +106,7 @@ class Ranks:
             has_random_weights=self.has_random_weights,
             vae_dtype=self.vae_dtype,
             is_offloaded=self.is_offloaded,
+            precision=self.precision,
             trusts_code=self.trusts_code,
             bounds=bounds,
             step_times=self.step_times() if has_bounded_steps else None,
@@ -117,11 +127,12 @@ class AskedRanks:
     trust_remote_code: bool = False
     compile: str = "auto"
     offload: bool = False
+    precision: tuple[str, ...] = ()
 
     def here(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
         """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them.
 
-        Raises: InputError if the machine has fewer GPUs, or if --memory is no size.
+        Raises: InputError if the machine has fewer GPUs or none with fp8, or if --memory is no size.
         """
         limit = None if self.memory is None else parse_memory(self.memory)
         devices = choose_devices(
@@ -129,6 +140,9 @@ class AskedRanks:
         )
         if devices.kind == CPU:
             devices = replace(devices, num_ranks=self.ranks or cpu_ranks)
+        capability = min((gpu.capability for gpu in devices.gpus), default=None)
+        device = devices.gpus[0].name if devices.gpus else "a CPU"
+        check_precision(self.precision, capability=capability, device=device)
         is_offloaded = self.offload and devices.kind != CPU
         return Ranks(
             devices,
@@ -138,6 +152,7 @@ class AskedRanks:
             self.trust_remote_code,
             self.compile,
             is_offloaded,
+            self.precision if any(each.endswith(FP8) for each in self.precision) else (),
         )
 
 
@@ -195,6 +210,7 @@ def ready_pool(
         memory_limit=ranks.devices.rank_limit,
         has_random_weights=ranks.has_random_weights,
         vae_dtype=ranks.vae_dtype,
+        precision=ranks.precision,
         has_graphs=ranks.has_graphs,
         is_offloaded=ranks.is_offloaded,
         trusts_code=ranks.trusts_code,

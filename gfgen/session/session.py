@@ -183,7 +183,7 @@ class Session:
         self.residency = self.admission.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
         held = checkpoints if self.residency is None else self.residency.checkpoints
-        profile = find_profile(options.ranks.gpu_name)
+        profile = find_profile(options.ranks.profiled_as)
         kernels = choose_kernels(
             options.ranks, jobs, profile=profile and profile[1], output_dir=options.output_dir
         )
@@ -297,9 +297,9 @@ class Session:
         """Keep the task times for the predictions of later runs, unless an option changes them."""
         if ranks.vae_dtype == "auto" and ranks.has_graphs:
             keep_measured(
-                runs_path(ranks.device_name),
+                runs_path(ranks.profiled_as),
                 costs.classes,
-                device=ranks.device_name,
+                device=ranks.profiled_as,
                 num_ranks=max(map(len, self.pool.islands)),
                 share_cores=not ranks.are_on_gpus and ranks.num_ranks > 1,
             )
@@ -358,7 +358,7 @@ def _chooser(policy: NamedPolicy, stack: contextlib.ExitStack) -> Chooser | None
 
 def known_profile(ranks: Ranks) -> Profile | None:
     """This machine's profile, if there is one."""
-    found = find_profile(ranks.gpu_name)
+    found = find_profile(ranks.profiled_as)
     if found is None:
         return None
     path, profile = found

@@ -116,6 +116,18 @@ def test_jobs_are_refused_for_misfits_and_unknown_targets(tmp_path: Path, width:
     ]
 
 
+def test_a_lora_is_refused_for_a_model_in_fp8(tmp_path: Path, width: int) -> None:
+    lora(tmp_path / "ok.safetensors", width=width)
+    job = {"prompt": "a red circle", "frames": 1, "lora": ["ok.safetensors"]}
+    spec, _ = parse_job(job, folder=tmp_path)
+    plain, _ = parse_job({"prompt": "a red circle", "frames": 1})
+    assert spec is not None
+    assert plain is not None
+    kept, problems = replace(admission(), precision=("shapes=fp8",)).fitting([spec, plain])
+    assert [job.spec.lora for job in kept] == [None]
+    assert [str(each) for each in problems] == ["lora: is for weights in bf16; run shapes without fp8"]
+
+
 def test_a_lora_of_a_text_encoder_is_refused_where_that_is_offloaded(
     tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,10 +90,10 @@ def test_a_machine_without_signs_of_a_gpu_starts_no_process(monkeypatch: pytest.
 
 
 def test_gpus_are_those_that_the_child_process_names(machine_with_gpus):
-    machine_with_gpus('[["NVIDIA H200", 150, [1]], ["NVIDIA H200", 151, []]]')
+    machine_with_gpus('[["NVIDIA H200", 150, [1], [9, 0]], ["NVIDIA H200", 151, [], [9, 0]]]')
     assert find_gpus() == (
-        Gpu("NVIDIA H200", 150, frozenset({1})),
-        Gpu("NVIDIA H200", 151, frozenset()),
+        Gpu("NVIDIA H200", 150, frozenset({1}), (9, 0)),
+        Gpu("NVIDIA H200", 151, frozenset(), (9, 0)),
     )
 
 
@@ -104,7 +104,7 @@ def test_a_driver_that_fails_means_no_gpus_and_a_warning(machine_with_gpus, capl
 
 
 def test_a_torch_for_cpus_means_no_gpus_and_a_warning(machine_with_gpus, monkeypatch, caplog):
-    machine_with_gpus('[["NVIDIA H200", 150, []]]')
+    machine_with_gpus('[["NVIDIA H200", 150, [], [9, 0]]]')
     monkeypatch.setattr(devices, "_is_torch_for_cpus", lambda: True)
     assert find_gpus() == ()
     assert "built for CPUs only" in caplog.text
@@ -118,9 +118,10 @@ def test_the_probe_lists_names_memory_and_who_reaches_whom(monkeypatch: pytest.M
         name=lambda idx: f"GPU {idx}",
         memory_bytes=lambda idx: 7 + idx,
         can_access=lambda device, peer: device < peer,
+        attribute=lambda idx, number: {driver.MAJOR: 8, driver.MINOR: 9}[number],
     )
     monkeypatch.setattr(driver, "driver", lambda: names)
-    assert driver.probe() == '[["GPU 0", 7, [1]], ["GPU 1", 8, []]]'
+    assert driver.probe() == '[["GPU 0", 7, [1], [8, 9]], ["GPU 1", 8, [], [8, 9]]]'
 
 
 def test_ranks_may_share_gpus_and_their_memory():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from gfgen.models.geometry.weight_files import weights_id
@@ -39,3 +40,15 @@ def test_differences_are_named_with_both_values(tmp_path: Path) -> None:
         f"weights {now['weights']} (now random)",
         "device cpu (now NVIDIA H200)",
     ]
+
+
+def test_fp8_is_a_difference_and_nothing_else_mentions_precision(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "a", b"x")
+    usual = Ranks(Devices(CUDA, 1, (Gpu("NVIDIA H200", 1),)))
+    before, now = made_with(usual, path), made_with(replace(usual, precision=("fp8",)), path)
+    assert "precision" not in before
+    assert differences(before, now) == ["precision auto (now fp8)"]
+    assert differences(now, before) == ["precision fp8 (now auto)"]
+    assert made_with(replace(usual, precision=("qwen-image=fp8",)), path) == before
+    assert usual.profiled_as == "NVIDIA H200"
+    assert replace(usual, precision=("fp8",)).profiled_as == "NVIDIA H200 fp8"

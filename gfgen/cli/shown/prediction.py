@@ -95,7 +95,7 @@ def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks:
 def known_here(jobs: Sequence[AdmittedJob], ranks: Ranks) -> Profile | None:
     """This machine's profile for these ranks, or on GPUs a shipped one that has the jobs' models."""
     calibrate = not ranks.are_on_gpus and any(job.model_in() in PACKAGED for job in jobs)
-    found = find_profile(ranks.device_name, calibrate=calibrate)
+    found = find_profile(ranks.profiled_as, calibrate=calibrate)
     own = None if found is None else found[1]
     if not ranks.are_on_gpus:
         return own

@@ -268,7 +268,8 @@ def driver() -> Driver:
 
 
 def probe() -> str:
-    """[[name, bytes of memory, [devices whose memory it reaches]], ...], in the order of the driver."""
+    """[[name, bytes of memory, [devices whose memory it reaches], [major, minor capability]], ...], in the
+    order of the driver."""
     cuda = driver()
     devices = range(cuda.num_devices)
     return json.dumps(
@@ -277,6 +278,7 @@ def probe() -> str:
                 cuda.name(device),
                 cuda.memory_bytes(device),
                 [peer for peer in devices if peer != device and cuda.can_access(device, peer)],
+                [cuda.attribute(device, MAJOR), cuda.attribute(device, MINOR)],
             ]
             for device in devices
         ]

@@ -208,13 +208,16 @@ def load_qwen_image(
     dtype: torch.dtype,
     vae_dtype: str = "auto",
     load: LoadPipeline = load_pipeline,
+    in_fp8: bool = False,
 ) -> QwenImageAdapter:
     """The adapter of a Qwen-Image checkpoint, its components on the device."""
     dtypes = component_dtypes(QwenImagePipeline.__name__, vae_dtype)
-    pipeline = load(QwenImagePipeline, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
+    pipeline = load(
+        QwenImagePipeline, checkpoint, device=device, dtype=dtype, dtypes=dtypes, has_host_experts=in_fp8
+    )
     install(pipeline.transformer)
     if dtype != torch.float32:
-        fuse(pipeline.transformer)
+        fuse(pipeline.transformer, fp8_on=torch.device(device) if in_fp8 else None)
         is_fast(torch.device(device), dtype)  # tries it now: no task may wait for the device
     shared_decode.install(pipeline.vae)
     if torch.device(device).type == "cuda":

@@ -150,13 +150,15 @@ def load_adapter(
     trusts_code: bool = False,
     kernels: KernelChoice = "own",
     is_offloaded: bool = False,
+    in_fp8: bool = False,
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
 
     dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
     VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
     checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
-    With `is_offloaded`, text encoders and idle experts are in host memory.
+    With `is_offloaded`, text encoders and idle experts are in host memory. `in_fp8` is for Wan and
+    Qwen-Image: their blocks' layers are in fp8 (linears.py).
 
     Raises: ModelError for a broken directory, an unknown family, or an unknown dtype.
     """
@@ -179,14 +181,14 @@ def load_adapter(
     if geometry.family == "qwen-image":
         from gfgen.models.families.qwen_adapter import load_qwen_image
 
-        return load_qwen_image(checkpoint, geometry, **options)
+        return load_qwen_image(checkpoint, geometry, in_fp8=in_fp8, **options)
     if isinstance(geometry, PipelineGeometry):
         from gfgen.models.stepping.adapter import load_any
 
         return load_any(checkpoint, geometry, kernels=kernels, **options)
     from gfgen.models.families.wan_adapter import load_wan
 
-    return load_wan(checkpoint, geometry, **options)
+    return load_wan(checkpoint, geometry, in_fp8=in_fp8, **options)
 
 
 def tiny_dir() -> Path:

@@ -225,6 +225,7 @@ def load_wan(
     dtype: torch.dtype,
     vae_dtype: str = "auto",
     load: LoadPipeline = load_pipeline,
+    in_fp8: bool = False,
 ) -> WanAdapter:
     """The adapter of a Wan checkpoint, its components on the device.
 
@@ -232,15 +233,19 @@ def load_wan(
     """
     pipeline_class = WanImageToVideoPipeline if geometry.family == "wan-moe-i2v" else WanPipeline
     dtypes = component_dtypes(pipeline_class.__name__, vae_dtype)
-    loaded = load(pipeline_class, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
+    loaded = load(
+        pipeline_class, checkpoint, device=device, dtype=dtype, dtypes=dtypes, has_host_experts=in_fp8
+    )
     names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer", "transformer_2")
     parts = {name: getattr(loaded, name) for name in names}
     for transformer in filter(None, (loaded.transformer, loaded.transformer_2)):
         install(transformer)
         if dtype != torch.float32:
-            fuse(transformer)
+            fuse(transformer, fp8_on=torch.device(device) if in_fp8 else None)
         elif device == "cpu":
             remember_prompts(transformer)
+        if in_fp8 and hasattr(transformer, "_hf_hook"):
+            transformer.to("cpu")  # where --offload keeps it until it is used
     shared_decode.install(loaded.vae)
     if torch.device(device).type == "cuda":
         causal_vae.install(loaded.vae)

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from gfgen.models.fast.linears import LinearGelu, takes_fp8
+from gfgen.models.fast.linears import LinearGelu, quantise, takes_fp8
 from gfgen.models.fast.modulation import Modulation, fuse_modulation
 from gfgen.models.fast.rows import RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
 from gfgen.models.parallel.plans import TEXT
@@ -41,20 +42,40 @@ from gfgen.models.parallel.sequence_parallel import attend, own_length
 
 
 @torch.no_grad()
-def fuse(transformer: nn.Module) -> None:
-    """Fuse all known blocks, unless quantized; once for each instance, on the device where it stays."""
+def fuse(transformer: nn.Module, *, fp8_on: torch.device | None = None) -> None:
+    """Fuse all known blocks, unless quantized; once for each instance, on the device where it stays.
+
+    fp8_on: takes one block after the other to this device and into fp8 there, and then all that remains.
+    """
     if getattr(transformer, "is_quantized", False):
         return
     modules = list(transformer.modules())
     wan_blocks = [module for module in modules if isinstance(module, WanTransformerBlock)]
     if wan_blocks and all(map(_is_usual, wan_blocks)):
-        _fuse_wan(transformer, wan_blocks)
+        _fuse_wan(transformer, wan_blocks, fp8_on)
+    else:
+        assert not wan_blocks or fp8_on is None, "a form of Wan that no adapter has"
     qwen_blocks = [module for module in modules if isinstance(module, QwenImageTransformerBlock)]
     for block in qwen_blocks:
-        _fuse_qwen_block(block)
+        with _in_fp8(block, fp8_on):
+            _fuse_qwen_block(block)
     _fuse_activations(transformer)
     if qwen_blocks:
-        fuse_modulation(transformer)
+        fuse_modulation(transformer, int8_on=fp8_on)
+    if fp8_on is not None:
+        transformer.to(fp8_on)
+
+
+@contextmanager
+def _in_fp8(block: nn.Module, device: torch.device | None) -> Iterator[None]:
+    """Around the fusing of a block; its modulation stays where it is."""
+    parts = [part for name, part in block.named_children() if name not in ("img_mod", "txt_mod")]
+    for part in parts if device is not None else ():
+        part.to(device)
+    yield
+    _fuse_activations(block)
+    for part in parts if device is not None else ():
+        quantise(part)
 
 
 _PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "to_kv": ("to_k", "to_v")}
@@ -99,12 +120,13 @@ def _is_usual(block: WanTransformerBlock) -> bool:
     return isinstance(block.norm2, nn.LayerNorm) and block.attn2.add_k_proj is None
 
 
-def _fuse_wan(transformer: Any, blocks: Sequence[WanTransformerBlock]) -> None:
+def _fuse_wan(transformer: Any, blocks: Sequence[WanTransformerBlock], fp8_on: torch.device | None) -> None:
     current = threading.local()
     embedder = transformer.condition_embedder
     embedder.forward = functools.partial(_wan_conditions, embedder, current)
     for block in blocks:
-        _fuse_wan_block(block, current)
+        with _in_fp8(block, fp8_on):
+            _fuse_wan_block(block, current)
 
 
 def _wan_conditions(

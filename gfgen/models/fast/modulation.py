@@ -22,13 +22,18 @@ GROUP = 64
 """Inputs with one scale."""
 
 
-def fuse_modulation(transformer: Any) -> None:
-    """Compute the modulation of all blocks at the start of a forward, not in each block."""
+def fuse_modulation(transformer: Any, *, int8_on: torch.device | None = None) -> None:
+    """Compute the modulation of all blocks at the start of a forward, not in each block.
+
+    int8_on: keeps its weights in int8 on this device.
+    """
     blocks = transformer.transformer_blocks
     assert not transformer.zero_cond_t
     transformer.modulation = Modulation(
         [part[1] for block in blocks for part in (block.img_mod, block.txt_mod)]
     )
+    if int8_on is not None:
+        transformer.modulation.quantise(int8_on)
     for idx, block in enumerate(blocks):
         del block.img_mod, block.txt_mod
         hook = functools.partial(_hand_over, modulation=transformer.modulation, idx=idx)
@@ -48,9 +53,9 @@ class Modulation(nn.Module):
         self.current = threading.local()
         """`rows`: the modulation in this thread's present forward."""
 
-    def quantise(self) -> None:
-        """Keep the weights in int8; those in bf16 are freed."""
-        self.in_int8 = Int8Layers(self.layers)
+    def quantise(self, device: torch.device) -> None:
+        """Keep the weights in int8 on this device; those in bf16 are freed."""
+        self.in_int8 = Int8Layers(self.layers, device)
 
     def forward(self, temb: Tensor) -> Tensor:
         """[1, C] -> [layers, 6 C] on every rank; each computes some of the layers."""
@@ -93,17 +98,17 @@ class Int8Layers(nn.Module):
     scale_NFG: Tensor
     bias_NF: Tensor
 
-    def __init__(self, layers: nn.ModuleList) -> None:
+    def __init__(self, layers: nn.ModuleList, device: torch.device) -> None:
         super().__init__()
         first: Any = layers[0]
         size = (len(layers), *first.weight.shape)
-        new = functools.partial(torch.empty, device=first.weight.device)
+        new = functools.partial(torch.empty, device=device)
         self.register_buffer("weight_NFC", new(size, dtype=torch.int8))
         self.register_buffer("scale_NFG", new((*size[:2], size[2] // GROUP), dtype=torch.bfloat16))
         self.register_buffer("bias_NF", new(size[:2], dtype=first.bias.dtype))
         for idx in range(len(layers)):
             layer: Any = layers[idx]
-            self.weight_NFC[idx], self.scale_NFG[idx] = in_int8(layer.weight)
+            self.weight_NFC[idx], self.scale_NFG[idx] = in_int8(layer.weight.to(device))
             self.bias_NF[idx] = layer.bias
             layers[idx] = nn.Identity()  # frees its weights
 

@@ -49,10 +49,12 @@ def load_pipeline(
     dtypes: Mapping[str, str] | None = None,
     own_code: Mapping[str, OwnClass] | None = None,
     is_offloaded: bool = False,
+    has_host_experts: bool = False,
 ) -> Any:
     """A pipeline of this class with its weights on the device, ready for inference.
 
-    With `is_offloaded`, text encoders and idle experts are in host memory (offload.py).
+    With `is_offloaded`, text encoders and idle experts are in host memory (offload.py). With
+    `has_host_experts`, transformers stay there for the caller.
 
     Components in `own_code` are of classes in the checkpoint's own files, which are run.
 
@@ -71,7 +73,9 @@ def load_pipeline(
 
             def load(files: ComponentFiles, kind: Any) -> Any:
                 name = files.folder.name
-                place = "cpu" if is_offloaded and weights.is_offloaded(name, names) else device
+                is_on_host = is_offloaded and weights.is_offloaded(name, names)
+                is_on_host |= has_host_experts and name in weights.EXPERTS
+                place = "cpu" if is_on_host else device
                 return _load_model(files, kind, device=place, dtype=wanted.get(name, dtype))
 
             if own_code:

@@ -51,8 +51,11 @@ def random_pipeline(
     dtype: torch.dtype,
     dtypes: Mapping[str, str] | None = None,
     is_offloaded: bool = False,
+    has_host_experts: bool = False,
 ) -> Any:
     """A pipeline of this class with random weights, from config files; options as in `load_pipeline`.
+
+    `has_host_experts` has no effect: weights are drawn on the device.
 
     Raises: ModelError for configs that the pipeline's classes reject.
     """

@@ -41,6 +41,8 @@ class Gpu:
     memory_bytes: int
     peers: frozenset[int] | None = None
     """GPUs whose memory it reaches, by the driver's numbers; None for all."""
+    capability: tuple[int, int] = (0, 0)
+    """Compute capability, which says what the GPU can compute with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,10 @@ def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=env
         )
-        return tuple(Gpu(name, size, frozenset(peers)) for name, size, peers in json.loads(done.stdout))
+        return tuple(
+            Gpu(name, size, frozenset(peers), (major, minor))
+            for name, size, peers, (major, minor) in json.loads(done.stdout)
+        )
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
     except subprocess.TimeoutExpired:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gfgen.errors import InputError, ModelError, Problem
+from gfgen.models.families.precision import FP8, precision_of, saved_bytes
 from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
 from gfgen.models.geometry.weights import Footprint, count_parameters, device_bytes, footprint, offloaded
 from gfgen.runtime.core.admission import AdmittedJob
@@ -115,6 +116,7 @@ def check_models_on_gpu(
     beside_bytes: int,
     has_random_weights: bool = False,
     vae_dtype: str = "auto",
+    precision: Sequence[str] = (),
     is_offloaded: bool = False,
     where: str = "on each GPU",
 ) -> dict[Path, int]:
@@ -125,6 +127,9 @@ def check_models_on_gpu(
     sizes: dict[Path, int] = {}
     for path in sorted(checkpoints):
         parts = _gpu_bytes(path, has_random_weights=has_random_weights, vae_dtype=vae_dtype)
+        if precision_of(precision, path) == FP8:
+            saved = saved_bytes(path)
+            parts = {name: size - saved.get(name, 0) for name, size in parts.items()}
         can_leave = offloaded(parts).on(1)
         size = sizes[path] = sum(parts.values()) - (can_leave if is_offloaded else 0)
         need = size + beside_bytes

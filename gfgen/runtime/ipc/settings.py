@@ -27,6 +27,8 @@ class RankSettings:
     """The arena of each rank; None for the usual size."""
     has_random_weights: bool = False
     vae_dtype: str = "auto"
+    precision: tuple[str, ...] = ()
+    """What --precision asks for (models/families/precision.py)."""
     has_graphs: bool = False
     """On a GPU: whether forwards may be recorded, to be launched at once."""
     is_offloaded: bool = False
@@ -54,6 +56,7 @@ class RankSettings:
     def computed_with(self) -> Mapping[str, Any]:
         """What must be equal for other ranks to continue a job: it decides what its tensors are like."""
         found = {name: getattr(self, name) for name in ("device", "vae_dtype", "has_random_weights")}
+        found |= {"precision": list(self.precision)} if self.precision else {}
         return found if self.kernels == "own" else found | {"kernels": self.kernels}
 
 

@@ -1,0 +1,96 @@
+"""Which models of a run compute in fp8 (`--precision`), and whether they can. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from gfgen.errors import InputError, ModelError
+from gfgen.models.families.registry import HUB_IDS, check_name
+from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
+from gfgen.models.geometry.model import Geometry
+from gfgen.models.geometry.pipeline import PipelineGeometry
+from gfgen.models.geometry.weights import EXPERTS
+
+AUTO: Literal["auto"] = "auto"
+FP8: Literal["fp8"] = "fp8"
+Precision = Literal["auto", "fp8"]
+"""auto: fp32 on a CPU, bf16 on GPUs."""
+
+FIRST_CAPABILITY = (8, 9)
+"""Of GPUs with products in fp8."""
+_SIDE = 16
+"""Products in fp8 need layers whose inputs and outputs are multiples of this."""
+
+
+def check_precision(asked: Sequence[str], *, capability: tuple[int, int] | None, device: str) -> None:
+    """Check what --precision asks for; `capability` is the least of the run's GPUs, None for CPU ranks.
+
+    Raises: InputError for another word, an unknown model, or devices without fp8.
+    """
+    for text in asked:
+        model, _, precision = text.rpartition("=")
+        if precision not in (AUTO, FP8) or (not model and "=" in text):
+            raise InputError(f"--precision {text}: fp8, auto, or MODEL=fp8 is accepted")
+        if model:
+            try:
+                check_name(model)
+            except ModelError as error:
+                raise InputError(f"--precision {text}: {error}") from None
+        if precision == FP8 and (capability is None or capability < FIRST_CAPABILITY):
+            raise InputError(
+                f"--precision {text}: {device} cannot compute in fp8; it needs NVIDIA GPUs of compute "
+                "capability 8.9 or later (such as L40S, H100, H200)"
+            )
+
+
+def precision_of(asked: Sequence[str], checkpoint: Path) -> Precision:
+    """What --precision says of a checkpoint; what names it counts more, and later more than earlier."""
+    found: Precision = AUTO
+    for text in sorted(asked, key=lambda each: "=" in each):
+        model, _, precision = text.rpartition("=")
+        if not model or _is_model(checkpoint, model):
+            found = FP8 if precision == FP8 else AUTO
+    return found
+
+
+def check_layers(geometry: Geometry, checkpoint: Path) -> None:
+    """Raises: ModelError for a model that cannot be in fp8; it names the layers."""
+    if isinstance(geometry, PipelineGeometry):
+        raise ModelError(
+            f"{model_name(checkpoint)}: --precision fp8 is for Wan and Qwen-Image; "
+            "its pipeline has no layers in fp8"
+        )
+    configs = read_checkpoint(checkpoint, with_weights=False).configs
+    for component in EXPERTS:
+        if (config := configs.get(component)) is None:
+            continue
+        channels = config["num_attention_heads"] * config["attention_head_dim"]
+        for layers, width in (("attention", channels), ("feed-forward", config.get("ffn_dim", channels))):
+            if width % _SIDE:
+                raise ModelError(
+                    f"{model_name(checkpoint)}: --precision fp8 does not fit the {layers} layers of "
+                    f"{component}, which have {width} channels; multiples of {_SIDE} fit"
+                )
+
+
+def saved_bytes(checkpoint: Path) -> Mapping[str, int]:
+    """How much less than in bf16 the weights of a model take in fp8, by component: a byte for each weight."""
+    found = {}
+    configs = read_checkpoint(checkpoint, with_weights=False).configs
+    for component in EXPERTS:
+        if (config := configs.get(component)) is None:
+            continue
+        channels = config["num_attention_heads"] * config["attention_head_dim"]
+        if "ffn_dim" in config:
+            of_block = 8 * channels**2 + 2 * channels * config["ffn_dim"]
+        else:  # Qwen-Image: attention and feed-forwards of two streams; modulation with scales of 2 bytes
+            of_block = 24 * channels**2 + 12 * channels**2 * 31 // 32
+        found[component] = config["num_layers"] * of_block
+    return found
+
+
+def _is_model(checkpoint: Path, model: str) -> bool:
+    name = model_name(checkpoint)
+    return name in (model, HUB_IDS.get(model)) or Path(model).expanduser().resolve() == checkpoint

@@ -1,0 +1,189 @@
+"""Transformers in fp8: what is stored, how far they are from the others, which models and devices can."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gfc_fake import FakeCluster
+from test_fused import CASES, forward
+
+from gfgen.errors import InputError, ModelError
+from gfgen.layout import Layout
+from gfgen.models.families.precision import check_layers, check_precision, precision_of, saved_bytes
+from gfgen.models.families.registry import resolve_checkpoint
+from gfgen.models.fast import rows
+from gfgen.models.fast.fused import fuse
+from gfgen.models.fast.linears import Fp8Linear
+from gfgen.models.fast.modulation import Modulation
+from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
+from gfgen.models.parallel.hooks import install
+from gfgen.models.parallel.parallel import parallel_from
+from gfgen.models.parallel.sequence_parallel import active
+
+HOST = torch.device("cpu")
+FP8_ERROR = 0.06
+"""Of what one product gives: both factors are within 1/16 of their values, by 2.6% on average."""
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_gpu(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+
+
+def random(*size: int, seed: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def distance(result: torch.Tensor, wanted: torch.Tensor) -> float:
+    result, wanted = result.detach().cpu(), wanted.detach().cpu()
+    return float((result - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("has_gelu", [False, True])
+@pytest.mark.parametrize(("length", "channels"), [(5, 96), (2051, 48), (7, 3072)])
+def test_each_row_has_a_scale_by_its_largest_value(
+    device: str, has_gelu: bool, length: int, channels: int
+) -> None:
+    x = random(2, length, channels, seed=0) * torch.logspace(-3, 3, length)[:, None]
+    x[0, 0] = 0
+    found = rows.to_fp8(x.bfloat16().to(device), has_gelu=has_gelu)
+    wanted = x.bfloat16().float()
+    wanted = torch.nn.functional.gelu(wanted, approximate="tanh") if has_gelu else wanted
+    assert found.scales.shape == (2 * length, 1)
+    assert found.values.float().abs().amax(dim=-1).flatten()[1:].eq(448).all()
+    result = found.values.float().cpu() * found.scales.cpu().view(2, length, 1)
+    torch.testing.assert_close(result, wanted, rtol=1 / 15, atol=wanted.abs().max().item() * 1e-5)
+    assert result[0, 0].eq(0).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_norm_writes_what_a_pass_over_its_result_would_write(device: str) -> None:
+    x, update = (random(1, 2051, 96, seed=seed).to(device) for seed in (0, 1))
+    gate, weight, bias = (random(96, seed=seed).to(device) for seed in (2, 3, 4))
+    of = rows.RowNorm(weight, bias, eps=1e-6, plus_one=True)
+    total, normed = rows.add_norm(x, update, gate, of)
+    same, found = rows.add_norm(x, update, gate, of, in_fp8=True)
+    wanted = rows.to_fp8(normed)
+    assert torch.equal(same, total)
+    torch.testing.assert_close(found.scales, wanted.scales)
+    assert (found.values.float() != wanted.values.float()).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("length", [0, 1, 9])
+def test_a_layer_is_the_product_of_what_it_stores(length: int) -> None:
+    plain = torch.nn.Linear(64, 48)
+    layer, x = Fp8Linear(plain), random(1, length, 64, seed=1)
+    given = rows.to_fp8(x)
+    weight = layer.weight.float() * layer.scales.T
+    wanted = (given.values.float() * given.scales.view(1, -1, 1)) @ weight.T + plain.bias
+    torch.testing.assert_close(layer(given), wanted)
+    assert torch.equal(layer(x), layer(given))
+    if length:
+        assert distance(layer(x), plain(x)) < FP8_ERROR
+    assert layer.weight.dtype == torch.float8_e4m3fn
+
+
+def test_modulation_in_int8_is_closer_than_fp8() -> None:
+    layers = [torch.nn.Linear(128, 96) for _ in range(3)]
+    modulation, temb = Modulation(copy.deepcopy(layers)), random(1, 128, seed=0)
+    wanted = modulation(temb)
+    modulation.quantise(HOST)
+    assert distance(modulation(temb), wanted) < 0.01
+    assert {each.dtype for each in modulation.buffers()} == {torch.int8, torch.bfloat16, torch.float32}
+    assert not list(modulation.parameters())
+
+
+@pytest.fixture(scope="module", params=["wan, image to video", "qwen"])
+def case(request: Any, tiny_models: Mapping[str, Path]) -> tuple[Path, Any, Any, dict[str, Any]]:
+    """A fused transformer, the same one in fp8, and inputs."""
+    kind, model, inputs = CASES[request.param]
+    path = resolve_checkpoint(model)
+    plain = kind.from_pretrained(str(path / "transformer"), local_files_only=True)
+    in_fp8 = copy.deepcopy(plain)
+    for transformer, device in ((plain, None), (in_fp8, HOST)):
+        install(transformer)
+        fuse(transformer, fp8_on=device)
+    return path, plain, in_fp8, inputs()
+
+
+def test_a_transformer_in_fp8_gives_nearly_what_it_gave(case: Any) -> None:
+    _, plain, in_fp8, inputs = case
+    assert 1e-4 < distance(forward(in_fp8, inputs), forward(plain, inputs)) < FP8_ERROR
+
+
+def test_ranks_that_share_a_transformer_in_fp8_differ_by_rounding(case: Any) -> None:
+    _, plain, in_fp8, inputs = case
+
+    def program(group: Any) -> torch.Tensor:
+        with active(parallel_from(group)):
+            return forward(in_fp8, inputs)
+
+    results = FakeCluster().run(Layout((0, 1, 2), ulysses=3), program)
+    assert all(torch.equal(result, results[0]) for result in results)
+    alone = forward(in_fp8, inputs)
+    assert distance(results[0], alone) < distance(alone, forward(plain, inputs)) / 10
+
+
+def test_the_memory_that_fp8_saves_is_what_is_counted_before_a_run(case: Any) -> None:
+    path, plain, in_fp8, _ = case
+    before = 2 * sum(each.numel() for each in plain.parameters())
+    weights = (each for name, each in in_fp8.named_buffers() if name.endswith(("weight", "weight_NFC")))
+    num_8_bit = sum(each.numel() for each in weights if each.element_size() == 1)
+    assert saved_bytes(path)["transformer"] == pytest.approx(num_8_bit, rel=0.02)
+    assert num_8_bit > 0.4 * before / 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "says"),
+    [
+        ("fp8", None, "--precision fp8: a GPU cannot compute in fp8; it needs NVIDIA GPUs of compute cap"),
+        ("fp8", (8, 0), "--precision fp8: a GPU cannot compute in fp8"),
+        ("shapes=fp8", (8, 6), "--precision shapes=fp8: a GPU cannot compute in fp8"),
+        ("fp4", (9, 0), "--precision fp4: fp8, auto, or MODEL=fp8 is accepted"),
+        ("=fp8", (9, 0), "--precision =fp8: fp8, auto, or MODEL=fp8 is accepted"),
+        ("shape=fp8", (9, 0), "--precision shape=fp8: model shape: unknown; did you mean 'shapes'?"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_line(
+    asked: str, capability: tuple[int, int] | None, says: str
+) -> None:
+    with pytest.raises(InputError) as raised:
+        check_precision((asked,), capability=capability, device="a GPU")
+    assert str(raised.value).startswith(says)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
+def test_gpus_with_fp8_are_accepted(capability: tuple[int, int]) -> None:
+    check_precision(("fp8", "tiny-wan=auto"), capability=capability, device="a GPU")
+
+
+def test_a_model_that_is_named_counts_more_than_all() -> None:
+    wan, qwen = CONFIGS / "wan2.2-ti2v-5b", Path("/hub/models--Qwen--Qwen-Image/snapshots/abc")
+    assert [precision_of(("qwen-image=fp8",), path) for path in (wan, qwen)] == ["auto", "fp8"]
+    asked = ("wan2.2-ti2v-5b=auto", "fp8")
+    assert [precision_of(asked, path) for path in (wan, qwen)] == ["auto", "fp8"]
+    assert precision_of((), wan) == "auto"
+
+
+@pytest.mark.parametrize("name", ["wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "qwen-image"])
+def test_full_size_models_fit(name: str) -> None:
+    check_layers(weightless_geometry(CONFIGS / name), CONFIGS / name)
+
+
+def test_layers_that_do_not_fit_are_named(tmp_path: Path, tiny_models: Mapping[str, Path]) -> None:
+    path = Path(shutil.copytree(tiny_models["tiny-wan"], tmp_path / "odd"))
+    config = path / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"ffn_dim": 100}))
+    with pytest.raises(ModelError, match="the feed-forward layers of transformer, which have 100 channels"):
+        check_layers(load_geometry(path), path)
