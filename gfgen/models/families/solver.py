@@ -17,7 +17,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from gfgen.models.families.adapter import SAMPLE, Fields, Scalar
 from gfgen.models.families.outputs import carry_outputs, extrapolated
-from gfgen.models.fast.unipc import HostUniPC
+from gfgen.models.families.unipc import HostUniPC
 
 
 @dataclass(frozen=True, slots=True)
