@@ -68,10 +68,7 @@ def frames_of(case: str, random: Any) -> Frames:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_past", [False, True])
 @pytest.mark.parametrize("case", ["one frame", "shortcut", "enlarged"])
-def test_the_kernel_does_what_the_steps_do(
-    case: str, has_past: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+def test_the_kernel_does_what_the_steps_do(case: str, has_past: bool, dtype: torch.dtype) -> None:
     found = []
     for device in ("cpu", "cuda"):
         generator = torch.Generator().manual_seed(5)
