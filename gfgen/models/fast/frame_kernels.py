@@ -1,7 +1,5 @@
 """The Triton kernel of causal_vae.py: what lies between two convolutions, in one pass over memory.
 
-What a convolution will read in TF32 is rounded to the nearest value here: tensor cores only cut bits off.
-
 Each program holds some places of a frame with all their channels, and goes through the frames. Nothing is
 tuned at run time, so every rank adds in the same order and gets the same bits.
 """
@@ -12,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,8 +36,6 @@ def add_frames(
     places = max(1, NUM_VALUES // block)
     num_places = (height // scale) * (width // scale)
     y = parts * 4 if scale == 1 else parts
-    is_for_convolution = gamma is None or activate
-    is_rounded = first.dtype == torch.float32 and torch.backends.cudnn.allow_tf32 and is_for_convolution
     _add_frames[(triton.cdiv(num_places, places), scale * scale)](
         *y[:4], *(first if each is None else each for each in others),
         num_frames, height, width,
@@ -53,7 +48,7 @@ def add_frames(
         HAS_BIAS=frames.bias is not None, HAS_SHORTCUT=shortcut is not None,
         REPEAT_FRAMES=1 if repeats is None else repeats.frames,
         REPEAT_CHANNELS=0 if repeats is None else repeats.channels,
-        HAS_NORM=gamma is not None, ACTIVATE=activate, ROUND=is_rounded,
+        HAS_NORM=gamma is not None, ACTIVATE=activate,
         HAS_TOTAL=total is not None, HAS_PADDED=padded is not None, HAS_KEPT=kept is not None,
         num_warps=4,
     )  # fmt: skip
@@ -66,7 +61,7 @@ def _add_frames(
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, SCALE: tl.constexpr,
     FRONT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHORTCUT: tl.constexpr,
     REPEAT_FRAMES: tl.constexpr, REPEAT_CHANNELS: tl.constexpr,
-    HAS_NORM: tl.constexpr, ACTIVATE: tl.constexpr, ROUND: tl.constexpr,
+    HAS_NORM: tl.constexpr, ACTIVATE: tl.constexpr,
     HAS_TOTAL: tl.constexpr, HAS_PADDED: tl.constexpr, HAS_KEPT: tl.constexpr,
 ):  # fmt: skip
     phase = tl.program_id(1)
@@ -133,10 +128,6 @@ def _add_frames(
                 value = value / length * scale * gammas
             if ACTIVATE:
                 value = value * tl.sigmoid(value)
-            if ROUND:
-                bits = value.to(tl.int32, bitcast=True)
-                bits = (bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000
-                value = bits.to(tl.float32, bitcast=True)
             result = value.to(padded.dtype.element_ty)
             tl.store(padded + (idx + FRONT) * padded_size + padded_place, result, mask=inside)
             if HAS_KEPT:  # noqa: SIM102 (the compiler decides this one)

@@ -7,6 +7,8 @@ nothing if no decode is shared:
     convolutions of 3 rows    the row above a band and the row below it, from the neighbours
     middle attention          the keys and values of all bands
 
+On a GPU causal_vae.py computes all this itself, with `present_bands`.
+
 Upsampling repeats rows, so a band stays a band and grows by the same factor on every rank. The decoder's
 cache of earlier frames holds the own band only.
 
