@@ -205,7 +205,7 @@ def fused(transformer: Any) -> Any:
     return transformer
 
 
-def measure_speed(model: str, device: str, *, is_small: bool) -> None:
+def measure_speed(model: str, device: str, *, is_small: bool, has_kernels: bool) -> None:
     """bf16, then the same transformer with more and more in fp8; in a CUDA graph."""
     transformer = fused(made(model, device, layers=1 if is_small else None))
     parts = [("bf16", "")]
@@ -226,7 +226,7 @@ def measure_speed(model: str, device: str, *, is_small: bool) -> None:
         times = speed_of(transformer, shapes, device)
         said = ", ".join(f"{shape.name} {ms:.1f}" for shape, ms in zip(shapes, times, strict=True))
         tell(f"ms {way}: {said}; weights {size / 1e9:.2f} GB, allocated {there / 1e9:.2f} GB")
-        if device == "cuda":
+        if device == "cuda" and has_kernels:
             tell_kernels(transformer, shapes[-1 if model == WAN else 1], way)
 
 
@@ -405,7 +405,7 @@ def measure_error(model: str, device: str, *, is_small: bool, has_outliers: bool
 # Quality ----------------------------------------------------------------------------------------
 
 
-def measure_quality(count: int, device: str) -> None:
+def measure_quality(count: int, device: str, ways: Sequence[str]) -> None:
     """The measures of the trained model's card for held-out prompts, in fp32, bf16 and fp8."""
     from training.evaluation import evaluate, questions
     from training.parts import load
@@ -414,7 +414,7 @@ def measure_quality(count: int, device: str) -> None:
 
     asked = questions(count)
     with Supply(num_processes=8 if device == "cuda" else 0) as supply:
-        for way in ("fp32", "bf16", "fp8"):
+        for way in ways:
             parts = load(Path("gfgen/models/weights/shapes"), device=device)
             if way != "fp32":
                 transformer = parts.transformer.bfloat16()
@@ -446,6 +446,8 @@ def main() -> None:
     parser.add_argument("--part", action="append", choices=parts)
     parser.add_argument("--model", action="append", choices=(WAN, QWEN))
     parser.add_argument("--shapes", type=int, default=3, help="Of each model, for torchao.")
+    parser.add_argument("--by-kernel", action="store_true", help="Speed: also by kind of kernel.")
+    parser.add_argument("--way", action="append", help="Of quality. [fp32, bf16, fp8]")
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
     device = "cpu" if arguments.small else "cuda"
@@ -458,10 +460,11 @@ def main() -> None:
                 time_kernels()
             elif part == "speed":
                 for model in models:
-                    measure_speed(model, device, is_small=arguments.small)
+                    measure_speed(model, device, is_small=arguments.small, has_kernels=arguments.by_kernel)
                     free_memory(device)
             elif part == "quality":
-                measure_quality(4 if arguments.small else 500, device)
+                ways = arguments.way or ("fp32", "bf16", "fp8")
+                measure_quality(4 if arguments.small else 500, device, ways)
             elif part == "torchao" and device == "cuda":
                 for model in models:
                     measure_torchao(model, SPEED[model][: arguments.shapes])
