@@ -1,6 +1,6 @@
-"""Forwards in fp8 next to bf16, on one GPU: kernels, milliseconds, memory, and errors against fp32.
+"""Forwards in fp8 next to bf16, on one GPU: milliseconds, memory, and errors against fp32.
 
-    python -m benchmarks.fp8 [--part kernels] [--part speed] [--part error] [--model NAME] [--small]
+    python -m benchmarks.fp8 [--part times] [--part speed] [--part error] [--model NAME] [--small]
 
 Random weights of full size, one branch of guidance. Errors are of what each block adds, and at the end: the
 norm of the difference from diffusers' in fp32, over its norm. `outliers` plants channels of norms and of
@@ -41,7 +41,6 @@ from benchmarks.measure_forward import (
 from gfgen.models.fast import rows
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.linears import Fp8Linear, linear_gelu, quantise
-from gfgen.models.fast.modulation import Modulation
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.parallel.hooks import install
@@ -79,82 +78,6 @@ def timed_us(run: Callable[..., object], *args: Any, **options: Any) -> float:
 
 
 # Kernels ----------------------------------------------------------------------------------------
-
-
-def check_kernels(device: str) -> None:
-    """Against the same operations in steps, on the CPU; products against fp32 of the same rounded numbers."""
-    noise = torch.Generator().manual_seed(3)
-    for length, channels in ((1, 64), (7, 288), (2051, 96), (5070, 3072), (33, 5120)):
-        x, update = (torch.randn((1, length, channels), generator=noise).bfloat16() for _ in range(2))
-        x[0, 0], update[0, 0] = 0, 0
-        x[0, -1, 5] = 300.0
-        kinds = torch.randint(2, (length,), generator=noise, dtype=torch.int32)
-        for has_kinds in (False, True):
-            size = (2, channels) if has_kinds else (channels,)
-            gate, weight, bias = (torch.randn(size, generator=noise) for _ in range(3))
-            kinds_N = kinds if has_kinds else None
-            found = []
-            for place in ("cpu", device):
-                of = rows.RowNorm(weight.to(place), bias.to(place), eps=1e-6, plus_one=True)
-                given = None if kinds_N is None else kinds_N.to(place)
-                found.append(
-                    rows.add_norm(
-                        x.to(place), update.to(place), gate.to(place), of, kinds_N=given, in_fp8=True
-                    )
-                )
-            (_, wanted), (_, result) = found
-            tell_difference(f"norm {length}x{channels} kinds {has_kinds}", result, wanted)
-    for length, channels in ((1, 64), (5070, 3072), (515, 14336), (64, 12288), (3, 576)):
-        wide = torch.randn((2, length, 2 * channels), generator=noise).bfloat16()
-        x = wide[:, :, :channels]
-        x[0, 0] = 0
-        for has_gelu in (False, True):
-            both = [rows.to_fp8(each, has_gelu=has_gelu) for each in (x.to(device), x)]
-            tell_difference(f"rows {length}x{channels} gelu {has_gelu}", *both)
-    for length, inner, outer in ((1, 64, 48), (8, 3072, 9216), (63, 3072, 12288), (5070, 3072, 3072)):
-        layer = nn.Linear(inner, outer, dtype=torch.bfloat16, device=device)
-        fp8 = Fp8Linear(layer)
-        x = torch.randn((1, length, inner), generator=noise).bfloat16().to(device)
-        quantised = rows.to_fp8(x)
-        exact = (quantised.values[0].double() * quantised.scales) @ (
-            fp8.weight.double() * fp8.scales.view(-1, 1)
-        ).t()
-        exact += layer.bias.double()
-        output = fp8(quantised)[0].double()
-        whole = nn.functional.linear(x[0].double(), layer.weight.double(), layer.bias.double())
-        bf16 = layer(x)[0].double()
-        names = ("from its own numbers", "from exact", "bf16 from exact")
-        pairs = zip(names, ((output, exact), (output, whole), (bf16, whole)), strict=True)
-        tell(f"product {length}x{inner}x{outer}", *(f"{name} {distance(*pair):.1e}" for name, pair in pairs))
-
-    check_int8(device, noise)
-
-
-def check_int8(device: str, noise: torch.Generator) -> None:
-    """Modulation in int8, of all layers and of some, against fp64 of the same weights."""
-    layers = nn.ModuleList([nn.Linear(3072, 18432, dtype=torch.bfloat16, device=device) for _ in range(3)])
-    temb = torch.randn((1, 3072), generator=noise).bfloat16().to(device)
-    of = Modulation([layers[idx] for idx in range(len(layers))])  # type: ignore[misc]
-    bf16 = of(temb).double()
-    given = nn.functional.silu(temb).double()
-    exact = torch.cat(
-        [nn.functional.linear(given, *map(Tensor.double, each.parameters())) for each in layers]
-    )
-    of.quantise(torch.device(device))
-    errors = [distance(each, exact) for each in (of(temb), bf16)]
-    some = of.in_int8(nn.functional.silu(temb), 1, 3) if of.in_int8 is not None else exact
-    is_same = torch.equal(some, of(temb)[1:])
-    tell(f"int8 layers: from exact {errors[0]:.1e}, bf16 {errors[1]:.1e}, some are the same: {is_same}")
-
-
-def tell_difference(name: str, result: rows.Fp8Rows, wanted: rows.Fp8Rows) -> None:
-    """At most a value in a thousand may round to the neighbour, and scales by their last bits."""
-    values, expected = (each.values.float().cpu() for each in (result, wanted))
-    scale = (result.scales.cpu() / wanted.scales - 1).abs().max().item()
-    differ = (values != expected).float().mean().item()
-    far = ((values - expected).abs() > 0.126 * expected.abs() + 2**-9).float().mean().item()
-    is_good = scale < 1e-2 and differ < 2e-2 and far < 1e-6  # of sums that round to another bf16
-    tell("good" if is_good else "BAD", f"{name}: scales {scale:.1e}, {differ:.1e} differ, {far:.1e} far")
 
 
 def time_kernels() -> None:
@@ -205,7 +128,7 @@ def fused(transformer: Any) -> Any:
     return transformer
 
 
-def measure_speed(model: str, device: str, *, is_small: bool) -> None:
+def measure_speed(model: str, device: str, *, is_small: bool, has_kernels: bool) -> None:
     """bf16, then the same transformer with more and more in fp8; in a CUDA graph."""
     transformer = fused(made(model, device, layers=1 if is_small else None))
     parts = [("bf16", "")]
@@ -226,7 +149,7 @@ def measure_speed(model: str, device: str, *, is_small: bool) -> None:
         times = speed_of(transformer, shapes, device)
         said = ", ".join(f"{shape.name} {ms:.1f}" for shape, ms in zip(shapes, times, strict=True))
         tell(f"ms {way}: {said}; weights {size / 1e9:.2f} GB, allocated {there / 1e9:.2f} GB")
-        if device == "cuda":
+        if device == "cuda" and has_kernels:
             tell_kernels(transformer, shapes[-1 if model == WAN else 1], way)
 
 
@@ -405,7 +328,7 @@ def measure_error(model: str, device: str, *, is_small: bool, has_outliers: bool
 # Quality ----------------------------------------------------------------------------------------
 
 
-def measure_quality(count: int, device: str) -> None:
+def measure_quality(count: int, device: str, ways: Sequence[str]) -> None:
     """The measures of the trained model's card for held-out prompts, in fp32, bf16 and fp8."""
     from training.evaluation import evaluate, questions
     from training.parts import load
@@ -414,7 +337,7 @@ def measure_quality(count: int, device: str) -> None:
 
     asked = questions(count)
     with Supply(num_processes=8 if device == "cuda" else 0) as supply:
-        for way in ("fp32", "bf16", "fp8"):
+        for way in ways:
             parts = load(Path("gfgen/models/weights/shapes"), device=device)
             if way != "fp32":
                 transformer = parts.transformer.bfloat16()
@@ -442,26 +365,27 @@ def _in_bf16(
 def main() -> None:
     """Run the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parts = ("kernels", "times", "speed", "torchao", "error", "outliers", "quality")
+    parts = ("times", "speed", "torchao", "error", "outliers", "quality")
     parser.add_argument("--part", action="append", choices=parts)
     parser.add_argument("--model", action="append", choices=(WAN, QWEN))
     parser.add_argument("--shapes", type=int, default=3, help="Of each model, for torchao.")
+    parser.add_argument("--by-kernel", action="store_true", help="Speed: also by kind of kernel.")
+    parser.add_argument("--way", action="append", help="Of quality. [fp32, bf16, fp8]")
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
     device = "cpu" if arguments.small else "cuda"
     models = arguments.model or (WAN, QWEN)
     with torch.no_grad():
         for part in arguments.part or parts:
-            if part == "kernels":
-                check_kernels(device)
-            elif part == "times" and device == "cuda":
+            if part == "times" and device == "cuda":
                 time_kernels()
             elif part == "speed":
                 for model in models:
-                    measure_speed(model, device, is_small=arguments.small)
+                    measure_speed(model, device, is_small=arguments.small, has_kernels=arguments.by_kernel)
                     free_memory(device)
             elif part == "quality":
-                measure_quality(4 if arguments.small else 500, device)
+                ways = arguments.way or ("fp32", "bf16", "fp8")
+                measure_quality(4 if arguments.small else 500, device, ways)
             elif part == "torchao" and device == "cuda":
                 for model in models:
                     measure_torchao(model, SPEED[model][: arguments.shapes])

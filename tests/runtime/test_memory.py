@@ -187,6 +187,18 @@ def test_offload_admits_models_on_gpus_that_cannot_hold_them_whole(
     assert weights[job.checkpoint] / GB == pytest.approx(on_gpu_gb, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("model", "in_bf16_gb", "in_fp8_gb"),
+    [("qwen-image", 57.7, 37.6), ("wan2.2-ti2v-5b", 24.2, 19.3), ("wan2.2-t2v-a14b", 69.0, 40.9)],
+)
+def test_transformers_in_fp8_count_half(model, in_bf16_gb, in_fp8_gb):
+    devices = Devices("cuda", 1, (Gpu("a GPU", 141 * GB),))
+    admission = Admission(default_model=model, devices=devices, has_random_weights=True)
+    checkpoint = admission.find_model(model).checkpoint
+    sizes = [replace(admission, precision=each).check([checkpoint])[checkpoint] for each in ((), ("fp8",))]
+    assert [size / GB for size in sizes] == pytest.approx([in_bf16_gb, in_fp8_gb], abs=0.2)
+
+
 def test_main_memory_must_hold_what_is_offloaded_once_for_all_ranks_or_for_each():
     # Text encoders are mapped; UMT5 takes 11.4 GB. Each rank has its own idle expert of 28.6 GB.
     folder = CONFIGS / "wan2.2-t2v-a14b"

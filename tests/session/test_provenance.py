@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from gfgen.errors import InputError
 from gfgen.models.geometry.weight_files import weights_id
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.session.provenance import differences, made_with
-from gfgen.session.ranks import Ranks
+from gfgen.session.ranks import AskedRanks, Ranks
 
 
 def checkpoint(folder: Path, content: bytes) -> Path:
@@ -52,3 +55,9 @@ def test_fp8_is_a_difference_and_nothing_else_mentions_precision(tmp_path: Path)
     assert made_with(replace(usual, precision=("qwen-image=fp8",)), path) == before
     assert usual.profiled_as == "NVIDIA H200"
     assert replace(usual, precision=("fp8",)).profiled_as == "NVIDIA H200 fp8"
+
+
+def test_ranks_on_a_cpu_refuse_fp8() -> None:
+    with pytest.raises(InputError, match="--precision fp8: a CPU cannot compute in fp8"):
+        AskedRanks(device="cpu", precision=("fp8",)).here()
+    assert AskedRanks(device="cpu", precision=("auto",)).here().precision == ()
