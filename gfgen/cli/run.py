@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import signal
 import time
@@ -456,7 +457,7 @@ check = click.Command(
     "check",
     callback=_check,
     params=[
-        *(param for param in run.params if param.name not in _NOT_CHECKED),
+        *(copy.copy(param) for param in run.params if param.name not in _NOT_CHECKED),
         click.Option(["--json", "as_json"], is_flag=True, help="Print JSON instead of text."),
     ],
     help="""Check JOBS and print what 'gfgen run' would do with the same options. Starts nothing.
