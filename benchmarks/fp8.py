@@ -304,7 +304,7 @@ def measure_error(model: str, device: str, *, is_small: bool, has_outliers: bool
     exact = fresh().float()
     wanted = outputs_of(exact, shape, device, torch.float32)
     del exact
-    for way in ("bf16", "fp8", "fp8 but first and last block", "fp8 but second feed-forward layer"):
+    for way in ("bf16", "fp8", "fp8 but first and last block", "fp8 but feed-forwards"):
         free_memory(device)
         transformer = fused(fresh())
         blocks = list(blocks_of(transformer))
@@ -312,7 +312,7 @@ def measure_error(model: str, device: str, *, is_small: bool, has_outliers: bool
             blocks = blocks[1:-1]
         for block in blocks if way != "bf16" else ():
             for name, part in list(block.named_children()):
-                if way == "fp8 but second feed-forward layer" and name in ("ffn", "img_mlp", "txt_mlp"):
+                if way == "fp8 but feed-forwards" and name in ("ffn", "img_mlp", "txt_mlp"):
                     continue
                 quantise(part)
         result = outputs_of(transformer, shape, device, torch.bfloat16)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gfgen.cli.shown.prediction import known_here
 from gfgen.errors import InputError
 from gfgen.models.geometry.weight_files import weights_id
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
@@ -61,3 +62,10 @@ def test_ranks_on_a_cpu_refuse_fp8() -> None:
     with pytest.raises(InputError, match="--precision fp8: a CPU cannot compute in fp8"):
         AskedRanks(device="cpu", precision=("fp8",)).here()
     assert AskedRanks(device="cpu", precision=("auto",)).here().precision == ()
+
+
+def test_times_in_bf16_do_not_predict_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
+    usual = Ranks(Devices(CUDA, 1, (Gpu("NVIDIA H200", 1),)))
+    assert known_here((), usual) is not None
+    assert known_here((), replace(usual, precision=("fp8",))) is None

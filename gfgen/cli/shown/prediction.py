@@ -14,6 +14,7 @@ from gfgen.cluster.simulated import MAX_NODES
 from gfgen.errors import InputError
 from gfgen.graph import Stage
 from gfgen.layout import MAX_RANKS
+from gfgen.models.families.precision import FP8
 from gfgen.models.families.registry import PACKAGED
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import find_gpus
@@ -93,11 +94,14 @@ def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks:
 
 
 def known_here(jobs: Sequence[AdmittedJob], ranks: Ranks) -> Profile | None:
-    """This machine's profile for these ranks, or on GPUs a shipped one that has the jobs' models."""
+    """This machine's profile for these ranks, or on GPUs a shipped one that has the jobs' models.
+
+    For ranks with fp8 only their own counts, since those that are shipped are of bf16.
+    """
     calibrate = not ranks.are_on_gpus and any(job.model_in() in PACKAGED for job in jobs)
     found = find_profile(ranks.profiled_as, calibrate=calibrate)
     own = None if found is None else found[1]
-    if not ranks.are_on_gpus:
+    if not ranks.are_on_gpus or ranks.precision:
         return own
     known = [*([own] if own else []), *shipped_profiles()]
     return first_fitting(known, jobs, num_ranks=ranks.num_ranks) or own
@@ -140,15 +144,21 @@ def unseen_shapes(profile: Profile, jobs: Sequence[AdmittedJob]) -> str | None:
 def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> str:
     """The predicted machine and the basis of the prediction, such as '4 x NVIDIA H200 (measured here)'."""
     is_shipped = profile in shipped_profiles()
-    is_here = not is_shipped and profile.device in (gpu_name(), cpu_name())
+    is_of_gpu = _is_of(profile.device, gpu_name())
+    is_here = not is_shipped and (is_of_gpu or profile.device == cpu_name())
     notes = [_basis(profile, jobs, is_here=is_here)]
     if "core" in profile.device:
         return f"{counted(num_ranks, 'CPU rank')} ({'; '.join([profile.device, *notes])})"
-    if profile.device != gpu_name():
+    if not is_of_gpu:
         name = gpu_name()
         notes.append("this machine has no GPU" if name is None else f"this machine has {name}")
     name = re.sub(r"^\d+x | \(goals\)$", "", profile.device)
     return f"{num_ranks} x {name} ({'; '.join(notes)})"
+
+
+def _is_of(device: str, gpu: str | None) -> bool:
+    """Whether a profile's device is this GPU, in any precision (`Ranks.profiled_as`)."""
+    return gpu is not None and (device == gpu or (device.startswith(f"{gpu} ") and device.endswith(FP8)))
 
 
 def _basis(profile: Profile, jobs: Sequence[AdmittedJob], *, is_here: bool) -> str:
