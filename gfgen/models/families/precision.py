@@ -11,6 +11,7 @@ from gfgen.models.families.registry import HUB_IDS, check_name
 from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
+from gfgen.models.geometry.weight_files import SINGLE_FILE
 from gfgen.models.geometry.weights import EXPERTS
 
 AUTO: Literal["auto"] = "auto"
@@ -61,6 +62,10 @@ def check_layers(geometry: Geometry, checkpoint: Path) -> None:
         raise ModelError(
             f"{model_name(checkpoint)}: --precision fp8 is for Wan and Qwen-Image; "
             "its pipeline has no layers in fp8"
+        )
+    if any(checkpoint.glob(f"*/{SINGLE_FILE}.gguf")):
+        raise ModelError(
+            f"{model_name(checkpoint)}: --precision fp8 needs weights in bf16, and these are GGUF"
         )
     configs = read_checkpoint(checkpoint, with_weights=False).configs
     for component in EXPERTS:

@@ -166,7 +166,7 @@ class _Model:
             weight = self._weights[name]
             if name not in self._base:
                 self._base[name] = weight.clone()
-            source = self._base[name]
+            source = self._base[name].to(weight.device)  # an offloaded expert may have moved since
             for change, scale in changes:
                 change.add(source, scale, out=weight)
                 source = weight
