@@ -316,8 +316,9 @@ class RayCluster:
         error = original(error)
         reason = str(error) if isinstance(error, GfgenError) else said(error)
         with self._change:
-            if self._nodes.pop(node.ray_id, None) is not node:  # it was let go
+            if self._nodes.get(node.ray_id) is not node:  # it was let go; another may have its place
                 return
+            del self._nodes[node.ray_id]
             self._why[node.ray_id] = reason
             if node.ready is None and isinstance(error, InputError):
                 self._refuse(node.ray_id, reason)
