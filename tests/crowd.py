@@ -71,7 +71,7 @@ class Crowd:
         values = {"prompt": f"{key} in the crowd", **self.values(number)}
         headers = {"Idempotency-Key": key}
         answer = await self.insist(client, "POST", "/v1/jobs", json=values, headers=headers)
-        job_id = answer.json()["id"]
+        job_id: str = answer.json()["id"]
         self.ids.setdefault(key, set()).add(job_id)
         if number % 10 == 1:  # as if the answer had been lost
             again = await self.insist(client, "POST", "/v1/jobs", json=values, headers=headers)
@@ -89,7 +89,9 @@ class Crowd:
                 return
             await asyncio.sleep(0.1 + 0.2 * self.random.random())
 
-    async def insist(self, client: httpx.AsyncClient, method: str, path: str, *, may_be_gone=False, **values):
+    async def insist(
+        self, client: httpx.AsyncClient, method: str, path: str, *, may_be_gone: bool = False, **values: Any
+    ) -> httpx.Response:
         """The answer, however often it has to be asked for."""
         while True:
             try:
