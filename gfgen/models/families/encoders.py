@@ -29,6 +29,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from gfgen.models.fast.evaluation import Evaluator
+from gfgen.models.fast.linears import joined_in_place
 
 LENGTHS = (32, 64, 96, 128, 192, 256, 384, 512, 640)
 """A few, since each is a record; close together, since from about 300 tokens on time grows with the length.
@@ -81,8 +82,8 @@ def use_fewer_kernels(stack: Any) -> None:
         if isinstance(getattr(module, "act", None), NewGELUActivation):
             module.act = torch.nn.GELU(approximate="tanh")
         if isinstance(module, Qwen2_5_VLAttention):
-            weight, bias = _joined([module.q_proj, module.k_proj, module.v_proj])
-            module.forward = functools.partial(_attend_before, module, weight, bias)
+            qkv = joined_in_place([module.q_proj, module.k_proj, module.v_proj])
+            module.forward = functools.partial(_attend_before, module, qkv)
         if isinstance(module, Qwen2_5_VLRotaryEmbedding):
             module.forward = functools.partial(_signed_turns, module.forward)
     relative = [module for module in stack.modules() if isinstance(module, UMT5Attention)]
@@ -94,22 +95,8 @@ def use_fewer_kernels(stack: Any) -> None:
         return buckets
 
     for module in relative:
-        weight, _ = _joined([module.q, module.k, module.v])
-        module.forward = functools.partial(_attend_all, module, weight, buckets_LL)
-
-
-def _joined(layers: Sequence[torch.nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """The weights of layers, and their biases, as one tensor each, of which the layers' own become parts."""
-    wholes: list[Tensor | None] = []
-    for name in ("weight", "bias"):
-        parts = [part for layer in layers if (part := getattr(layer, name)) is not None]
-        wholes.append(whole := torch.cat(parts) if parts else None)
-        if whole is not None:
-            for part, own in zip(parts, torch.split(whole, [len(part) for part in parts]), strict=True):
-                part.data = own
-    weight, bias = wholes
-    assert weight is not None
-    return weight, bias
+        qkv = joined_in_place([module.q, module.k, module.v])
+        module.forward = functools.partial(_attend_all, module, qkv, buckets_LL)
 
 
 def _rms_norm(module: Any, x: Tensor) -> Tensor:
@@ -125,8 +112,7 @@ def _signed_turns(forward: Callable[..., tuple[Tensor, Tensor]], *args: Any) -> 
 
 def _attend_before(
     attention: Any,
-    weight: Tensor,
-    bias: Tensor | None,
+    qkv: torch.nn.Linear,
     hidden_states: Tensor,
     *,
     position_embeddings: tuple[Tensor, Tensor],
@@ -135,7 +121,7 @@ def _attend_before(
     """Attention of each token to those before it; queries and keys are turned together."""
     (cos, sin), num_shared = position_embeddings, attention.num_key_value_heads
     batch, length = hidden_states.shape[:2]
-    qkv_BLHD = functional.linear(hidden_states, weight, bias).view(batch, length, -1, attention.head_dim)
+    qkv_BLHD = qkv(hidden_states).view(batch, length, -1, attention.head_dim)
     qk_BLHD, v_BLHD = qkv_BLHD[:, :, :-num_shared], qkv_BLHD[:, :, -num_shared:]
     qk_BLHD = torch.addcmul(qk_BLHD * cos, qk_BLHD.roll(attention.head_dim // 2, dims=-1), sin)
     q_BLHD, k_BLHD = qk_BLHD[:, :, :-num_shared], qk_BLHD[:, :, -num_shared:]
@@ -146,7 +132,7 @@ def _attend_before(
 
 def _attend_all(
     attention: Any,
-    weight: Tensor,
+    qkv: torch.nn.Linear,
     buckets_LL: Callable[[int], Tensor],
     hidden_states: Tensor,
     *,
@@ -155,10 +141,10 @@ def _attend_all(
 ) -> tuple[Tensor, None]:
     """Attention to all tokens, with a bias for relative positions and nothing else that scales."""
     batch, length = hidden_states.shape[:2]
-    qkv = functional.linear(hidden_states, weight).view(batch, length, 3, attention.n_heads, -1)
+    qkv_BL3HD = qkv(hidden_states).view(batch, length, 3, attention.n_heads, -1)
     bias_LLH = attention.relative_attention_bias(buckets_LL(length))
     bias_BHLL = bias_LLH.permute(2, 0, 1).contiguous() + attention_mask  # others take a slow kernel
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    q, k, v = qkv_BL3HD.permute(2, 0, 3, 1, 4)
     attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias_BHLL, scale=1.0)
     return attention.o(attended.transpose(1, 2).flatten(2)), None
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from gfgen.models.fast.kernels import present_choice
-from gfgen.models.fast.linears import linear_gelu
+from gfgen.models.fast.linears import joined_in_place, linear_gelu
 from gfgen.models.fast.rows import RowNorm, add_gated, add_norm, heads, norm
 from gfgen.models.parallel.sequence_parallel import attend
 
@@ -62,18 +62,9 @@ def _is_usual(block: Any) -> bool:
 
 
 def _join(attention: Any, name: str, parts: Sequence[str]) -> None:
-    """One layer with the outputs of several, whose weights become parts of its own."""
-    layers = [getattr(attention, part) for part in parts]
-    with torch.device("meta"):
-        joined = nn.Linear(layers[0].in_features, sum(each.out_features for each in layers))
-    sizes = [each.out_features for each in layers]
-    whole = {key: torch.cat([getattr(each, key).data for each in layers]) for key in ("weight", "bias")}
-    joined.load_state_dict(whole, assign=True)
-    for key, values in whole.items():
-        for layer, own in zip(layers, torch.split(values, sizes), strict=True):
-            getattr(layer, key).data = own
+    whole = joined_in_place([getattr(attention, part) for part in parts])
     # Not a submodule: state dicts and sums of weights have the parts.
-    object.__setattr__(attention, name, joined.requires_grad_(False))
+    object.__setattr__(attention, name, whole)
 
 
 def _is_own(block: Any, x: Tensor, options: Any) -> bool:

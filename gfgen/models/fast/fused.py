@@ -34,7 +34,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from gfgen.models.fast.linears import LinearGelu, quantise, takes_fp8
+from gfgen.models.fast.linears import LinearGelu, joined, quantise, takes_fp8
 from gfgen.models.fast.modulation import Modulation, fuse_modulation
 from gfgen.models.fast.rows import RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
 from gfgen.models.parallel.plans import TEXT
@@ -69,12 +69,15 @@ def fuse(transformer: nn.Module, *, fp8_on: torch.device | None = None) -> None:
 @contextmanager
 def _in_fp8(block: nn.Module, device: torch.device | None) -> Iterator[None]:
     """Around the fusing of a block; its modulation stays where it is."""
+    if device is None:
+        yield
+        return
     parts = [part for name, part in block.named_children() if name not in ("img_mod", "txt_mod")]
-    for part in parts if device is not None else ():
+    for part in parts:
         part.to(device)
     yield
     _fuse_activations(block)
-    for part in parts if device is not None else ():
+    for part in parts:
         quantise(part)
 
 
@@ -98,18 +101,6 @@ def original_weights(model: nn.Module) -> dict[str, Tensor]:
                 fused = f"modulation.layers.{2 * idx + offset}.{kind}"
                 found[f"transformer_blocks.{idx}.{part}.1.{kind}"] = found.pop(fused)
     return found
-
-
-def _concatenated(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer with the outputs of several, concatenated."""
-    first = linears[0]
-    with torch.device("meta"):
-        width = sum(each.out_features for each in linears)
-        fused = nn.Linear(first.in_features, width, bias=first.bias is not None)
-    names = [name for name, _ in fused.named_parameters()]
-    parts = {name: torch.cat([getattr(each, name).data for each in linears]) for name in names}
-    fused.load_state_dict(parts, assign=True)
-    return fused.requires_grad_(False)
 
 
 # Wan --------------------------------------------------------------------------------------------
@@ -245,8 +236,8 @@ def _attended(attention: Any, query: Tensor, key: Tensor, value: Tensor, *, is_s
 
 def _fuse_qwen_block(block: QwenImageTransformerBlock) -> None:
     attention = block.attn
-    attention.to_qkv = _concatenated([attention.to_q, attention.to_k, attention.to_v])
-    attention.to_added_qkv = _concatenated([attention.add_q_proj, attention.add_k_proj, attention.add_v_proj])
+    attention.to_qkv = joined([attention.to_q, attention.to_k, attention.to_v])
+    attention.to_added_qkv = joined([attention.add_q_proj, attention.add_k_proj, attention.add_v_proj])
     for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
         delattr(attention, name)
     block.forward = functools.partial(_qwen_block, block)

@@ -7,13 +7,34 @@ numbers do not depend on the other tokens of a rank, and degrees differ by round
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gfgen.models.fast.rows import Fp8Rows, to_fp8
+
+
+def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """One layer with the outputs of several, concatenated."""
+    first = layers[0]
+    with torch.device("meta"):
+        width = sum(each.out_features for each in layers)
+        whole = nn.Linear(first.in_features, width, bias=first.bias is not None)
+    names = [name for name, _ in whole.named_parameters()]
+    parts = {name: torch.cat([getattr(each, name).data for each in layers]) for name in names}
+    whole.load_state_dict(parts, assign=True)
+    return whole.requires_grad_(False)
+
+
+def joined_in_place(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """As `joined`; the weights of the layers become parts of its own, so both may be used."""
+    whole, sizes = joined(layers), [each.out_features for each in layers]
+    for name, values in whole.named_parameters():
+        for layer, own in zip(layers, torch.split(values.data, sizes), strict=True):
+            getattr(layer, name).data = own
+    return whole
 
 
 class LinearGelu(nn.Module):
