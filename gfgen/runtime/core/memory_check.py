@@ -239,7 +239,7 @@ def _problem(job: AdmittedJob, need: int, available: int, *, where: str = "of me
 
 
 def _machine_room(meminfo: Path) -> int | None:
-    room = _number(meminfo, "MemAvailable:")
+    room = _number(_text(meminfo), "MemAvailable:")
     return None if room is None else room * 1024
 
 
@@ -268,14 +268,14 @@ def _room(folder: Path, limit_name: str, used_name: str) -> int | None:
     used = _text(folder / used_name).strip()
     if not used.isdigit():
         return None
-    stat = folder / "memory.stat"
+    stat = _text(folder / "memory.stat")
     cache = (_number(stat, "inactive_file") or 0) + (_number(stat, "active_file") or 0)
     return max(0, int(limit) - int(used) + cache)
 
 
-def _number(path: Path, name: str) -> int | None:
-    """The number behind this name in a file with a name and a number per line."""
-    found = re.search(rf"^{name}\s+(\d+)", _text(path), re.MULTILINE)
+def _number(text: str, name: str) -> int | None:
+    """The number behind this name in a text with a name and a number per line."""
+    found = re.search(rf"^{name}\s+(\d+)", text, re.MULTILINE)
     return None if found is None else int(found[1])
 
 
