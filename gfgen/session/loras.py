@@ -28,12 +28,14 @@ def split_by_loras(
     asking = [job for job in jobs if job.spec.lora]
     if not asking:
         return jobs, ()
-    in_fp8 = [job for job in asking if precision_of(precision, job.checkpoint) == FP8]
+    checkpoints = {job.checkpoint for job in asking}
+    in_fp8 = {path for path in checkpoints if precision_of(precision, path) == FP8}
     if in_fp8:
-        why = Problem.of("lora", None, f"is for weights in bf16; run {in_fp8[0].spec.model} without fp8")
-        kept = [job for job in jobs if job not in in_fp8]
+        unfit = [job for job in asking if job.checkpoint in in_fp8]
+        why = Problem.of("lora", None, f"is for weights in bf16; run {unfit[0].spec.model} without fp8")
+        kept = [job for job in jobs if not (job.spec.lora and job.checkpoint in in_fp8)]
         others, more = split_by_loras(kept, fits, is_offloaded=is_offloaded)
-        return others, [*(replace(why, line=job.spec.line) for job in in_fp8), *more]
+        return others, [*(replace(why, line=job.spec.line) for job in unfit), *more]
     try:
         fits.look(wanted for job in asking for wanted in _wanted(job))
     except ModelError as error:
