@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gfgen.errors import InputError, ModelError
 from gfgen.models.families.registry import HUB_IDS, check_name
@@ -67,11 +67,7 @@ def check_layers(geometry: Geometry, checkpoint: Path) -> None:
         raise ModelError(
             f"{model_name(checkpoint)}: --precision fp8 needs weights in bf16, and these are GGUF"
         )
-    configs = read_checkpoint(checkpoint, with_weights=False).configs
-    for component in EXPERTS:
-        if (config := configs.get(component)) is None:
-            continue
-        channels = config["num_attention_heads"] * config["attention_head_dim"]
+    for component, config, channels in _experts(checkpoint):
         for layers, width in (("attention", channels), ("feed-forward", config.get("ffn_dim", channels))):
             if width % _SIDE:
                 raise ModelError(
@@ -83,17 +79,21 @@ def check_layers(geometry: Geometry, checkpoint: Path) -> None:
 def saved_bytes(checkpoint: Path) -> Mapping[str, int]:
     """How much less than in bf16 the weights of a model take in fp8, by component: a byte for each weight."""
     found = {}
-    configs = read_checkpoint(checkpoint, with_weights=False).configs
-    for component in EXPERTS:
-        if (config := configs.get(component)) is None:
-            continue
-        channels = config["num_attention_heads"] * config["attention_head_dim"]
+    for component, config, channels in _experts(checkpoint):
         if "ffn_dim" in config:
             of_block = 8 * channels**2 + 2 * channels * config["ffn_dim"]
         else:  # Qwen-Image: attention and feed-forwards of two streams; modulation with scales of 2 bytes
             of_block = 24 * channels**2 + 12 * channels**2 * 31 // 32
         found[component] = config["num_layers"] * of_block
     return found
+
+
+def _experts(checkpoint: Path) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    """The transformers of a model: name, config and channels."""
+    configs = read_checkpoint(checkpoint, with_weights=False).configs
+    for component in EXPERTS:
+        if (config := configs.get(component)) is not None:
+            yield component, config, config["num_attention_heads"] * config["attention_head_dim"]
 
 
 def _is_model(checkpoint: Path, model: str) -> bool:
