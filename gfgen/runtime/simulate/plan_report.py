@@ -27,9 +27,8 @@ def in_plain_words(plan: Plan, *, device: str) -> list[str]:
         title = f"Policies on {plan.counted(plan.best.num_ranks)}"
         lines += ["", *_chart(plan, plan.by_policy, [option.policy for option in plan.by_policy], title)]
     if len(plan.by_ranks) > 1:
-        size = plan.ranks_per_node or 1
-        names = [f"{option.num_ranks // size}  {option.policy}" for option in plan.by_ranks]
-        title = "Ranks" if plan.ranks_per_node is None else "Nodes"
+        names = [f"{plan.number(option.num_ranks)}  {option.policy}" for option in plan.by_ranks]
+        title = f"{plan.unit.capitalize()}s"
         lines += ["", *_chart(plan, plan.by_ranks, names, title), _enough(plan)]
     elif plan.ranks_per_node is not None:
         lines += ["", _enough(plan)]
@@ -179,12 +178,11 @@ def _bar(end_s: float, *, by_s: float | None, scale_s: float) -> str:
 
 def _enough(plan: Plan) -> str:
     fewest, most = plan.fewest, plan.by_ranks[-1]
-    number, noun = plan.counted(most.num_ranks).split()
     if fewest is None:
-        nouns = noun.removesuffix("s") + "s"
-        return f"No number of {nouns} up to {number} meets everything: on {number} {noun}, {missed(most)}."
-    enough = plan.counted(fewest.num_ranks)
-    enough += " is enough" if enough.startswith("1 ") else " are enough"
+        units = f"{plan.unit}s up to {plan.number(most.num_ranks)}"
+        return f"No number of {units} meets everything: on {plan.counted(most.num_ranks)}, {missed(most)}."
+    is_one = plan.number(fewest.num_ranks) == 1
+    enough = f"{plan.counted(fewest.num_ranks)} {'is' if is_one else 'are'} enough"
     about = ", as is estimated" if fewest.is_estimated else ""
     return f"{enough} for everything to be in time, with {fewest.policy}{about}."
 

@@ -115,11 +115,18 @@ class Plan:
     ranks_per_node: int | None = None
     """None: one machine."""
 
+    @property
+    def unit(self) -> str:
+        """What the plan has a number of."""
+        return "rank" if self.ranks_per_node is None else "node"
+
+    def number(self, num_ranks: int) -> int:
+        """These ranks, in units."""
+        return num_ranks // (self.ranks_per_node or 1)
+
     def counted(self, num_ranks: int) -> str:
         """'4 ranks', or '2 nodes'."""
-        if self.ranks_per_node is None:
-            return counted(num_ranks, "rank")
-        return counted(num_ranks // self.ranks_per_node, "node")
+        return counted(self.number(num_ranks), self.unit)
 
     @property
     def best(self) -> PlanOption:
