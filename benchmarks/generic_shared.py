@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import statistics
 import tempfile
 import time
@@ -23,11 +22,10 @@ import torch
 from diffusers import ContextParallelConfig
 
 from benchmarks import generic
-from benchmarks.measure_forward import NUM_DISPATCHES, REPEATS, WARM_UPS, timed_ms
+from benchmarks.measure_forward import NUM_DISPATCHES, REPEATS, WARM_UPS, groups_of, timed_ms
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import CudaGroup
 from gfgen.gfc.cuda.rank_processes import CudaRanks
-from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models.fast import compiled
 from gfgen.models.fast.kernels import KernelChoice, using
@@ -77,14 +75,7 @@ def _measure(
         if choice == "compiled":
             for block in compiled.repeated_blocks(model):
                 block.compile(dynamic=False)
-    numbers = itertools.count(dispatch)
-
-    def groups() -> CudaGroup | None:
-        if layout.degree == 1 or not way.startswith("gfgen"):
-            return None
-        group = endpoint.group(Descriptor(next(numbers), layout, (1,) * layout.degree))
-        group.enter()
-        return group
+    groups = groups_of(endpoint, layout, dispatch) if way.startswith("gfgen") else None
 
     def run(group: CudaGroup | None) -> Any:
         parallel = None if group is None else parallel_from(group)
@@ -92,7 +83,7 @@ def _measure(
             return shared_step(lambda: model(**inputs, return_dict=False)[0], parallel)
 
     generic.poison(endpoint.torch_device)
-    distance = generic.distance_of(run(groups()), wanted)
+    distance = generic.distance_of(run(groups() if groups else None), wanted)
     times_ms = [timed_ms(run, groups) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:]
     return statistics.median(times_ms), distance
 

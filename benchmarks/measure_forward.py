@@ -131,7 +131,7 @@ def prepare(
     transformer = _transformer(shape.model, kind, layout.degree, str(endpoint.torch_device))
     inputs, texts = inputs_of(shape, endpoint.torch_device)
     run = forward_of(transformer, inputs, texts, kind.branches)
-    return run, _groups(endpoint, layout, dispatch) if kind.is_ours else None
+    return run, groups_of(endpoint, layout, dispatch) if kind.is_ours else None
 
 
 def forward_of(
@@ -162,7 +162,7 @@ def timed_ms(run: RunForward, groups: Groups | None) -> float:
     return float(begin.elapsed_time(end))
 
 
-def _groups(endpoint: CudaEndpoint, layout: Layout, dispatch: int) -> Groups:
+def groups_of(endpoint: CudaEndpoint, layout: Layout, dispatch: int) -> Groups:
     """Makes a group for one forward after the other; None for a rank alone."""
     numbers = iter(range(dispatch, dispatch + NUM_DISPATCHES))
 
