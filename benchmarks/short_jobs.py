@@ -40,6 +40,7 @@ from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.random_weights import random_pipeline
 
 STEPS, RANK, NUM_LORAS = 4, 32, 4
+LENGTHS = (6, 20, 34, 48)  # words of a prompt: compiled blocks compile each length anew
 SIDES = ("fused", "unmerged", "gfgen")
 STAGES = ("switch", "encode", "steps", "decode", "rest")
 WORDS = (
@@ -76,7 +77,7 @@ class Case:
         return self.frames == 1
 
     def prompt(self, idx: int) -> str:
-        return " ".join(WORDS[(idx + word) % len(WORDS)] for word in range(6 + 7 * idx % 50))
+        return " ".join(WORDS[(idx + word) % len(WORDS)] for word in range(LENGTHS[idx % len(LENGTHS)]))
 
     def lora(self, idx: int) -> Path:
         return self.folder / f"lora{idx % NUM_LORAS}.safetensors"
