@@ -370,9 +370,12 @@ class Admission:
 
     def check_served_loras(self, served: Mapping[str, ServedLora], checkpoints: Sequence[Path]) -> None:
         """Raises: InputError for a LoRA that fits no model, and if there is no room for all of them."""
-        check_fit(served, checkpoints, self.lora_fits)
+        usable = [path for path in checkpoints if precision_of(self.precision, path) != FP8]
+        if served and not usable:
+            raise InputError("--lora: LoRAs are for weights in bf16; serve a model without --precision fp8")
+        check_fit(served, usable, self.lora_fits)
         memory, room_bytes = self._lora_memory(), self.room_bytes
-        for path in checkpoints if served else ():
+        for path in usable if served else ():
             shas = {lora.sha256 for lora in served.values()}
             memory.add(path, {(sha, None) for sha in shas if self.lora_fits.of(path, sha).error is None})
         need = sum(self.check(checkpoints).values()) + sum(memory.by_model().values()) if served else 0

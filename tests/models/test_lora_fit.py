@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gfgen.errors import ModelError
+from gfgen.errors import InputError, ModelError
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import NoImages
 from gfgen.job.reader import parse_job, read_jobs, to_mapping
@@ -126,6 +126,15 @@ def test_a_lora_is_refused_for_a_model_in_fp8(tmp_path: Path, width: int) -> Non
     kept, problems = replace(admission(), precision=("shapes=fp8",)).fitting([spec, plain])
     assert [job.spec.lora for job in kept] == [None]
     assert [str(each) for each in problems] == ["lora: is for weights in bf16; run shapes without fp8"]
+
+
+def test_a_server_whose_models_are_all_in_fp8_takes_no_lora(tmp_path: Path, width: int) -> None:
+    served = find_loras([f"style={lora(tmp_path / 'ok.safetensors', width=width)}"])
+    models = [resolve_checkpoint(name) for name in ("shapes", "tiny-wan")]
+    some = replace(admission(), precision=("tiny-wan=fp8",))
+    some.check_served_loras(served, models)
+    with pytest.raises(InputError, match="LoRAs are for weights in bf16; serve a model without --prec"):
+        some.check_served_loras(served, models[1:])
 
 
 def test_a_lora_of_a_text_encoder_is_refused_where_that_is_offloaded(
