@@ -25,7 +25,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, Devices
 from gfgen.runtime.core.memory_check import job_bytes
 from gfgen.session.admission import Admission
-from gfgen.session.loras import find_loras
+from gfgen.session.loras import LoraMemory, find_loras
 
 LAYER = "blocks.0.attn1.to_q"
 
@@ -176,6 +176,19 @@ def test_jobs_are_refused_if_copies_of_changed_weights_do_not_fit(tmp_path: Path
         assert ["copies of the weights that LoRAs change" in str(each) for each in problems] == [
             True
         ] * is_refused
+
+
+def test_copies_of_offloaded_experts_take_main_memory(tmp_path: Path) -> None:
+    """On each of two ranks copies of both experts' weight; a GPU has one copy and the changed weight."""
+    checkpoint = resolve_checkpoint("tiny-wan-moe")
+    config = json.loads((checkpoint / "transformer" / "config.json").read_text())
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    path, fits = lora(tmp_path / "a.safetensors", width=width), LoraFits()
+    fits.look([(checkpoint, "a", path)])
+    for offloads, on_gpu, on_host in ((False, 2, 0), (True, 2, 2 * 2)):
+        memory = LoraMemory(fits, num_ranks=2, is_gpu=True, is_offloaded=offloads)
+        assert memory.add(checkpoint, {("a", None)}) == 2 * (on_gpu * width * width + 2 * 2 * width)
+        assert memory.host_bytes() == {checkpoint: 2 * on_host * width * width}
 
 
 def test_a_request_names_a_lora_of_the_server(tmp_path: Path, width: int) -> None:
