@@ -203,8 +203,8 @@ def _unknown_variables(commands: Mapping[str, click.Command]) -> Iterator[str]:
     known = {name: None for command in commands.values() for option in options_of(command).values()
              for name in _variables(option)}  # fmt: skip
     for name in sorted(os.environ):
-        is_ours = name.startswith("GFGEN_") and not name.startswith(("GFGEN_TEST_", *_OTHER_VARIABLES))
-        if is_ours and name not in known:
+        is_ours = name.startswith("GFGEN_") and not name.startswith("GFGEN_TEST_")
+        if is_ours and name not in known and name not in _OTHER_VARIABLES:
             yield f"{name}: {_hint(name, known)}"
 
 

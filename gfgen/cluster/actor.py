@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import queue
 import shutil
@@ -71,7 +70,7 @@ class NodeActor:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._heard_s = time.monotonic()
-        """When the driver asked for something last; infinity while models load."""
+        """When the driver asked for something last."""
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         with contextlib.suppress(OSError):
             os.chdir(options.work_dir)
@@ -83,6 +82,7 @@ class NodeActor:
 
     def time(self) -> float:
         """By this machine's clock, in Unix time."""
+        self._heard_s = time.monotonic()
         return time.time()
 
     def find_model(self, name: str) -> ResolvedModel:
@@ -96,11 +96,9 @@ class NodeActor:
 
     def load(self, models: Sequence[str]) -> Ready | Refused | Gone:
         """Start the process with these models, and wait until it is ready."""
-        self._heard_s = math.inf
         setup = Setup(self._options, self._folder, tuple(models))
         threading.Thread(target=self._run, args=(setup,), name="process", daemon=True).start()
         first = self._reports.get()
-        self._heard_s = time.monotonic()
         assert not isinstance(first, Ended | Noted), first
         return first
 

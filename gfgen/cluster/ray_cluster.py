@@ -23,7 +23,7 @@ from typing import Any
 from gfgen.cluster.delivery import remove_shared
 from gfgen.cluster.node import NodeJoined, NodeLost, Report
 from gfgen.cluster.ray_node import POLL_S, SILENCE_S, RayNode, RayOptions, original, said
-from gfgen.errors import GfgenError, InputError, ModelError, WorkerError, in_one_line
+from gfgen.errors import InputError, ModelError, WorkerError, in_one_line
 from gfgen.runtime.core.admission import ResolvedModel
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import CUDA
@@ -121,13 +121,13 @@ class RayCluster:
 
     def find_model(self, name: str) -> ResolvedModel:
         """The model, from a node that has it. Raises: ModelError if none has."""
-        error: ModelError | None = None
+        reason = ""
         for node in self._wait_for(lambda node: node.ranks is not None, "start"):
             try:
                 return node.find_model(name)
-            except ModelError as found:
-                error = found
-        raise ModelError(f"no node has it: {error}")
+            except Exception as error:  # of Ray, or what the node raises
+                reason = said(error)
+        raise ModelError(f"no node has it: {reason}")
 
     @property
     def ranks(self) -> Ranks:
@@ -151,12 +151,19 @@ class RayCluster:
         self._wait_for(lambda node: node.ready is not None, "load the models")
 
     def _wait_for(self, is_fit: Callable[[RayNode], bool], what: str) -> Sequence[RayNode]:
-        """The nodes for which this is true, as soon as there is one."""
+        """The nodes for which this is true, as soon as there is one; each must be so or fail in its time.
+
+        Raises: InputError if all are refused, or none has come for ALONE_S.
+        """
+        last_s = time.monotonic()  # with a node
         with self._change:
             while not (found := [node for node in self._nodes.values() if is_fit(node)]):
-                if self._refused and not self._nodes and not self._may_boot:
-                    reasons = "\n".join(f"  {why}" for why in dict.fromkeys(self._refused.values()))
-                    raise InputError(f"--ray {self.options.address}: no node can {what}\n{reasons}")
+                if self._nodes or self._may_boot:
+                    last_s = time.monotonic()
+                elif self._refused or time.monotonic() > last_s + ALONE_S:
+                    reasons = dict.fromkeys(self._refused.values()) or [f"there is none since {ALONE_S:g} s"]
+                    text = "\n".join(f"  {why}" for why in reasons)
+                    raise InputError(f"--ray {self.options.address}: no node can {what}\n{text}")
                 self._change.wait(TICK_S)
         return found
 
@@ -187,6 +194,8 @@ class RayCluster:
     def scale(self, num_jobs: int, busy: Collection[str]) -> None:
         """Ask for as many nodes as the open jobs fill; let nodes go that have no job if fewer are enough.
 
+        A node that has just joined may not have been given its first job, so it stays for RELEASE_S.
+
         busy: names of the nodes that have jobs.
         """
         joined, now_s = self.joined, time.monotonic()
@@ -198,7 +207,8 @@ class RayCluster:
             self._enough_at = now_s
         if number > self._wanted or now_s > self._enough_at + RELEASE_S:
             self._want(number)
-        idle = [node for node in reversed(joined) if node.name not in busy]
+        rested = [node for node in reversed(joined) if now_s > node.joined_s + RELEASE_S]
+        idle = [node for node in rested if node.name not in busy]
         for node in idle[: max(0, len(joined) - self._wanted)]:
             self._release(node)
 
@@ -305,6 +315,7 @@ class RayCluster:
             node.load(self._models)
             with self._change:
                 self._change.notify_all()
+                node.joined_s = time.monotonic()
                 self.report(NodeJoined(node))
             node.follow()
         except Exception as error:  # of Ray, or what it raises of the actor's
@@ -314,7 +325,7 @@ class RayCluster:
     def _lost(self, node: RayNode, error: Exception) -> None:
         node.kill()
         error = original(error)
-        reason = str(error) if isinstance(error, GfgenError) else said(error)
+        reason = said(error)
         with self._change:
             if self._nodes.get(node.ray_id) is not node:  # it was let go; another may have its place
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from gfgen.cluster.actor import Gone, NodeActor, versions_here
 from gfgen.cluster.delivery import FileDelivery, make_shared
 from gfgen.cluster.member import Ended, MemberOptions, Noted, Ready, Refused
 from gfgen.cluster.node import JobEnded, NodeNotes
-from gfgen.errors import InputError, ModelError, OutputError, WorkerError
+from gfgen.errors import GfgenError, InputError, ModelError, OutputError, WorkerError
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
 from gfgen.runtime.core.events import Event
 from gfgen.session.ranks import Ranks
@@ -27,6 +28,8 @@ SILENCE_S = 30.0
 """A node that is silent for this time after it should have answered is given up."""
 START_S = 120.0
 """An actor that has not started by then is waiting for resources that others hold."""
+MODELS_S = 7200.0
+"""A node that has not found and downloaded a model, or not loaded the models, by then is given up."""
 _THREADS = 8
 """Of an actor: calls that wait, and others meanwhile."""
 
@@ -62,6 +65,8 @@ class RayNode:
         self._jobs: dict[int, AdmittedJob] = {}
         self._shared: Path | None = None
         self._ahead_s = 0.0
+        self.joined_s = math.inf
+        """When it began to take jobs, in monotonic time."""
 
     @property
     def num_ranks(self) -> int:
@@ -119,7 +124,7 @@ class RayNode:
         """Load the models. Raises: InputError if it cannot."""
         for name in models:
             self.find_model(name)
-        answer = self._cluster.ray.get(self.actor.load.remote(models))
+        answer = self._answer(self.actor.load.remote(models), "loaded the models")
         if not isinstance(answer, Ready):
             raise InputError(answer.reason)
         self.ready = answer
@@ -127,10 +132,24 @@ class RayNode:
     def find_model(self, name: str) -> ResolvedModel:
         """Raises: ModelError if it has no such model."""
         try:
-            found: ResolvedModel = self._cluster.ray.get(self.actor.find_model.remote(name))
+            found: ResolvedModel = self._answer(self.actor.find_model.remote(name), f"found {name}")
         except ModelError as error:
             raise original(error) from None
         return found
+
+    def _answer(self, call: Any, done: str) -> Any:
+        """What a call returns that may take long; the actor must show that it lives meanwhile.
+
+        Raises: WorkerError if the call takes MODELS_S, or what Ray raises of an actor that is gone or silent.
+        """
+        ray, until_s = self._cluster.ray, time.monotonic() + MODELS_S
+        while True:
+            try:
+                return ray.get(call, timeout=POLL_S)
+            except ray.exceptions.GetTimeoutError:
+                if time.monotonic() > until_s:
+                    raise WorkerError(f"it has not {done} for {MODELS_S:g} s") from None
+            ray.get(self.actor.time.remote(), timeout=SILENCE_S)
 
     def start(self, job: AdmittedJob, *, attempt: int) -> None:
         self._jobs[attempt] = job
@@ -173,7 +192,9 @@ class RayNode:
             delivery.take(self._shared)
             return JobEnded(self.name, ended.attempt, outcome, delivery)
         try:
-            delivery.fetch(lambda file, at, size: ray.get(self.actor.read.remote(file, at, size)))
+            delivery.fetch(
+                lambda file, at, size: ray.get(self.actor.read.remote(file, at, size), timeout=SILENCE_S)
+            )
         except OutputError as error:
             return JobEnded(self.name, ended.attempt, replace(outcome, status="failed", error=str(error)))
         finally:
@@ -199,7 +220,9 @@ def original(error: Exception) -> Exception:
 
 
 def said(error: Exception) -> str:
-    """What Ray says, in one line."""
+    """What gfgen or Ray says, in one line."""
+    if isinstance(error, GfgenError):
+        return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kind = type(error).__name__
     known = {

@@ -10,7 +10,7 @@ from gfgen.policies.groups import GroupSize
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 NUM_CONSIDERED = 16
-"""Jobs at the head of the queue to consider: twice the maximum number of ranks."""
+"""Jobs at the head of the queue to consider, or two for each rank if that is more."""
 
 
 def makespan(snapshot: Snapshot, *, degree: GroupSize = 1) -> list[Decision]:
@@ -22,8 +22,9 @@ def makespan(snapshot: Snapshot, *, degree: GroupSize = 1) -> list[Decision]:
     """
     if not snapshot.open or not snapshot.free_ranks:
         return []
-    waiting = itertools.islice(snapshot.in_order(_order), NUM_CONSIDERED)
-    queue = heapq.nsmallest(NUM_CONSIDERED, [*waiting, *snapshot.busy.values()], key=_order)
+    number = max(NUM_CONSIDERED, 2 * len(snapshot.ranks))
+    waiting = itertools.islice(snapshot.in_order(_order), number)
+    queue = heapq.nsmallest(number, [*waiting, *snapshot.busy.values()], key=_order)
     base = shared_out(snapshot, degree=degree)
     return allot(snapshot, queue, wanted=lambda _: base)
 

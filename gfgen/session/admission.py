@@ -260,17 +260,18 @@ class Admission:
         """
         admitted, refused = self._admit(specs)
         models_bytes = self.check(checkpoints := {job.checkpoint for job in admitted})
+        if are_models_together:
+            check_together(models_bytes, available=self.room_bytes)
+        fitting, too_large = self._refuse_large(admitted, models_bytes)
+        fitting, without_room = self._refuse_loras(fitting, models_bytes)
         if self.is_offloaded:
             check_offloaded(
                 checkpoints,
                 num_ranks=self.devices.num_ranks,
                 available=available_bytes(),
+                copies_bytes=self._lora_memory(fitting).host_bytes(),
                 has_random_weights=self.has_random_weights,
             )
-        if are_models_together:
-            check_together(models_bytes, available=self.room_bytes)
-        fitting, too_large = self._refuse_large(admitted, models_bytes)
-        fitting, without_room = self._refuse_loras(fitting, models_bytes)
         return fitting, (*refused, *too_large, *without_room)
 
     def keep_bounds(
@@ -362,17 +363,16 @@ class Admission:
 
     def lora_bytes(self, jobs: Iterable[AdmittedJob]) -> Mapping[Path, int]:
         """By model, what the LoRAs of these jobs take: on each GPU, or in main memory on all ranks."""
-        memory = self._lora_memory()
-        for job in jobs:
-            if job.spec.lora:
-                memory.add(job.checkpoint, loras_of(job))
-        return memory.by_model()
+        return self._lora_memory(jobs).by_model()
 
     def check_served_loras(self, served: Mapping[str, ServedLora], checkpoints: Sequence[Path]) -> None:
         """Raises: InputError for a LoRA that fits no model, and if there is no room for all of them."""
-        check_fit(served, checkpoints, self.lora_fits)
+        usable = [path for path in checkpoints if precision_of(self.precision, path) != FP8]
+        if served and not usable:
+            raise InputError("--lora: LoRAs are for weights in bf16; serve a model without --precision fp8")
+        check_fit(served, usable, self.lora_fits)
         memory, room_bytes = self._lora_memory(), self.room_bytes
-        for path in checkpoints if served else ():
+        for path in usable if served else ():
             shas = {lora.sha256 for lora in served.values()}
             memory.add(path, {(sha, None) for sha in shas if self.lora_fits.of(path, sha).error is None})
         need = sum(self.check(checkpoints).values()) + sum(memory.by_model().values()) if served else 0
@@ -382,8 +382,18 @@ class Admission:
                 f"{size_in_words(need)}, {size_in_words(room_bytes)} available; name fewer LoRAs"
             )
 
-    def _lora_memory(self) -> LoraMemory:
-        return LoraMemory(self.lora_fits, num_ranks=self.devices.num_ranks, is_gpu=self.devices.kind == CUDA)
+    def _lora_memory(self, jobs: Iterable[AdmittedJob] = ()) -> LoraMemory:
+        """With the LoRAs of these jobs."""
+        memory = LoraMemory(
+            self.lora_fits,
+            num_ranks=self.devices.num_ranks,
+            is_gpu=self.devices.kind == CUDA,
+            is_offloaded=self.is_offloaded,
+        )
+        for job in jobs:
+            if job.spec.lora:
+                memory.add(job.checkpoint, loras_of(job))
+        return memory
 
     def _work_bytes(self, job: AdmittedJob) -> int:
         return gpu_job_bytes(job) if self.devices.kind == CUDA else job_bytes(job)

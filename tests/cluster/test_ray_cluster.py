@@ -7,10 +7,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from fake_ray import ActorDiedError, FakeRay
+from fake_ray import ActorDiedError, FakeRay, GetTimeoutError
 
 from gfgen.cli.main import main
-from gfgen.cluster import ray_cluster
+from gfgen.cluster import ray_cluster, ray_node
 from gfgen.cluster.actor import versions_here
 from gfgen.cluster.member import MemberOptions, Noted, Ready
 from gfgen.cluster.node import NodeJoined, NodeLost, NodeNotes
@@ -136,6 +136,53 @@ def test_nodes_are_asked_for_by_the_open_jobs_and_let_go_without_jobs(connected,
     assert asked[2:] == [[{"GPU": 8.0}]]
     assert reports_of(cluster, 1) == [NodeLost(first.node.name, "the open jobs need fewer nodes")]
     assert [node.ray_id for node in cluster.joined] == ["b"]
+
+
+def test_a_node_that_has_just_joined_is_not_let_go(connected, asked):
+    cluster, _ = connected({"a": {}, "b": {}}, scales=True)
+    cluster.load(["m"])
+    (first,) = reports_of(cluster, 1)
+    cluster.scale(4, {first.node.name})
+    (second,) = reports_of(cluster, 1)
+    cluster._wanted = 1
+    cluster.scale(1, {first.node.name})
+    assert cluster.joined == [first.node, second.node]
+    second.node.joined_s -= 2 * ray_cluster.RELEASE_S
+    cluster.scale(1, {first.node.name})
+    assert cluster.joined == [first.node]
+
+
+def test_the_end_of_a_node_that_was_let_go_is_not_the_end_of_its_machine_s_next(connected):
+    cluster, _ = connected({"a": {}})
+    cluster.load(["m"])
+    (first,) = reports_of(cluster, 1)
+    cluster._release(first.node)
+    lost, second = reports_of(cluster, 2)
+    assert lost.name == first.node.name
+    cluster._lost(first.node, ActorDiedError("late"))
+    assert cluster.joined == [second.node]
+    assert cluster.wait(None) == []
+
+
+def test_waits_for_nodes_and_models_end(connected, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "ALONE_S", 0.01)
+    cluster, _ = connected({})
+    with pytest.raises(InputError, match=r"no node can load the models\n  there is none since 0\.01 s"):
+        cluster.load(["m"])
+    cluster, ray = connected({"a": {}})
+    _ = cluster.ranks
+    get = ray.get
+
+    def slow(call, timeout=None):
+        """As if finding a model took for ever; the actor answers other questions."""
+        if get(call) is None:
+            raise GetTimeoutError
+        return get(call)
+
+    monkeypatch.setattr(ray, "get", slow)
+    monkeypatch.setattr(ray_node, "MODELS_S", -1.0)
+    with pytest.raises(ModelError, match="no node has it: it has not found big for -1 s"):
+        cluster.find_model("big")
 
 
 def test_a_machine_that_joins_later_becomes_a_node(connected):

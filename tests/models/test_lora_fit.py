@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gfgen.errors import ModelError
+from gfgen.errors import InputError, ModelError
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import NoImages
 from gfgen.job.reader import parse_job, read_jobs, to_mapping
@@ -25,7 +25,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, Devices
 from gfgen.runtime.core.memory_check import job_bytes
 from gfgen.session.admission import Admission
-from gfgen.session.loras import find_loras
+from gfgen.session.loras import LoraMemory, find_loras
 
 LAYER = "blocks.0.attn1.to_q"
 
@@ -128,6 +128,15 @@ def test_a_lora_is_refused_for_a_model_in_fp8(tmp_path: Path, width: int) -> Non
     assert [str(each) for each in problems] == ["lora: is for weights in bf16; run shapes without fp8"]
 
 
+def test_a_server_whose_models_are_all_in_fp8_takes_no_lora(tmp_path: Path, width: int) -> None:
+    served = find_loras([f"style={lora(tmp_path / 'ok.safetensors', width=width)}"])
+    models = [resolve_checkpoint(name) for name in ("shapes", "tiny-wan")]
+    some = replace(admission(), precision=("tiny-wan=fp8",))
+    some.check_served_loras(served, models)
+    with pytest.raises(InputError, match="LoRAs are for weights in bf16; serve a model without --prec"):
+        some.check_served_loras(served, models[1:])
+
+
 def test_a_lora_of_a_text_encoder_is_refused_where_that_is_offloaded(
     tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +176,19 @@ def test_jobs_are_refused_if_copies_of_changed_weights_do_not_fit(tmp_path: Path
         assert ["copies of the weights that LoRAs change" in str(each) for each in problems] == [
             True
         ] * is_refused
+
+
+def test_copies_of_offloaded_experts_take_main_memory(tmp_path: Path) -> None:
+    """On each of two ranks copies of both experts' weight; a GPU has one copy and the changed weight."""
+    checkpoint = resolve_checkpoint("tiny-wan-moe")
+    config = json.loads((checkpoint / "transformer" / "config.json").read_text())
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    path, fits = lora(tmp_path / "a.safetensors", width=width), LoraFits()
+    fits.look([(checkpoint, "a", path)])
+    for offloads, on_gpu, on_host in ((False, 2, 0), (True, 2, 2 * 2)):
+        memory = LoraMemory(fits, num_ranks=2, is_gpu=True, is_offloaded=offloads)
+        assert memory.add(checkpoint, {("a", None)}) == 2 * (on_gpu * width * width + 2 * 2 * width)
+        assert memory.host_bytes() == {checkpoint: 2 * on_host * width * width}
 
 
 def test_a_request_names_a_lora_of_the_server(tmp_path: Path, width: int) -> None:

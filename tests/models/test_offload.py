@@ -16,6 +16,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.weights import is_offloaded
 from gfgen.models.loading.components import load_pipeline
 from gfgen.models.loading.offload import offload
+from gfgen.models.lora import merging
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.worker.entry import load_model
 
@@ -95,6 +96,46 @@ def test_the_device_holds_the_expert_of_the_present_step_alone() -> None:
     for expert, other in ((high, low), (high, low), (low, high), (high, low)):
         assert expert() == "meta"
         assert other.place.type == "cpu"
+
+
+class Change:
+    """Notes where it is computed."""
+
+    parameter = "weight"
+
+    def __init__(self) -> None:
+        self.places: set[str] = set()
+
+    def add(self, source: torch.Tensor, scale: float, *, out: torch.Tensor) -> None:
+        self.places |= {source.device.type, out.device.type}
+
+
+def test_loras_of_an_expert_in_host_memory_are_merged_on_the_device() -> None:
+    expert, change = torch.nn.Linear(2, 2), Change()
+    parts = {"transformer": expert, "transformer_2": torch.nn.Linear(2, 2)}
+    offload(SimpleNamespace(components=parts), torch.device("meta"))
+    with pytest.raises(NotImplementedError, match="out of meta tensor"):  # it has no values to write back
+        merging._Model(expert).set({"weight": [(change, 1.0)]})
+    assert change.places == {"meta"}
+
+
+@pytest.mark.gpu
+def test_an_experts_place_changes_no_bit_of_a_merged_lora() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    up, down = torch.randn(256, 16).bfloat16(), torch.randn(16, 256).bfloat16()
+    change = merging._Product("weight", up, down, 1.0, 1.0)
+    expert = torch.nn.Linear(256, 256).bfloat16()
+    parts = {"transformer": expert, "transformer_2": torch.nn.Linear(2, 2)}
+    offload(SimpleNamespace(components=parts), torch.device("cuda"))
+    model = merging._Model(expert)
+    found = []
+    for place in ("cpu", "cuda"):
+        expert.to(place)
+        model.set({"weight": [(change, 0.3)]})
+        found.append(expert.weight.data.cpu())
+    assert torch.equal(*found)
+    assert {base.device.type for base in model._base.values()} == {"cpu"}
 
 
 def test_text_encoders_and_experts_are_offloaded_and_a_transformer_alone_is_not() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from gfgen.errors import ModelError
 from gfgen.models.families import registry
+from gfgen.models.families.precision import precision_of
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.weights import count_parameters, footprint
@@ -99,6 +101,25 @@ def test_a_file_in_a_folder_in_diffusers_format_takes_the_rest_from_there(
     assert resolve_checkpoint(str(folder / file.name)) == checkpoint
 
 
+def test_a_folder_of_links_that_cannot_be_named_is_one_line(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(ModelError, match=r"its folder of links .*: Permission denied"):
+        resolve_checkpoint(f"tiny-wan:{file}")
+    assert not list((cache / "single-files").iterdir())
+
+
+def test_a_file_whose_precision_is_named_has_it(file: Path) -> None:
+    name = f"tiny-wan:{file}"
+    checkpoint = resolve_checkpoint(name)
+    assert precision_of((f"{name}=fp8",), checkpoint) == "fp8"
+    assert precision_of(("tiny-wan=fp8",), checkpoint) == "auto"
+
+
 def written(path: Path, content: bytes | dict[str, torch.Tensor]) -> Path:
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -146,6 +167,14 @@ def test_loading_names_a_file_that_lacks_weights(weights: dict[str, torch.Tensor
     path = written(tmp_path / "half.safetensors", some)
     with pytest.raises(ModelError, match=r"half\.safetensors: lacks weights that .*config\.json asks"):
         load_adapter(resolve_checkpoint(f"tiny-wan:{path}"))
+
+
+def test_weights_of_other_sizes_are_one_line(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    other = {published(name): each.repeat(2, *(1,) * (each.ndim - 1)) for name, each in weights.items()}
+    path = written(tmp_path / "large.safetensors", other)
+    with pytest.raises(ModelError, match=r"large\.safetensors: cannot be read as Wan") as caught:
+        load_adapter(resolve_checkpoint(f"tiny-wan:{path}"))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_gguf_model_takes_no_loras(base: Path, tmp_path: Path, monkeypatch: Any) -> None:

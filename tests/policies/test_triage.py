@@ -172,6 +172,12 @@ def test_makespan_takes_the_longest_jobs_narrow_while_many_wait_and_wide_at_the_
     assert placed(makespan(four_ranks(jobs[0]))) == {"job-0": (0, 1, 2, 3)}
 
 
+def test_makespan_leaves_no_rank_of_many_idle():
+    jobs, ranks = [view(f"job-{n}", remaining_s=n + 1) for n in range(40)], tuple(range(32))
+    picture = snapshot(*jobs, free=ranks, num_ranks=32, max_degree=8)
+    assert len(placed(makespan(replace(picture, costs=WorkCosts(*jobs))))) == 32
+
+
 def test_makespan_heeds_priorities_before_length():
     jobs = [view("long", remaining_s=99), view("vip", remaining_s=1, priority=1)]
     assert placed(makespan(four_ranks(*jobs, free=(2,)))) == {"vip": (2,)}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gfgen.errors import InputError, ModelError
-from gfgen.models.families.registry import HUB_IDS, check_name
+from gfgen.models.families.registry import HUB_IDS, at_hand, check_name
 from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
@@ -97,5 +97,4 @@ def _experts(checkpoint: Path) -> Iterator[tuple[str, Mapping[str, Any], int]]:
 
 
 def _is_model(checkpoint: Path, model: str) -> bool:
-    name = model_name(checkpoint)
-    return name in (model, HUB_IDS.get(model)) or Path(model).expanduser().resolve() == checkpoint
+    return model_name(checkpoint) in (model, HUB_IDS.get(model)) or at_hand(model) == checkpoint

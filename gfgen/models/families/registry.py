@@ -88,7 +88,7 @@ def resolve_checkpoint(name_or_dir: str) -> Path:
 
     Raises: ModelError for a name that nothing is known by, and for a download that fails.
     """
-    if (path := _at_hand(name_or_dir)) is not None:
+    if (path := at_hand(name_or_dir)) is not None:
         return path
     if name_or_dir in TINY_NAMES:
         return _tiny_checkpoint(name_or_dir)
@@ -105,7 +105,7 @@ def check_name(name_or_dir: str) -> None:
     Raises: ModelError for a name that nothing is known by.
     """
     is_known = name_or_dir in TINY_NAMES or name_or_dir in HUB_IDS or _is_hub_id(name_or_dir)
-    if not is_known and _at_hand(name_or_dir) is None:
+    if not is_known and at_hand(name_or_dir) is None:
         raise ModelError(_unknown(name_or_dir))
 
 
@@ -124,7 +124,7 @@ def find_configs(name_or_dir: str) -> Path:
 
     Raises: ModelError for a name that no config files are here for.
     """
-    if (path := _at_hand(name_or_dir)) is not None:
+    if (path := at_hand(name_or_dir)) is not None:
         return path
     names = {hub_id: name for name, hub_id in HUB_IDS.items()}
     name = names.get(name_or_dir, name_or_dir)
@@ -217,8 +217,10 @@ def make_tiny_models(folder: Path, names: Sequence[str]) -> None:
         raise ModelError(f"{what}: cannot be made in {folder}: {reason}") from None
 
 
-def _at_hand(name_or_dir: str) -> Path | None:
+def at_hand(name_or_dir: str) -> Path | None:
     """The directory of a model that comes with gfgen, whatever folders are here, or the one that is given.
+
+    A model in one file has a directory of links. None for a name that stands for no directory here.
 
     Raises: ModelError for no name at all, as a script gives by mistake: it would be the current folder.
     """
@@ -239,7 +241,7 @@ def _assembled(name: str) -> Path:
     if base_name:
         hub_id = HUB_IDS.get(base_name, base_name)
         is_tiny = base_name in TINY_NAMES
-        base = _tiny_checkpoint(base_name) if is_tiny else (_at_hand(base_name) or _snapshot(hub_id))
+        base = _tiny_checkpoint(base_name) if is_tiny else (at_hand(base_name) or _snapshot(hub_id))
         if base is None:
             raise ModelError(
                 f"model {name}: {hub_id} is not here; run 'hf download {hub_id}', or give a directory"

@@ -8,6 +8,7 @@ the file with diffusers' own `from_single_file`. Imports no torch.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import json
@@ -96,8 +97,10 @@ def _link(made: Path, file: Path, base: Path, sources: Collection[Path], *, own:
         (partial / name / f"{SINGLE_FILE}{file.suffix}").symlink_to(file.resolve())
     try:
         partial.rename(made)
-    except OSError:  # another process was faster
+    except OSError as error:
         shutil.rmtree(partial)
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another process was faster
+            raise ModelError(f"model {file}: its folder of links {made}: {error.strerror}") from None
 
 
 def _parts(file: Path) -> set[str]:

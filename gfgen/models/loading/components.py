@@ -178,7 +178,8 @@ def _from_single_file(component: ComponentFiles, *, dtype: torch.dtype) -> Any:
 
     Parameters that diffusers keeps in fp32 stay so, as with `from_pretrained`; `from_single_file` casts them.
 
-    Raises: ModelError for missing weights, which diffusers would leave without memory.
+    Raises: ModelError for missing weights, which diffusers would leave without memory, and for others than
+        the component's.
     """
     path = component.files[0]
     options: dict[str, Any] = {}
@@ -199,6 +200,9 @@ def _from_single_file(component: ComponentFiles, *, dtype: torch.dtype) -> Any:
     except NotImplementedError as error:  # torch moves no tensors without memory
         config = component.folder / "config.json"
         raise ModelError(f"{path.resolve()}: lacks weights that {config} asks for") from error
+    except Exception as error:  # whatever diffusers' converters meet in weights that they do not expect
+        kind = component.class_name
+        raise ModelError(f"{path.resolve()}: cannot be read as {kind}: {in_one_line(error)}") from error
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, each in model.named_parameters() if not options else ():
         each.data = each.data.to(torch.float32 if kept & set(name.split(".")) else dtype)

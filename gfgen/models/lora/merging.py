@@ -122,10 +122,17 @@ class _Loaded:
 
 
 class _Model:
-    """A model's weights, and the original values of those that were ever changed."""
+    """A model's weights, and the original values of those that were ever changed.
+
+    An offloaded expert's weights may be on the device or in host memory. Its changes are always computed on
+    the device, which may round differently from a CPU, and the original values stay in host memory.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        hook = getattr(model, "_hf_hook", None)
+        self._device: torch.device | None = None if hook is None else hook.execution_device
+        """Where an offloaded expert computes; None for a model that stays where it is."""
         self._weights: dict[str, Tensor] = {}
         """Under the names of diffusers' model."""
         self._base: dict[str, Tensor] = {}
@@ -150,14 +157,14 @@ class _Model:
                 return None
             if (up.shape[0], down.shape[1]) != weight.shape or up.shape[1] != len(down):
                 return None
-            up, down = (each.to(weight.device, weight.dtype) for each in (up, down))
+            up, down = (each.to(self._device or weight.device, weight.dtype) for each in (up, down))
             found.append(_Product(name, up, down, len(down), len(down)))
         return found
 
     @torch.no_grad()
     def set(self, wanted: Mapping[str, Sequence[tuple[_Change, float]]]) -> None:
         """Make these changes to the original weights, each times a scale, and no others."""
-        if not self._weights or hasattr(self._model, "_hf_hook"):  # an offloaded expert may have moved since
+        if not self._weights or self._device is not None:  # an offloaded expert may have moved since
             self._weights = original_weights(self._model)
         for name in sorted(self._changed - wanted.keys()):
             self._weights[name].copy_(self._base[name])
@@ -165,11 +172,14 @@ class _Model:
         for name, changes in wanted.items():
             weight = self._weights[name]
             if name not in self._base:
-                self._base[name] = weight.clone()
-            source = self._base[name].to(weight.device)  # an offloaded expert may have moved since
+                self._base[name] = weight.clone() if self._device is None else weight.to("cpu", copy=True)
+            out = weight if self._device is None else torch.empty_like(weight, device=self._device)
+            source = self._base[name].to(out.device)
             for change, scale in changes:
-                change.add(source, scale, out=weight)
-                source = weight
+                change.add(source, scale, out=out)
+                source = out
+            if out is not weight:
+                weight.copy_(out)
         self._changed = set(wanted)
 
 

@@ -144,12 +144,22 @@ def check_models_on_gpu(
 
 
 def check_offloaded(
-    checkpoints: Collection[Path], *, num_ranks: int, available: int | None, has_random_weights: bool = False
+    checkpoints: Collection[Path],
+    *,
+    num_ranks: int,
+    available: int | None,
+    copies_bytes: Mapping[Path, int] | None = None,
+    has_random_weights: bool = False,
 ) -> None:
-    """Raises: InputError if main memory cannot hold what `--offload` keeps there."""
+    """Check that main memory can hold what `--offload` keeps there.
+
+    copies_bytes: by model, copies of the weights that LoRAs change.
+    Raises: InputError if it cannot.
+    """
     for path in sorted(checkpoints):
         parts = _gpu_bytes(path, has_random_weights=has_random_weights, vae_dtype="auto")
-        if available is not None and (need := offloaded(parts).on(num_ranks)) > available:
+        need = offloaded(parts).on(num_ranks) + (copies_bytes or {}).get(path, 0)
+        if available is not None and need > available:
             raise InputError(
                 f"--offload: {model_name(path)} on {counted(num_ranks, 'rank')} needs at least "
                 f"{size_in_words(need)} of main memory, {size_in_words(available)} available; fewer --ranks "

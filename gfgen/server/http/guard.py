@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 COOKIE = "gfgen_session"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-_OPEN_PATHS = ("/", "/health", "/v1/session", "/favicon.ico")
+_OPEN_PATHS = ("/", "/health", "/ready", "/v1/session", "/favicon.ico")
 _OPEN_PREFIXES = ("/page/",)
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _METHODS = (*_SAFE_METHODS, "POST", "DELETE", "PUT", "PATCH")
