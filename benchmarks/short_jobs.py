@@ -40,7 +40,6 @@ from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.random_weights import random_pipeline
 
 STEPS, RANK, NUM_LORAS = 4, 32, 4
-LENGTHS = (6, 20, 34, 48)  # words of a prompt: compiled blocks compile each length anew
 SIDES = ("fused", "unmerged", "gfgen")
 STAGES = ("switch", "encode", "steps", "decode", "rest")
 WORDS = (
@@ -77,7 +76,9 @@ class Case:
         return self.frames == 1
 
     def prompt(self, idx: int) -> str:
-        return " ".join(WORDS[(idx + word) % len(WORDS)] for word in range(LENGTHS[idx % len(LENGTHS)]))
+        """One of four, each of another length: compiled blocks compile each length anew."""
+        words = 6 + 14 * (idx % NUM_LORAS)
+        return " ".join(WORDS[word % len(WORDS)] for word in range(words))
 
     def lora(self, idx: int) -> Path:
         return self.folder / f"lora{idx % NUM_LORAS}.safetensors"
