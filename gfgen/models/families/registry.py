@@ -193,8 +193,9 @@ def load_adapter(
 
 def tiny_dir() -> Path:
     """Where the built-in models are kept; another place whenever the code that makes them changes."""
-    sources = sorted(Path(__file__).parents[1].glob("loading/tiny*.py"))
-    version = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    code = Path(__file__).parents[1] / "loading"
+    sources = [*code.glob("tiny*.py"), code / "random_weights.py", *CONFIGS.glob("tiny-*/**/*.json")]
+    version = hashlib.sha256(b"".join(source.read_bytes() for source in sorted(sources))).hexdigest()[:12]
     return cache_dir() / f"tiny-{version}"
 
 
