@@ -290,7 +290,6 @@ def test_options_of_the_other_commands():
     ]
     assert options_of(subcommand("bench", "compare")) == [
         "--against",
-        "--beside",
         "--deadlines-from",
         "--device",
         "--gpus",

@@ -15,7 +15,6 @@ from typing import Any
 
 import click
 
-from gfgen.bench.bounds import Bound, bound_of
 from gfgen.bench.policy_comparison import PolicyRun, attempt
 from gfgen.bench.stock import StockRanks, is_stock, run_stock, stock_options
 from gfgen.bench.workloads import (
@@ -38,7 +37,6 @@ from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.simulate.profiled import profiled_times
 from gfgen.runtime.simulate.simulation import OutcomeRecorder, simulate
 from gfgen.session.ranks import Ranks, admitted_on
 from gfgen.session.session import Session, SessionOptions
@@ -62,11 +60,6 @@ class Predicted:
 
     jobs: tuple[AdmittedJob, ...]
     profile: Profile
-
-    def bound(self, *, num_ranks: int, slack_s: float) -> Bound:
-        """The best that any schedule could reach."""
-        times = profiled_times(self.profile, self.jobs, num_ranks=num_ranks)
-        return bound_of(self.jobs, times, num_ranks=num_ranks, slack_s=slack_s)
 
 
 def predicted(name: Name, model: str, options: WorkloadOptions, path: Path | None) -> Predicted:
