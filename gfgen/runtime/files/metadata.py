@@ -7,6 +7,7 @@ A file has them twice: as text that other tools read (`parameters_text`), and as
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
@@ -92,22 +93,8 @@ def to_ffmetadata(tags: Mapping[str, str]) -> str:
 
 def from_ffmetadata(text: str) -> dict[str, str]:
     """The reverse of `to_ffmetadata`."""
-    tags: dict[str, str] = {}
-    name, current, is_escaped = None, "", False
-    for char in text.partition("\n")[2]:
-        if is_escaped:
-            current, is_escaped = current + char, False
-        elif char == "\\":
-            is_escaped = True
-        elif char == "=" and name is None:
-            name, current = current, ""
-        elif char == "\n":
-            if name is not None:
-                tags[name] = current
-            name, current = None, ""
-        else:
-            current += char
-    return tags
+    tags = re.findall(r"^([^=;\n]+)=((?:\\.|[^\\\n])*)$", text, re.DOTALL | re.MULTILINE)
+    return {name: re.sub(r"\\(.)", r"\1", value, flags=re.DOTALL) for name, value in tags}
 
 
 def _escaped(value: str) -> str:
