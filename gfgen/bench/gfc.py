@@ -41,8 +41,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class CollectivesReport:
-    """All that was measured, and on what."""
-
     facts: dict[str, Any]
     cells: list[MeasuredRow] = field(default_factory=list)
     fused: list[MeasuredRow] = field(default_factory=list)
@@ -90,8 +88,6 @@ def measure_collectives(*, num_gpus: int, tune: bool, sizes: Sequence[int] = SIZ
 
 
 class _Bench:
-    """The measurements of one run."""
-
     def __init__(self, ranks: CudaRanks, num_gpus: int) -> None:
         self.ranks, self.num_gpus = ranks, num_gpus
         (name,) = ranks.run([0], measure.device_name)
@@ -195,7 +191,6 @@ def _rules(rows: Sequence[Sequence[Sequence[float]]], columns: tuple[int, int]) 
 
 
 def markdown(report: CollectivesReport, command: str) -> str:
-    """The report as tables."""
     return "\n".join(_lines(report, command)) + "\n"
 
 

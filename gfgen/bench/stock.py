@@ -64,7 +64,6 @@ class StockRanks:
 
 
 def is_stock(text: str) -> bool:
-    """Whether the text names stock diffusers instead of a policy."""
     return text.partition(",")[0].strip() == NAME
 
 

@@ -28,8 +28,6 @@ TRIED_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class StockSettings:
-    """The settings of a rank."""
-
     checkpoint: Path
     rank: int
     num_ranks: int
@@ -79,8 +77,6 @@ class JobMade:
 
 @dataclass(frozen=True, slots=True)
 class FileWritten:
-    """The file of a job is written or has failed."""
-
     job_id: str
     error: str | None = None
 

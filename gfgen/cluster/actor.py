@@ -124,13 +124,11 @@ class NodeActor:
         return found
 
     def read(self, file: str, offset: int, size: int) -> bytes:
-        """A part of a file."""
         with (self._folder / file).open("rb") as stream:
             stream.seek(offset)
             return stream.read(size)
 
     def forget(self, attempt: int) -> None:
-        """Remove the files of an attempt."""
         shutil.rmtree(self._folder / attempt_folder(attempt), ignore_errors=True)
 
     def stop(self) -> None:

@@ -73,7 +73,6 @@ class ClusterBackend:
 
     @property
     def num_ranks(self) -> int:
-        """Of the nodes that live."""
         return self._cluster.num_ranks
 
     def wait(self, until: float | None) -> list[Event]:
@@ -89,7 +88,6 @@ class ClusterBackend:
         return [*found, *self._clock.due()]
 
     def submit(self, dispatch: Dispatch) -> None:
-        """Hand a job to the node of its lane."""
         job_id = dispatch.task.job_id
         self._attempts[dispatch.number] = dispatch
         job = for_node(self._jobs[job_id], left_s=self._left_s(job_id))

@@ -78,8 +78,6 @@ def cluster_admission(options: SessionOptions, cluster: RayCluster) -> ClusterAd
 
 @dataclass(frozen=True, slots=True)
 class _StopSignals:
-    """Signals as requests to stop."""
-
     signals: SignalPipe
 
     def fileno(self) -> int:

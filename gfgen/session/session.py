@@ -79,8 +79,6 @@ class SessionOptions:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Sources of jobs and requests during a run."""
-
     intake: Intake | None = None
     observers: Sequence[Observer] = ()
     """Observers of the run that stay open after it, such as the source itself."""
@@ -95,8 +93,6 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """What the control loop of a run starts from."""
-
     options: SessionOptions
     clock: Clock
     start: RunStart
@@ -357,7 +353,6 @@ def _chooser(policy: NamedPolicy, stack: contextlib.ExitStack) -> Chooser | None
 
 
 def known_profile(ranks: Ranks) -> Profile | None:
-    """This machine's profile, if there is one."""
     found = find_profile(ranks.profiled_as)
     if found is None:
         return None

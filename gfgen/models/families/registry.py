@@ -57,8 +57,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that can be given by a short name."""
-
     name: str
     summary: str
 

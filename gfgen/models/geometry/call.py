@@ -129,8 +129,6 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """The arguments of a pipeline's call."""
-
     pipeline_class: str
     arguments: Mapping[str, Argument]
     steps_scheduler: bool = False
@@ -257,7 +255,6 @@ def signature_of(pipeline_class: str, *, source: Path | None = None) -> CallSign
 
 
 def is_pipeline(name: str) -> bool:
-    """Whether the installed diffusers has a pipeline class of this name."""
     return name in _files_by_class("pipelines")
 
 

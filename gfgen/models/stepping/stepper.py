@@ -45,7 +45,6 @@ _SETTINGS = (bool, int, float, str)
 
 
 def is_finished(state: Fields) -> bool:
-    """Whether a state is ready for `decode`."""
     return bool(state.scalars[IS_FINISHED])
 
 
@@ -220,7 +219,6 @@ class _Attributes:
         self._before = {name: _shallow(value) for name, value in vars(part).items()}
 
     def changed(self) -> dict[str, Any]:
-        """Attributes that a call has set."""
         return {
             name: value
             for name, value in vars(self._part).items()

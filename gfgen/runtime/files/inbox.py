@@ -52,8 +52,6 @@ AdmitSpecs = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence
 
 @dataclass(slots=True)
 class _FileScan:
-    """A file as it was at the last scan."""
-
     mark: tuple[int, int, int]
     since: float
     is_dealt_with: bool = False
@@ -61,8 +59,6 @@ class _FileScan:
 
 @dataclass(slots=True)
 class _WatchedJob:
-    """A job that came from a watched file."""
-
     source: str
     spec_hash: str
     file: str
@@ -304,7 +300,6 @@ class Inbox(Observer):
         )
 
     def _todo(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> set[str]:
-        """Ids of the jobs that are to run."""
         infos, lines = [job.info for job in jobs], self._manifest.read()
         if key in self._before:  # taken before: a job with a line in the manifest has ended
             finished = {
@@ -322,7 +317,6 @@ class Inbox(Observer):
         return known is not None and known.spec_hash == job.info.spec_hash and known.status != "failed"
 
     def _note(self, jobs: Sequence[AdmittedJob], todo: Collection[str], *, source: str) -> None:
-        """Know the jobs of a file from now on."""
         for job in jobs:
             if self._is_known(job):
                 continue

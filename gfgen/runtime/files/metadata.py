@@ -58,7 +58,6 @@ def parameters_text(metadata: Metadata) -> str:
 
 
 def title_of(metadata: Metadata) -> str:
-    """A short title for players."""
     text = " ".join(str(metadata.get("prompt") or metadata.get("id") or "").split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 

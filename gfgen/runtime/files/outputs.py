@@ -202,7 +202,6 @@ def _check(frames: Frames, path: Path, fps: int | None) -> None:
 
 
 def _write_image(frames: Frames, path: Path, *, fps: int, metadata: labels.Metadata) -> None:
-    """Write a picture, or several frames as an animation."""
     from PIL import Image, PngImagePlugin
 
     text, as_json = labels.parameters_text(metadata), labels.to_json(metadata)
@@ -267,7 +266,6 @@ def _sound_input(sound: Sound | None, fd: int) -> list[str]:
 
 
 def _coding_options(metadata: labels.Metadata) -> list[str]:
-    """Codec and quality of a video, as its job asks."""
     name = str(metadata.get("format", "mp4"))
     name = name if name in _CODECS else "mp4"
     quality, factor = metadata.get("quality"), RATE_FACTORS[name]

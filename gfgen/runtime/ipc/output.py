@@ -19,8 +19,6 @@ _SOUND_ITEM_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """What the memory holds."""
-
     pictures: tuple[int, int, int, int]
     """[F, H, W, 3]."""
     sound: tuple[int, int] | None = None

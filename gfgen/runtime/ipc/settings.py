@@ -62,8 +62,6 @@ class RankSettings:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """The settings of one worker."""
-
     rank: int
     checkpoints: tuple[str, ...]
     """Of the models that it loads first."""
@@ -73,5 +71,4 @@ class WorkerSettings:
 
     @property
     def gpu(self) -> int:
-        """The number of this rank's GPU."""
         return self.rank % self.ranks.num_gpus if self.ranks.num_gpus else self.rank

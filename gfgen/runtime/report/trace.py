@@ -44,8 +44,6 @@ Args = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _JobLane:
-    """The state of a job in the trace."""
-
     number: int
     info: JobInfo
     id_text: str = field(init=False)
@@ -75,7 +73,6 @@ class _TraceFile:
         self._separator = "[\n"
 
     def write(self, entry: str) -> None:
-        """Append an entry, which is a JSON object."""
         if self._stream is None:
             return
         try:
@@ -85,7 +82,6 @@ class _TraceFile:
         self._separator = ",\n"
 
     def close(self) -> None:
-        """Complete the file."""
         stream, self._stream = self._stream, None
         if stream is None:
             return
@@ -103,8 +99,6 @@ class _TraceFile:
 
 
 class TraceWriter(Observer):
-    """Writes the trace during the run."""
-
     def __init__(self, path: Path, *, is_simulated: bool = False) -> None:
         self._file = _TraceFile(path)
         self._is_simulated = is_simulated
