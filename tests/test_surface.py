@@ -255,7 +255,6 @@ def test_options_of_the_other_commands():
         [
             "--at",
             "--by",
-            "--chart",
             "--json",
             "--memory",
             "--model",

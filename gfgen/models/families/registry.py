@@ -107,16 +107,6 @@ def check_name(name_or_dir: str) -> None:
         raise ModelError(_unknown(name_or_dir))
 
 
-def resolve_configs(name_or_dir: str) -> Path:
-    """A directory with the model's config files, for random weights; nothing is downloaded.
-
-    Raises: ModelError for a name that no config files are here for.
-    """
-    if name_or_dir in TINY_NAMES:
-        return _tiny_checkpoint(name_or_dir)
-    return find_configs(name_or_dir)
-
-
 def find_configs(name_or_dir: str) -> Path:
     """The directory with a model's config files, for what needs no weights; downloads and makes nothing.
 
