@@ -37,7 +37,6 @@ class PolicyRun:
     error: str | None = None
     """Why it cannot run this workload, for example because jobs wait forever."""
     note: str | None = None
-    """A remark on its numbers."""
 
 
 def attempt(policy: str, run: Callable[[], tuple[Sequence[JobOutcome], Summary]]) -> PolicyRun:
@@ -61,7 +60,6 @@ class PolicyComparison:
     """Policies without numbers, with the reason."""
     why_not_run: str = "interrupted"
     notes: list[str] = field(default_factory=list)
-    """Remarks on the numbers."""
 
     @property
     def not_run(self) -> tuple[str, ...]:

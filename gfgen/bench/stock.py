@@ -123,7 +123,6 @@ class _StockGroup:
     job: AdmittedJob | None = None
     started_s: float = 0.0
     pending: set[int] = field(default_factory=set)
-    """Ranks that have not answered."""
     ends_s: float = math.inf
     """Limit of all waits, on the monotonic clock."""
 

@@ -32,11 +32,9 @@ class StockSettings:
     rank: int
     num_ranks: int
     store: str
-    """The file of the group's FileStore."""
     device: str
     """"cpu", or "cuda" for visible device number `rank`."""
     visible: str | None = None
-    """The value of CUDA_VISIBLE_DEVICES."""
     is_uneven: bool = False
     is_compiled: bool = False
     has_random_weights: bool = False

@@ -67,7 +67,6 @@ class ClusterBackend:
         self._attempts: dict[int, Dispatch] = {}
         """Those of living nodes; a report of any other comes too late."""
         self._ready_slots: set[int] = set()
-        """Slots whose lanes the state knows to be ready."""
         self.outcomes: dict[str, JobOutcome] = {}
         """How jobs ended on their nodes, until the driver has concluded them."""
 

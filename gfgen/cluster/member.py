@@ -139,7 +139,6 @@ class JobFeed(Observer):
         """Attempts that were cancelled before they came."""
         self._notes: list[Note] = []
         self._views: dict[str, JobView] = {}
-        """The last views that were sent."""
         threading.Thread(target=self._read, name="jobs", daemon=True).start()
 
     def _read(self) -> None:

@@ -52,7 +52,6 @@ class SimulatedNode(Observer):
         self._clock = Clock(virtual=True)
         self._waiting: list[AdmittedJob] = []
         self._attempts: dict[str, int] = {}
-        """The last attempt at each job."""
         self.costs = CostModel(profile)
         self._backend = SimulatedBackend(self._clock, num_ranks=num_ranks, times=times)
         start = RunStart(num_ranks=num_ranks, lookahead_s=LOOKAHEAD_S, max_degree=max_degree)

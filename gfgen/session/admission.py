@@ -79,7 +79,6 @@ class AdmittedSource:
     parsed: ParsedJobs
     jobs: Sequence[AdmittedJob]
     problems: Sequence[Problem]
-    """All of them, by line."""
     num_colliding: int = 0
     """Jobs whose file is in the way."""
 

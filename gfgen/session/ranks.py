@@ -41,7 +41,6 @@ class Ranks:
     has_graphs: bool = True
     """CUDA graphs, on GPUs."""
     trusts_code: bool = False
-    """Whether code that comes with a checkpoint may run."""
     compile: str = "auto"
     """Whether blocks of general pipelines are compiled (kernels.py): auto, on or off."""
     is_offloaded: bool = False

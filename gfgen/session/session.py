@@ -88,7 +88,6 @@ class Arrivals:
     on_turn: Callable[[float], None] | None = None
     """Called with the seconds of each turn of the control loop."""
     watched: Path | None = None
-    """The folder that jobs come from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,6 @@ HUB_IDS = {
 }
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
-"""Whole models that come with gfgen, by their names."""
 
 DEFAULT_MODEL = "shapes"
 """For jobs that name none, where --model names none either."""
@@ -77,7 +76,6 @@ MODELS = (
 )
 
 PACKAGED = ("shapes",)
-"""Models whose weights come with gfgen."""
 TINY_NAMES = tuple(model.name for model in MODELS if model.name.startswith("tiny-"))
 
 

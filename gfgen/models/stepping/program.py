@@ -103,7 +103,6 @@ class Program:
     changed: frozenset[str]
     """Names that the loops assign or change."""
     sets_processors: bool
-    """Whether the call replaces processors of attentions."""
 
     def namespace(self, local: Mapping[str, Any]) -> Namespace:
         """Where the parts run, with these local variables."""

@@ -37,7 +37,6 @@ PLACE, IS_FINISHED, NUM_ITERATIONS, NUM_DONE = "place", "is_finished", "num_iter
 """Scalars of a state: where the call continues, whether all iterations are done, how many the denoising loop
 has over the whole call, and how many led to this state."""
 SEED = "seed"
-"""A scalar of prompts and states."""
 _RANDOM = "random"
 """Key of the state of PyTorch's own generators, from which some pipelines draw."""
 _ABSENT = object()

@@ -36,7 +36,6 @@ class Sound:
     samples_CS: NDArray[np.float32]
     """Channels and samples, in [-1, 1]."""
     rate: int
-    """Samples per second."""
 
 
 STILL_SUFFIXES, ANIMATED_SUFFIXES = (".png", ".jpg", ".jpeg", ".avif"), (".webp", ".gif")

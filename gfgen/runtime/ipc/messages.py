@@ -48,7 +48,6 @@ class RunTask(NamedTuple):
     wait_s: float | None = None
     """Bounds each wait for another rank during the task; None for the collectives' default."""
     expected_s: float = 0.0
-    """Predicted duration of the task."""
     is_reused: bool = False
     """Whether a policy chose that the step runs no transformer."""
 

@@ -24,7 +24,6 @@ class OutputShape:
     sound: tuple[int, int] | None = None
     """[C, S]: channels and samples."""
     sound_rate: int = 0
-    """Samples per second."""
 
     @property
     def pictures_offset(self) -> int:

@@ -34,7 +34,6 @@ class RankSettings:
     is_offloaded: bool = False
     """On a GPU: whether text encoders and idle experts are in host memory."""
     trusts_code: bool = False
-    """Whether code that comes with a checkpoint may run."""
     kernels: KernelChoice = "own"
     """Of the steps of pipelines without an adapter of their own."""
     are_all_needed: bool = False

@@ -21,7 +21,6 @@ WIDTH, ROW_INCHES, TOP, BOTTOM = 14.0, 0.42, 1.0, 0.25
 NAME_WIDTH = 0.17
 """Fraction of the width for the names of the runs."""
 TRACE_NAMES = ("trace.json", "*/trace.json")
-"""The traces of a folder."""
 
 
 @dataclass(frozen=True, slots=True)
