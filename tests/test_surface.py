@@ -304,7 +304,6 @@ def test_options_of_the_other_commands():
         "--random-weights",
         "--ranks",
         "--ranks-per-gpu",
-        "--seconds",
         "--seed",
         "--simulate",
         "--slack",

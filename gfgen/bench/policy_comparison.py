@@ -58,7 +58,6 @@ class PolicyComparison:
     scores: list[Score] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Policies without numbers, with the reason."""
-    why_not_run: str = "interrupted"
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -97,7 +96,7 @@ class PolicyComparison:
     def remarks(self) -> list[str]:
         lines = [*self.notes, *(f"{policy}: {error}" for policy, error in self.failures.items())]
         if self.not_run:
-            lines.append(f"{self.why_not_run}; not run: {', '.join(self.not_run)}")
+            lines.append(f"interrupted; not run: {', '.join(self.not_run)}")
         return lines
 
     def figures(self) -> list[RunFigures]:

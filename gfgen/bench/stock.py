@@ -7,7 +7,6 @@ Arrivals, timeouts and scores are those of gfgen's runs.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import tempfile
@@ -94,22 +93,20 @@ def run_stock(
     ranks: StockRanks,
     *,
     folder: Path,
-    ends_s: float | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[Sequence[JobOutcome], str]:
     """The outcomes of the jobs, and the groups in words.
 
-    Raises: WorkerError when a process dies, when diffusers refuses the jobs with these options, or when jobs
-            are left at `ends_s` on the monotonic clock.
+    Raises: WorkerError when a process dies, or when diffusers refuses the jobs with these options.
     """
-    with _accepted_groups(jobs, options, ranks, tell, ends_s=ends_s) as (groups, way):
+    with _accepted_groups(jobs, options, ranks, tell) as (groups, way):
         for group in groups:
             group.tell(*[TryJob(job.spec, is_to_decode=True) for job in _kinds(jobs)])
         for group in groups:
             if (error := group.error(len(_kinds(jobs)))) is not None:
                 raise WorkerError(f"{options.text}: warming up: {error}")
         tell(f"{options.text}: {way}")
-        outcomes = _Service(jobs, groups, folder=folder, way=way, ends_s=ends_s).run()
+        outcomes = _Service(jobs, groups, folder=folder, way=way).run()
     return outcomes, way
 
 
@@ -123,8 +120,6 @@ class _StockGroup:
     job: AdmittedJob | None = None
     started_s: float = 0.0
     pending: set[int] = field(default_factory=set)
-    ends_s: float = math.inf
-    """Limit of all waits, on the monotonic clock."""
 
     def tell(self, *messages: Any) -> None:
         for connection in self.connections:
@@ -138,10 +133,9 @@ class _StockGroup:
         """
         missing = dict.fromkeys(self.connections, num_answers)
         while missing:
-            patience_s = min(PATIENCE_S, max(0.0, self.ends_s - time.monotonic()))
-            ready = wait(list(missing), patience_s)
+            ready = wait(list(missing), PATIENCE_S)
             if not ready:
-                raise WorkerError(f"{NAME}: no answer after {patience_s:.0f} s")
+                raise WorkerError(f"{NAME}: no answer after {PATIENCE_S:.0f} s")
             for connection in ready:
                 assert isinstance(connection, Connection)
                 answer = _received(connection)
@@ -179,8 +173,6 @@ def _accepted_groups(
     options: StockOptions,
     ranks: StockRanks,
     tell: Callable[[str], None],
-    *,
-    ends_s: float | None = None,
 ) -> Iterator[tuple[list[_StockGroup], str]]:
     """Groups of the largest degree at which every kind of job runs, and a description of them."""
     refusal = None
@@ -188,7 +180,7 @@ def _accepted_groups(
         is_given = degree == 1 or options.is_uneven is not None
         for is_uneven in [bool(options.is_uneven)] if is_given else [False, True]:
             with ExitStack() as stack:
-                groups = _started(stack, options, ranks, degree, is_uneven=is_uneven, ends_s=ends_s)
+                groups = _started(stack, options, ranks, degree, is_uneven=is_uneven)
                 refusal = _refusal(jobs, groups[0], is_uneven=is_uneven)
                 if refusal is None:
                     yield groups, _words(degree, len(groups), options, is_uneven=is_uneven)
@@ -205,7 +197,6 @@ def _started(
     degree: int,
     *,
     is_uneven: bool,
-    ends_s: float | None,
 ) -> list[_StockGroup]:
     """All groups, each with its own process group; the stack closes them."""
     context = multiprocessing.get_context("spawn")
@@ -213,7 +204,7 @@ def _started(
     visible = _visible_devices(ranks.num_ranks) if ranks.device != "cpu" else None
     groups = []
     for first in range(0, ranks.num_ranks - degree + 1, degree):
-        group = _StockGroup([], [], ends_s=math.inf if ends_s is None else ends_s)
+        group = _StockGroup([], [])
         stack.callback(group.close)
         groups.append(group)
         for rank in range(degree):
@@ -302,7 +293,6 @@ class _Service:
         *,
         folder: Path,
         way: str,
-        ends_s: float | None,
     ) -> None:
         self._coming = deque(sorted(jobs, key=lambda job: job.spec.arrival_s))
         self._waiting: deque[AdmittedJob] = deque()
@@ -313,7 +303,6 @@ class _Service:
         self._groups = groups
         self._folder, self._way = folder, way
         self._began_s = time.monotonic()
-        self._limit_s = None if ends_s is None else ends_s - self._began_s
 
     @property
     def now_s(self) -> float:
@@ -324,12 +313,6 @@ class _Service:
             self._let_arrive()
             self._time_out()
             self._start()
-            if self._limit_s is not None and self.now_s > self._limit_s:
-                done, of = len(self._outcomes), counted(len(self._outcomes) + len(self._open), "job")
-                raise WorkerError(
-                    f"{NAME}: stopped by --seconds when {done} of {of} were done, "
-                    f"{self.now_s:.0f} s after the first"
-                )
             self._listen()
         return self._outcomes
 
@@ -366,14 +349,13 @@ class _Service:
             self._take(group, rank, _received(connection))
 
     def _patience_s(self) -> float:
-        """Time until the next arrival, timeout or limit."""
+        """Time until the next arrival or timeout."""
         due_s = [job.spec.arrival_s for job in list(self._coming)[:1]]
         due_s += [
             job.spec.arrival_s + job.spec.timeout_s
             for job in self._open.values()
             if job.spec.timeout_s is not None
         ]
-        due_s += [] if self._limit_s is None else [self._limit_s]
         return max(0.0, min(due_s, default=PATIENCE_S) - self.now_s) + 1e-3
 
     def _take(self, group: _StockGroup, rank: int, message: object) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from gfgen import log
-from gfgen.bench.policy_comparison import COMPARED, PolicyComparison, PolicyRun
+from gfgen.bench.policy_comparison import COMPARED, PolicyComparison
 from gfgen.bench.stock import NAME, is_stock, stock_options
 from gfgen.bench.workloads import (
     WORKLOADS,
@@ -159,7 +159,6 @@ def workload(
     "--outside", multiple=True, metavar=NAME,
     help="Also run stock diffusers: diffusers[,degree=N][,uneven=true][,compiled=true].",
 )  # fmt: skip
-@click.option("--seconds", type=FiniteRange(0), help="Start no run that may end after this time.")
 @click.option(
     "--with", "earlier", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A compare.json of the same workload, whose runs are included and not repeated.",
@@ -183,7 +182,6 @@ def compare(
     against: str,
     policies: tuple[str, ...],
     outside: tuple[str, ...],
-    seconds: float | None,
     earlier: tuple[Path, ...],
     name: Name,
     model: str | None,
@@ -207,7 +205,6 @@ def compare(
     """
     log.configure(level="warning")
     began_s = time.monotonic()
-    ends_s = None if seconds is None else began_s + seconds
     ranked = None if is_simulated else ranks.found(cpu_ranks=REAL_RANKS)
     usual = SIMULATED_MODEL if is_simulated or (ranked is not None and ranked.are_on_gpus) else REAL_MODEL
     model = model or usual
@@ -247,10 +244,10 @@ def compare(
         assert known is not None
         runs = simulated(todo, known, num_ranks=options.num_ranks)
     else:
-        runs = on_workers(todo, name, model, options, output, ranked, known, ends_s)
+        runs = on_workers(todo, name, model, options, output, ranked, known)
     click.echo(f"{conditions['workload']}, {conditions['where']}")
     try:
-        for run in _in_time(runs, comparison, ends_s):
+        for run in runs:
             comparison.add(run)
             (output / JSON_NAME).write_text(comparison.as_json(conditions))
             at = f"{time.monotonic() - began_s:5.0f} s  "
@@ -295,21 +292,6 @@ def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, 
         raise InputError(f"--with {path}: this is not a compare.json; it lacks {error}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"--with {path}: {error}") from None
-
-
-def _in_time(
-    runs: Iterator[PolicyRun], comparison: PolicyComparison, ends_s: float | None
-) -> Iterator[PolicyRun]:
-    """Run policies until one as long as the longest so far would end too late."""
-    while comparison.not_run:
-        longest_s = max([score.makespan_s for score in comparison.scores], default=0.0)
-        if ends_s is not None and time.monotonic() + longest_s > ends_s:
-            comparison.why_not_run = "--seconds left no time"
-            return
-        run = next(runs, None)
-        if run is None:
-            return
-        yield run
 
 
 def _interrupted(

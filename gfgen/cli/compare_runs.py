@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -87,7 +86,6 @@ def on_workers(
     output: Path,
     ranks: Ranks,
     workload: Predicted | None,
-    ends_s: float | None,
 ) -> Iterator[PolicyRun]:
     """Run all policies on one pool of workers, then stock diffusers.
 
@@ -116,13 +114,10 @@ def on_workers(
         vae_dtype=ranks.vae_dtype,
     )
     for text in filter(is_stock, texts):
-        left_s = None if ends_s is None else ends_s - time.monotonic()
-        yield _outside(text, admitted(specs, found), stock_ranks, output, left_s)
+        yield _outside(text, admitted(specs, found), stock_ranks, output)
 
 
-def _outside(
-    text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: Path, limit_s: float | None
-) -> PolicyRun:
+def _outside(text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: Path) -> PolicyRun:
     with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
         try:
             outcomes, way = run_stock(
@@ -130,7 +125,6 @@ def _outside(
                 stock_options(text),
                 ranks,
                 folder=Path(folder),
-                ends_s=None if limit_s is None else time.monotonic() + limit_s,
                 tell=lambda line: click.echo(line, err=True),
             )
         except WorkerError as error:
