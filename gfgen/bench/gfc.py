@@ -61,13 +61,13 @@ def check_num_gpus(num_gpus: int, *, at_least: int = 1) -> None:
         raise InputError(f"--gpus {num_gpus}: {needed}this machine has {counted(found, 'NVIDIA GPU')}")
 
 
-def measure_collectives(*, num_gpus: int, tune: bool, sizes: Sequence[int] = SIZES) -> CollectivesReport:
+def measure_collectives(*, num_gpus: int, tune: bool) -> CollectivesReport:
     """Runs everything; takes about half a minute on four GPUs.
 
     Raises: InputError where there are fewer than two GPUs.
     """
     check_num_gpus(num_gpus, at_least=2)
-    largest = num_gpus * max(*sizes, 64 * MIB)
+    largest = num_gpus * max(SIZES)
     plan = ArenaPlan(data_bytes=int(2.1 * largest), post_bytes=8 * MIB)
     ranks = CudaRanks(num_gpus, plan)
     try:
@@ -80,7 +80,7 @@ def measure_collectives(*, num_gpus: int, tune: bool, sizes: Sequence[int] = SIZ
         bench.measure_groups()
         _log.info("measured new groups")
         for degree in range(2, num_gpus + 1):
-            bench.measure_degree(degree, sizes)
+            bench.measure_degree(degree)
             _log.info("measured %d GPUs", degree)
         return report
     finally:
@@ -143,14 +143,14 @@ class _Bench:
             dispatches = list(zip(chosen, range(first, first + len(chosen)), strict=True))
             row["ours"] = _slowest(self.ranks.run(range(self.num_gpus), measure.group_cost, dispatches))
 
-    def measure_degree(self, degree: int, sizes: Sequence[int]) -> None:
+    def measure_degree(self, degree: int) -> None:
         members = tuple(range(degree))
 
         def run(program: Any, *arguments: Any) -> MeasuredRow:
             dispatch = self.ranks.next_dispatch()
             return _slowest(self.ranks.run(members, program, members, dispatch, *arguments))
 
-        for pattern, size in itertools.product(measure.PATTERNS, sizes):
+        for pattern, size in itertools.product(measure.PATTERNS, SIZES):
             times = run(measure.cell, pattern, size)
             self.report.cells.append({"pattern": pattern, "degree": degree, "bytes": size, **times})
         self.report.barriers.append({"degree": degree, **run(measure.barrier_cell)})

@@ -384,8 +384,3 @@ def _change(path: Path, **values: object) -> None:
 def test_a_vae_may_have_a_dtype_of_its_own(tiny_models, name, vae_dtype, found):
     adapter = load_adapter(tiny_models[name], dtype="bfloat16", vae_dtype=vae_dtype)
     assert str(adapter._vae.dtype) == f"torch.{found}"
-
-
-def test_a_dtype_that_no_vae_has_is_refused(tiny_models):
-    with pytest.raises(ModelError, match="'int8' of a VAE is not supported"):
-        load_adapter(tiny_models["tiny-wan"], vae_dtype="int8")

@@ -23,7 +23,6 @@ from gfgen.models.geometry import single_file
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
-from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.system.lifeline import module_command, module_environment
 from gfgen.system.machine import cache_dir
 
@@ -50,8 +49,6 @@ HUB_TIMEOUT_S = 10.0
 """For the first answer of the hub: a firewall that drops packets is no reason to wait for minutes."""
 HUB_PATTERNS = ("model_index.json", "gfgen.json", "*.py", "*/*")
 """Of a repository: not what lies beside the components, as weights in their original format."""
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,23 +137,19 @@ def load_adapter(
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
 
-    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
-    VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
-    checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
-    With `is_offloaded`, text encoders and idle experts are in host memory. `in_fp8` is for Wan and
+    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of VAE_DTYPES
+    (geometry/weights.py). With random weights the directory need hold config files only. With `trusts_code`
+    the checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their
+    own. With `is_offloaded`, text encoders and idle experts are in host memory. `in_fp8` is for Wan and
     Qwen-Image: their blocks' layers are in fp8 (linears.py).
 
-    Raises: ModelError for a broken directory, an unknown family, or an unknown dtype.
+    Raises: ModelError for a broken directory, or an unknown family.
     """
     if has_random_weights:
         geometry = weightless_geometry(checkpoint)
     else:
         geometry = load_geometry(checkpoint, trusts_code=trusts_code)
     name = dtype or ("float32" if device == "cpu" else "bfloat16")
-    if name not in DTYPES:
-        raise ModelError(f"dtype {name!r} is not supported; {', '.join(DTYPES)} are")
-    if vae_dtype not in VAE_DTYPES:
-        raise ModelError(f"dtype {vae_dtype!r} of a VAE is not supported; {', '.join(VAE_DTYPES)} are")
     import torch
 
     from gfgen.models.loading.components import load_pipeline
