@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 
+from benchmarks.bare_messages import BareTimes, RunBare
 from gfgen.errors import WorkerError
 from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.ipc.messages import BareTimes, RunBare
 from gfgen.runtime.processes.child import Lost
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import heard

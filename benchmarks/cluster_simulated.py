@@ -17,7 +17,7 @@ from unittest import mock
 
 import click
 
-from gfgen.bench.bounds import demands_of, least_makespan_s
+from benchmarks.bounds import least_makespan_s
 from gfgen.bench.workloads import (
     Name,
     StandAlone,
@@ -77,7 +77,7 @@ class Study:
 
     def perfect_s(self, jobs: Sequence[AdmittedJob], num_ranks: int) -> float:
         times = profiled_times(self.profile, jobs, num_ranks=NUM_RANKS)
-        return least_makespan_s(demands_of(jobs, times, num_ranks=2), num_ranks=num_ranks)
+        return least_makespan_s(jobs, times, num_ranks=num_ranks, max_degree=2)
 
 
 def _timed(owner: Any, name: str, total_s: list[float]) -> Any:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.bare_messages import BareTimes
 from gfgen.bench.device_times import Span, gaps_of, lasted_s, spans_of
 from gfgen.bench.scripted import MeasuredRun
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage
 from gfgen.runtime.core.metrics import percentile
-from gfgen.runtime.ipc.messages import BareTimes
 from gfgen.system.wording import in_words
 
 SAME_GOAL_S, SAME_P99_GOAL_S = 0.1e-3, 0.3e-3

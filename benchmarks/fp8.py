@@ -38,6 +38,7 @@ from benchmarks.measure_forward import (
     inputs_of,
     timed_ms,
 )
+from benchmarks.timing import device_ms, host_s
 from gfgen.models.fast import rows
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.linears import Fp8Linear, linear_gelu, quantise
@@ -68,12 +69,7 @@ def timed_us(run: Callable[..., object], *args: Any, **options: Any) -> float:
     times = []
     for _ in range(WARM_UPS + REPEATS):
         spoil.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        run(*args, **options)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end))
+        times.append(1e3 * device_ms(lambda: run(*args, **options)))
     return float(statistics.median(times[WARM_UPS:]))
 
 
@@ -186,9 +182,7 @@ def speed_of(transformer: Any, shapes: Sequence[ForwardShape], device: str) -> l
             result = run(None)
         assert all(torch.isfinite(each).all() for each in result)
         if device == "cpu":
-            began_s = time.perf_counter()
-            run(None)
-            found.append(1e3 * (time.perf_counter() - began_s))
+            found.append(1e3 * host_s(functools.partial(run, None)))
             continue
         replay = captured(run, None)
         found.append(

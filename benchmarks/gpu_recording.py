@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.measure_forward import ForwardShape, inputs_of
+from benchmarks.timing import host_s
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.measure import captured_us
@@ -84,14 +84,7 @@ def _transformer(model: str) -> Any:
 
 
 def _median_ms(call: Callable[[], object]) -> float:
-    times_ms = []
-    for _ in range(REPEATS):
-        torch.cuda.synchronize()
-        began_s = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times_ms.append(1e3 * (time.perf_counter() - began_s))
-    return statistics.median(times_ms)
+    return 1e3 * statistics.median(host_s(call) for _ in range(REPEATS))
 
 
 def recordings() -> Iterator[str]:
@@ -116,12 +109,11 @@ def recordings() -> Iterator[str]:
 
 
 def _recorded_ms(graphs: Graphs, transformer: Any, inputs: dict[str, Any]) -> float:
-    torch.cuda.synchronize()
-    began_s = time.perf_counter()
-    with graphs.recording(None):
-        graphs(transformer, inputs)
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began_s)
+    def record() -> None:
+        with graphs.recording(None):
+            graphs(transformer, inputs)
+
+    return 1e3 * host_s(record)
 
 
 def attentions() -> Iterator[str]:

@@ -16,7 +16,7 @@ import hashlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks.measure_forward import ForwardShape, RunForward, captured, forward_of, inputs_of, timed_ms
+from benchmarks.timing import host_s
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.fast.fused import fuse, original_weights
@@ -104,19 +105,6 @@ class Case:
         return path
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def timed(act: Callable[[], Any], device: torch.device) -> float:
-    wait(device)
-    began = time.perf_counter()
-    act()
-    wait(device)
-    return 1e3 * (time.perf_counter() - began)
-
-
 def checksum(model: nn.Module) -> list[int]:
     """A number for each parameter, which depends on every bit and its place."""
     found = []
@@ -155,7 +143,7 @@ def measure_switches(case: Case) -> None:
     merged = MergedLoras(case.pipeline(transformer))
 
     def switch(idx: int | None) -> float:
-        return timed(partial(merged.merge, case.job(idx)), device)
+        return 1e3 * host_s(partial(merged.merge, case.job(idx)))
 
     say("first use from disk (1st with copies of base weights, 2nd)", [switch(0), switch(1)])
     say("switch, both known", [switch(turn % 2) for turn in range(REPEATS)])
@@ -199,7 +187,7 @@ def measure_theirs(case: Case) -> None:
     pipeline, names = case.pipeline(case.make()), ["first", "second"]
     for name, path in zip(names, case.files, strict=True):
         load = partial(pipeline.load_lora_weights, str(path.parent), weight_name=path.name, adapter_name=name)
-        first_ms = timed(load, case.device)
+        first_ms = 1e3 * host_s(load)
         say(f"diffusers: load_lora_weights of the {name}", [first_ms])
     before = {name: each for name, each in pipeline.transformer.named_parameters() if ".lora_" not in name}
     before = {name: before[name].detach().clone() for name in list(before)[::20]}
@@ -212,7 +200,7 @@ def measure_theirs(case: Case) -> None:
             pipeline.set_adapters([name], [0.8])
             pipeline.fuse_lora(components=["transformer"], adapter_names=[name])
 
-        times_ms.append(timed(switch, case.device))
+        times_ms.append(1e3 * host_s(switch))
     pipeline.unfuse_lora(components=["transformer"])
     say("diffusers: unfuse_lora, set_adapters, fuse_lora", times_ms[1:])
     after = dict(pipeline.transformer.named_parameters())

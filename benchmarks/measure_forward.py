@@ -20,6 +20,7 @@ from diffusers import ContextParallelConfig
 from torch import Tensor
 
 from benchmarks.measured import MeasuredShape
+from benchmarks.timing import device_ms
 from gfgen.gfc.cuda.captured import Captured, CapturedAlone
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import CudaGroup
@@ -154,12 +155,7 @@ def forward_of(
 def timed_ms(run: RunForward, groups: Groups | None) -> float:
     """From when all ranks have come together, if they do, until this rank's device is done."""
     group = groups() if groups else None
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    run(group)
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end))
+    return device_ms(lambda: run(group))
 
 
 def groups_of(endpoint: CudaEndpoint, layout: Layout, dispatch: int) -> Groups:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from gfgen.bench.bounds import demands_of, least_makespan_s
+from benchmarks.bounds import least_makespan_s
 from gfgen.bench.scores import Score, score
 from gfgen.bench.workloads import (
     MIXES,
@@ -124,7 +124,7 @@ def run_overnight(point: tuple[str, int]) -> StudyRows:
     model, seed = point
     jobs = jobs_of(model, "overnight", load=1.0, seed=seed, deadlines_from=1, num_jobs=OVERNIGHT_JOBS)
     times = profiled_times(profile(), jobs, num_ranks=NUM_RANKS)
-    bound_s = least_makespan_s(demands_of(jobs, times, num_ranks=NUM_RANKS), num_ranks=NUM_RANKS)
+    bound_s = least_makespan_s(jobs, times, num_ranks=NUM_RANKS)
     return [
         asdict(found)
         | {"model": model, "seed": seed, "bound_s": bound_s, "excess": found.makespan_s / bound_s - 1}

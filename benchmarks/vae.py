@@ -13,7 +13,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import click
@@ -21,6 +21,7 @@ import torch
 from diffusers.models.autoencoders import autoencoder_kl_qwenimage, autoencoder_kl_wan
 from torch import Tensor
 
+from benchmarks.timing import host_s
 from gfgen.models.fast import causal_vae
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
@@ -121,17 +122,9 @@ def speeds(case: Case, precision: str, device: str) -> Iterator[tuple[str, float
         if device != "cpu":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        times_s = [_seconds(lambda: case.run(vae, x)) for _ in range(8 if case.frames == 1 else 3)]
+        times_s = [host_s(lambda: case.run(vae, x)) for _ in range(8 if case.frames == 1 else 3)]
         peak_gb = torch.cuda.max_memory_allocated() / 1e9 if device != "cpu" else 0.0
         yield name, statistics.median(times_s[1:]), times_s[0], peak_gb
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - began_s
 
 
 def speed_table(device: str, until_s: float) -> Iterator[str]:

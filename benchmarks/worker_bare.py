@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.bare_messages import BareTimes, RunBare
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Adapter
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import BareTimes, RunBare
 from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker import gpu, host
 from gfgen.runtime.worker.entry import run_worker

@@ -255,7 +255,6 @@ def test_options_of_the_other_commands():
         [
             "--at",
             "--by",
-            "--chart",
             "--json",
             "--memory",
             "--model",
@@ -290,7 +289,6 @@ def test_options_of_the_other_commands():
     ]
     assert options_of(subcommand("bench", "compare")) == [
         "--against",
-        "--beside",
         "--deadlines-from",
         "--device",
         "--gpus",
@@ -306,7 +304,6 @@ def test_options_of_the_other_commands():
         "--random-weights",
         "--ranks",
         "--ranks-per-gpu",
-        "--seconds",
         "--seed",
         "--simulate",
         "--slack",

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gfgen.errors import InputError
 from gfgen.gfc.arena import ArenaPlan
@@ -22,9 +22,6 @@ from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, KernelChoice, Rule, Selector, TableKey, store_rules
 from gfgen.system.wording import counted
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
@@ -44,8 +41,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class CollectivesReport:
-    """All that was measured, and on what."""
-
     facts: dict[str, Any]
     cells: list[MeasuredRow] = field(default_factory=list)
     fused: list[MeasuredRow] = field(default_factory=list)
@@ -66,13 +61,13 @@ def check_num_gpus(num_gpus: int, *, at_least: int = 1) -> None:
         raise InputError(f"--gpus {num_gpus}: {needed}this machine has {counted(found, 'NVIDIA GPU')}")
 
 
-def measure_collectives(*, num_gpus: int, tune: bool, sizes: Sequence[int] = SIZES) -> CollectivesReport:
+def measure_collectives(*, num_gpus: int, tune: bool) -> CollectivesReport:
     """Runs everything; takes about half a minute on four GPUs.
 
     Raises: InputError where there are fewer than two GPUs.
     """
     check_num_gpus(num_gpus, at_least=2)
-    largest = num_gpus * max(*sizes, 64 * MIB)
+    largest = num_gpus * max(SIZES)
     plan = ArenaPlan(data_bytes=int(2.1 * largest), post_bytes=8 * MIB)
     ranks = CudaRanks(num_gpus, plan)
     try:
@@ -85,7 +80,7 @@ def measure_collectives(*, num_gpus: int, tune: bool, sizes: Sequence[int] = SIZ
         bench.measure_groups()
         _log.info("measured new groups")
         for degree in range(2, num_gpus + 1):
-            bench.measure_degree(degree, sizes)
+            bench.measure_degree(degree)
             _log.info("measured %d GPUs", degree)
         return report
     finally:
@@ -93,8 +88,6 @@ def measure_collectives(*, num_gpus: int, tune: bool, sizes: Sequence[int] = SIZ
 
 
 class _Bench:
-    """The measurements of one run."""
-
     def __init__(self, ranks: CudaRanks, num_gpus: int) -> None:
         self.ranks, self.num_gpus = ranks, num_gpus
         (name,) = ranks.run([0], measure.device_name)
@@ -150,14 +143,14 @@ class _Bench:
             dispatches = list(zip(chosen, range(first, first + len(chosen)), strict=True))
             row["ours"] = _slowest(self.ranks.run(range(self.num_gpus), measure.group_cost, dispatches))
 
-    def measure_degree(self, degree: int, sizes: Sequence[int]) -> None:
+    def measure_degree(self, degree: int) -> None:
         members = tuple(range(degree))
 
         def run(program: Any, *arguments: Any) -> MeasuredRow:
             dispatch = self.ranks.next_dispatch()
             return _slowest(self.ranks.run(members, program, members, dispatch, *arguments))
 
-        for pattern, size in itertools.product(measure.PATTERNS, sizes):
+        for pattern, size in itertools.product(measure.PATTERNS, SIZES):
             times = run(measure.cell, pattern, size)
             self.report.cells.append({"pattern": pattern, "degree": degree, "bytes": size, **times})
         self.report.barriers.append({"degree": degree, **run(measure.barrier_cell)})
@@ -198,7 +191,6 @@ def _rules(rows: Sequence[Sequence[Sequence[float]]], columns: tuple[int, int]) 
 
 
 def markdown(report: CollectivesReport, command: str) -> str:
-    """The report as tables."""
     return "\n".join(_lines(report, command)) + "\n"
 
 
@@ -270,40 +262,11 @@ def _cell_line(row: MeasuredRow, copy_rate: float) -> str:
         f"{row['ours_graph']:.1f} | {row['ours_arena_eager']:.1f} | {row['ours_arena_graph']:.1f}"
     )
     return (
-        f"| {_bytes(size)} | {times} | {row['nccl_graph'] / row['ours_graph']:.2f} | "
+        f"| {size_name(size)} | {times} | {row['nccl_graph'] / row['ours_graph']:.2f} | "
         f"{row['nccl_graph'] / row['ours_arena_graph']:.2f} | {rate:.0f} | {100 * rate / copy_rate:.0f} | "
         f"{row['ours_host']:.1f} | {row['nccl_host']:.1f} | {'yes' if row['is_equal'] else 'NO'} |"
     )
 
 
-def _bytes(size: int) -> str:
+def size_name(size: int) -> str:
     return f"{size // MIB} MB" if size >= MIB else f"{size // KIB} KB"
-
-
-def draw_collectives(content: dict[str, Any]) -> Figure:
-    """Draw both patterns on all GPUs, with NCCL, from a report's JSON."""
-    from matplotlib.figure import Figure
-
-    degree = max(row["degree"] for row in content["cells"])
-    figure = Figure(figsize=(11, 4.2), layout="tight")
-    axes = figure.subplots(1, 2, sharey=True)
-    series = {
-        "nccl_eager": ("NCCL, eager", "#b0b0b0", "--"),
-        "nccl_graph": ("NCCL, graph", "#606060", "-"),
-        "ours_graph": ("gfgen, graph, fresh result", "#7fb3e6", "-"),
-        "ours_arena_graph": ("gfgen, graph, in the arena", "#1f6fbf", "-"),
-    }
-    for axis, pattern in zip(axes, ("all_to_all", "all_gather"), strict=True):
-        rows = [row for row in content["cells"] if (row["pattern"], row["degree"]) == (pattern, degree)]
-        for key, (label, colour, style) in series.items():
-            axis.plot(
-                [row["bytes"] for row in rows], [row[key] for row in rows], style, color=colour, label=label
-            )
-        axis.set(xscale="log", yscale="log", xlabel="bytes of each rank's input")
-        axis.set_xticks([row["bytes"] for row in rows], [_bytes(row["bytes"]) for row in rows], rotation=45)
-        axis.minorticks_off()
-        axis.set_title(f"{pattern.replace('_', '-')}, {content['facts']['device']}")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("microseconds per call")
-    axes[0].legend()
-    return figure

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gfgen.bench.bounds import Bound
 from gfgen.bench.scores import JobScore, Score, score
 from gfgen.errors import PolicyFault, StalledError
 from gfgen.runtime.control.decider import FALLBACK
@@ -19,10 +18,6 @@ from gfgen.system.wording import counted, in_words
 REPLICAS = "legacy,degree=1"
 COMPARED = (REPLICAS, "fcfs", "srtf", "edf,rescue=false", "edf", "triage", "makespan", "auto")
 """The default: single-rank replicas, then every policy."""
-GAINS = ("jobs_per_min", "mean_s", "attainment", "attainment_client")
-"""Fields that `Score` and `Bound` share."""
-LEAST_GAIN = 0.01
-"""If a bound is closer to the baseline than this share of it, there is nothing to gain."""
 MAX_NAMED = 5
 NONE = "-"
 _HEAD = (
@@ -42,7 +37,6 @@ class PolicyRun:
     error: str | None = None
     """Why it cannot run this workload, for example because jobs wait forever."""
     note: str | None = None
-    """A remark on its numbers."""
 
 
 def attempt(policy: str, run: Callable[[], tuple[Sequence[JobOutcome], Summary]]) -> PolicyRun:
@@ -61,14 +55,10 @@ class PolicyComparison:
     policies: tuple[str, ...]
     baseline: str
     slack_s: float
-    bound: Bound | None = None
-    """The best of any schedule; None without a profile."""
     scores: list[Score] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Policies without numbers, with the reason."""
-    why_not_run: str = "interrupted"
     notes: list[str] = field(default_factory=list)
-    """Remarks on the numbers."""
 
     @property
     def not_run(self) -> tuple[str, ...]:
@@ -99,42 +89,6 @@ class PolicyComparison:
         rows = [f"| {' | '.join(_cells(found, self._baseline))} |" for found in self.scores]
         return [_HEAD, "|---" * _HEAD.count(" |") + "|", *rows] if rows else []
 
-    def gains_table(self) -> list[str]:
-        """The bound in Markdown, and how much of the gain each policy reaches."""
-        gains = self.gains()
-        if self.bound is None or not gains:
-            return []
-        bound, baseline = self.bound, self._baseline
-        assert baseline is not None
-        limits = [
-            f"{bound.jobs_per_min:.1f} ({_ratio(bound.jobs_per_min, baseline.jobs_per_min)} x)",
-            f"{in_words(bound.mean_s)} ({_ratio(bound.mean_s, baseline.mean_s)} x)",
-            f"{bound.attainment:.0%}",
-            f"{bound.attainment_client:.0%}",
-        ]
-        rows = [("no schedule does better than", limits)]
-        rows += [(policy, [_percent(share) for share in shares.values()]) for policy, shares in gains.items()]
-        return [
-            f"| of the gain over {baseline.name} that is possible | jobs a minute | mean latency "
-            "| deadlines met | with slack |",
-            "|---|---|---|---|---|",
-            *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows),
-        ]
-
-    def gains(self) -> dict[str, dict[str, float | None]]:
-        """By policy and field: its place between the baseline (0) and the bound (1).
-
-        None if there is nothing to gain, and for the latency if jobs failed, since its bound is for all jobs.
-        """
-        bound, baseline = self.bound, self._baseline
-        if bound is None or baseline is None:
-            return {}
-        return {
-            found.name: {name: _share(name, found, baseline, bound) for name in GAINS}
-            for found in self.scores
-            if found is not baseline
-        }
-
     @property
     def _baseline(self) -> Score | None:
         return next((found for found in self.scores if found.policy == self.baseline), None)
@@ -142,7 +96,7 @@ class PolicyComparison:
     def remarks(self) -> list[str]:
         lines = [*self.notes, *(f"{policy}: {error}" for policy, error in self.failures.items())]
         if self.not_run:
-            lines.append(f"{self.why_not_run}; not run: {', '.join(self.not_run)}")
+            lines.append(f"interrupted; not run: {', '.join(self.not_run)}")
         return lines
 
     def figures(self) -> list[RunFigures]:
@@ -165,61 +119,12 @@ class PolicyComparison:
             **conditions,
             "baseline": self.baseline,
             "slack_s": self.slack_s,
-            "bound": None if self.bound is None else asdict(self.bound),
-            "gains": self.gains(),
             "runs": [asdict(found) for found in self.scores],
             "failures": self.failures,
             "notes": self.notes,
             "not_run": self.not_run,
         }
         return json.dumps(content, indent=1) + "\n"
-
-
-ATTAINMENT_GOAL, MAKESPAN_GOAL = 0.03, 0.05
-"""Largest errors of a simulation."""
-
-
-def fidelity_table(simulated: Sequence[Score], ran: Sequence[Score]) -> Iterator[str]:
-    """Simulated and real results in Markdown, for policies with both."""
-    real = {found.policy: found for found in ran}
-    yield (
-        "| policy | deadlines met: run | simulated | off by, points | makespan: run | simulated | off by "
-        f"| within {100 * ATTAINMENT_GOAL:g} points and {MAKESPAN_GOAL:.0%} |"
-    )
-    yield "|---|---|---|---|---|---|---|---|"
-    for found in simulated:
-        if found.policy not in real:
-            continue
-        other = real[found.policy]
-        points = found.attainment - other.attainment
-        makespan = found.makespan_s / other.makespan_s - 1
-        is_met = abs(points) <= ATTAINMENT_GOAL and abs(makespan) <= MAKESPAN_GOAL
-        yield (
-            f"| {found.policy} | {other.attainment:.0%} | {found.attainment:.0%} | {100 * points:+.1f} "
-            f"| {in_words(other.makespan_s)} | {in_words(found.makespan_s)} | {makespan:+.1%} "
-            f"| {'yes' if is_met else '**no**'} |"
-        )
-
-
-def surprises(simulated: Sequence[Score], ran: Sequence[Score]) -> Iterator[str]:
-    """A line per policy with jobs that met their deadlines only in the run or only in the simulation."""
-    real = {found.policy: {job.id: job for job in found.jobs} for found in ran}
-    for found in simulated:
-        twins = [(job, real.get(found.policy, {}).get(job.id)) for job in found.jobs]
-        differing = [
-            f"{job.id} {_margin(twin)} (simulated {_margin(job)})"
-            for job, twin in twins
-            if twin is not None and twin.is_in_time() != job.is_in_time()
-        ]
-        if differing:
-            yield f"{found.policy}, in time in one of the two alone: {', '.join(differing)}"
-
-
-def _margin(job: JobScore) -> str:
-    if job.status != "done" or job.due_s is None:
-        return job.status
-    left_s = job.due_s - job.ended_s
-    return f"{in_words(abs(left_s))} {'late' if left_s < 0 else 'early'}"
 
 
 def scores_of(content: Mapping[str, Any]) -> list[Score]:
@@ -263,19 +168,6 @@ _RATIOS: tuple[Callable[[Score], float | None], ...] = (
 
 def _ratio(value: float | None, baseline: float | None) -> str:
     return NONE if value is None or not baseline else f"{value / baseline:.2f}"
-
-
-def _share(name: str, found: Score, baseline: Score, bound: Bound) -> float | None:
-    if name == "mean_s" and (found.num_failed or baseline.num_failed):
-        return None
-    value, start, end = (getattr(each, name) for each in (found, baseline, bound))
-    if abs(end - start) <= LEAST_GAIN * start:
-        return None
-    return float((value - start) / (end - start))
-
-
-def _percent(share: float | None) -> str:
-    return NONE if share is None else f"{share:.0%}"
 
 
 def _starved(run: PolicyRun) -> list[str]:

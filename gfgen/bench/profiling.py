@@ -76,7 +76,6 @@ class Measurement:
         return f"{self.model} {self.job.shape} on {self.num_ranks} {self.kind} round {self.round}"
 
     def step_degrees(self, *, counts: bool) -> tuple[Degrees, ...]:
-        """The layouts of the steps of a job."""
         if self.kind == "moving":
             return (ONE,) * (1 + STEPS["moving"] if counts else WARM_UP_STEPS)
         num_steps = 1 + STEPS[self.kind] if counts else WARM_UP_STEPS

@@ -59,7 +59,6 @@ class Score:
 
     @property
     def name(self) -> str:
-        """The policy and its replacement."""
         return self.policy if self.replaced_by is None else f"{self.policy} (replaced by {self.replaced_by})"
 
 

@@ -7,7 +7,6 @@ Arrivals, timeouts and scores are those of gfgen's runs.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import tempfile
@@ -27,7 +26,6 @@ from gfgen.bench.stock_worker import (
     MakeJob,
     RankAnswer,
     StockSettings,
-    StockWarmUp,
     TryJob,
     serve,
 )
@@ -39,9 +37,6 @@ from gfgen.system.wording import counted
 NAME = "diffusers"
 PATIENCE_S = 300.0
 """For loading and for any answer: the first step of a shape may compile."""
-LEFT_ALONE_S = 10.0
-"""For the other ranks of a group after a failure. If all fail alike, all answer within it; if one fails
-alone, the others would wait for it in a collective for minutes."""
 ENDING_S = 2.0
 """For all ranks of a group to end; then they are killed."""
 
@@ -68,7 +63,6 @@ class StockRanks:
 
 
 def is_stock(text: str) -> bool:
-    """Whether the text names stock diffusers instead of a policy."""
     return text.partition(",")[0].strip() == NAME
 
 
@@ -99,22 +93,20 @@ def run_stock(
     ranks: StockRanks,
     *,
     folder: Path,
-    ends_s: float | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[Sequence[JobOutcome], str]:
     """The outcomes of the jobs, and the groups in words.
 
-    Raises: WorkerError when a process dies, when diffusers refuses the jobs with these options, or when jobs
-            are left at `ends_s` on the monotonic clock.
+    Raises: WorkerError when a process dies, or when diffusers refuses the jobs with these options.
     """
-    with _accepted_groups(jobs, options, ranks, tell, ends_s=ends_s) as (groups, way):
+    with _accepted_groups(jobs, options, ranks, tell) as (groups, way):
         for group in groups:
-            group.tell(*[StockWarmUp(job.spec) for job in _kinds(jobs)])
-        for error in (error for group in groups for error in group.answers(len(_kinds(jobs)))):
-            if error is not None:
+            group.tell(*[TryJob(job.spec, is_to_decode=True) for job in _kinds(jobs)])
+        for group in groups:
+            if (error := group.error(len(_kinds(jobs)))) is not None:
                 raise WorkerError(f"{options.text}: warming up: {error}")
         tell(f"{options.text}: {way}")
-        outcomes = _Service(jobs, groups, folder=folder, way=way, ends_s=ends_s).run()
+        outcomes = _Service(jobs, groups, folder=folder, way=way).run()
     return outcomes, way
 
 
@@ -128,37 +120,32 @@ class _StockGroup:
     job: AdmittedJob | None = None
     started_s: float = 0.0
     pending: set[int] = field(default_factory=set)
-    """Ranks that have not answered."""
-    failed: tuple[float, str] | None = None
-    """Time and error of a failed rank while others have not answered."""
-    ends_s: float = math.inf
-    """Limit of all waits, on the monotonic clock."""
 
     def tell(self, *messages: Any) -> None:
         for connection in self.connections:
             for message in messages:
                 connection.send(message)
 
-    def answers(self, number: int = 1) -> list[str | None]:
-        """Each rank's answers to `number` messages: None or an error.
+    def error(self, num_answers: int = 1) -> str | None:
+        """The first error among each rank's next answers; None if there is none.
 
-        Raises: WorkerError when a process dies or does not answer, with the error of another rank.
+        Raises: WorkerError when a process dies or does not answer.
         """
-        found: dict[Connection, list[str | None]] = {connection: [] for connection in self.connections}
-        error: str | None = None
-        while missing := [connection for connection in self.connections if len(found[connection]) < number]:
-            usual_s = PATIENCE_S if error is None else LEFT_ALONE_S
-            patience_s = min(usual_s, max(0.0, self.ends_s - time.monotonic()))
-            ready = wait(missing, patience_s)
+        missing = dict.fromkeys(self.connections, num_answers)
+        while missing:
+            ready = wait(list(missing), PATIENCE_S)
             if not ready:
-                raise _lost(f"no answer after {patience_s:.0f} s", error)
+                raise WorkerError(f"{NAME}: no answer after {PATIENCE_S:.0f} s")
             for connection in ready:
                 assert isinstance(connection, Connection)
-                answer = _received(connection, error)
+                answer = _received(connection)
                 assert isinstance(answer, RankAnswer), answer
-                found[connection].append(answer.error)
-                error = error or answer.error
-        return [each for answers in found.values() for each in answers]
+                if answer.error is not None:  # other ranks may wait for this one in a collective
+                    return answer.error
+                missing[connection] -= 1
+                if not missing[connection]:
+                    del missing[connection]
+        return None
 
     def close(self) -> None:
         """End the processes; kill those that hang in a collective."""
@@ -172,17 +159,12 @@ class _StockGroup:
                 process.join()
 
 
-def _received(connection: Connection, error: str | None) -> object:
-    """The rank's next message. Raises WorkerError, with the `error` of another rank, when it is dead."""
+def _received(connection: Connection) -> object:
+    """The rank's next message. Raises WorkerError when it is dead."""
     try:
         return connection.recv()
     except (EOFError, ConnectionError):
-        raise _lost("a process died", error) from None
-
-
-def _lost(what: str, error: str | None) -> WorkerError:
-    others = "" if error is None else f"; another rank: {error}"
-    return WorkerError(f"{NAME}: {what}{others}")
+        raise WorkerError(f"{NAME}: a process died") from None
 
 
 @contextmanager
@@ -191,8 +173,6 @@ def _accepted_groups(
     options: StockOptions,
     ranks: StockRanks,
     tell: Callable[[str], None],
-    *,
-    ends_s: float | None = None,
 ) -> Iterator[tuple[list[_StockGroup], str]]:
     """Groups of the largest degree at which every kind of job runs, and a description of them."""
     refusal = None
@@ -200,7 +180,7 @@ def _accepted_groups(
         is_given = degree == 1 or options.is_uneven is not None
         for is_uneven in [bool(options.is_uneven)] if is_given else [False, True]:
             with ExitStack() as stack:
-                groups = _started(stack, options, ranks, degree, is_uneven=is_uneven, ends_s=ends_s)
+                groups = _started(stack, options, ranks, degree, is_uneven=is_uneven)
                 refusal = _refusal(jobs, groups[0], is_uneven=is_uneven)
                 if refusal is None:
                     yield groups, _words(degree, len(groups), options, is_uneven=is_uneven)
@@ -217,7 +197,6 @@ def _started(
     degree: int,
     *,
     is_uneven: bool,
-    ends_s: float | None,
 ) -> list[_StockGroup]:
     """All groups, each with its own process group; the stack closes them."""
     context = multiprocessing.get_context("spawn")
@@ -225,7 +204,7 @@ def _started(
     visible = _visible_devices(ranks.num_ranks) if ranks.device != "cpu" else None
     groups = []
     for first in range(0, ranks.num_ranks - degree + 1, degree):
-        group = _StockGroup([], [], ends_s=math.inf if ends_s is None else ends_s)
+        group = _StockGroup([], [])
         stack.callback(group.close)
         groups.append(group)
         for rank in range(degree):
@@ -248,7 +227,9 @@ def _started(
             theirs.close()
             group.processes.append(process)
             group.connections.append(ours)
-    _require(error for group in groups for error in group.answers())
+    for group in groups:
+        if (error := group.error()) is not None:
+            raise WorkerError(f"{NAME}: {error}")
     return groups
 
 
@@ -260,16 +241,9 @@ def _refusal(jobs: Sequence[AdmittedJob], group: _StockGroup, *, is_uneven: bool
     texts = sorted(_texts(jobs), key=lambda job: len(job.spec.prompt))
     for job in [*_kinds(jobs), *(texts[:1] if is_uneven else texts)]:
         group.tell(TryJob(job.spec))
-        for error in group.answers():
-            if error is not None:
-                return error
+        if (error := group.error()) is not None:
+            return error
     return None
-
-
-def _require(errors: Iterator[str | None]) -> None:
-    for error in errors:
-        if error is not None:
-            raise WorkerError(f"{NAME}: {error}")
 
 
 def _degrees(num_ranks: int) -> list[int]:
@@ -319,7 +293,6 @@ class _Service:
         *,
         folder: Path,
         way: str,
-        ends_s: float | None,
     ) -> None:
         self._coming = deque(sorted(jobs, key=lambda job: job.spec.arrival_s))
         self._waiting: deque[AdmittedJob] = deque()
@@ -330,7 +303,6 @@ class _Service:
         self._groups = groups
         self._folder, self._way = folder, way
         self._began_s = time.monotonic()
-        self._limit_s = None if ends_s is None else ends_s - self._began_s
 
     @property
     def now_s(self) -> float:
@@ -341,13 +313,6 @@ class _Service:
             self._let_arrive()
             self._time_out()
             self._start()
-            if self._limit_s is not None and self.now_s > self._limit_s:
-                done, of = len(self._outcomes), counted(len(self._outcomes) + len(self._open), "job")
-                raise WorkerError(
-                    f"{NAME}: stopped by --seconds when {done} of {of} were done, "
-                    f"{self.now_s:.0f} s after the first"
-                )
-            self._give_up_those_left_alone()
             self._listen()
         return self._outcomes
 
@@ -372,12 +337,6 @@ class _Service:
                 group.pending = set(range(len(group.connections)))
                 group.tell(MakeJob(job.spec, self._folder / job.info.file))
 
-    def _give_up_those_left_alone(self) -> None:
-        """Give up if ranks of a group wait for one that failed."""
-        for group in self._groups:
-            if group.failed is not None and self.now_s > group.failed[0] + LEFT_ALONE_S:
-                raise _lost(f"no answer after {LEFT_ALONE_S:.0f} s", group.failed[1])
-
     def _listen(self) -> None:
         senders = {
             connection: (group, rank)
@@ -387,19 +346,16 @@ class _Service:
         for connection in wait(list(senders), self._patience_s()):
             assert isinstance(connection, Connection)
             group, rank = senders[connection]
-            error = None if group.failed is None else group.failed[1]
-            self._take(group, rank, _received(connection, error))
+            self._take(group, rank, _received(connection))
 
     def _patience_s(self) -> float:
-        """Time until the next arrival, timeout or limit."""
+        """Time until the next arrival or timeout."""
         due_s = [job.spec.arrival_s for job in list(self._coming)[:1]]
         due_s += [
             job.spec.arrival_s + job.spec.timeout_s
             for job in self._open.values()
             if job.spec.timeout_s is not None
         ]
-        due_s += [group.failed[0] + LEFT_ALONE_S for group in self._groups if group.failed is not None]
-        due_s += [] if self._limit_s is None else [self._limit_s]
         return max(0.0, min(due_s, default=PATIENCE_S) - self.now_s) + 1e-3
 
     def _take(self, group: _StockGroup, rank: int, message: object) -> None:
@@ -407,11 +363,12 @@ class _Service:
             case JobMade():
                 group.pending.discard(rank)
                 if message.error is not None:
+                    if group.pending:  # the other ranks may wait for this one in a collective
+                        raise WorkerError(f"{NAME}: job {message.job_id}: {message.error}")
                     self._end(message.job_id, message.error)
-                    group.failed = group.failed or (self.now_s, message.error)
                 if not group.pending:
                     self._busy_s[message.job_id] = self.now_s - group.started_s
-                    group.job = group.failed = None
+                    group.job = None
             case FileWritten():
                 self._end(message.job_id, message.error)
             case _:

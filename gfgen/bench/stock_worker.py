@@ -1,7 +1,6 @@
 """The process of one rank of a stock diffusers pipeline, which receives messages through a connection.
 
-    TryJob(spec)            two steps of a job, undecoded           -> None, or why it refuses
-    StockWarmUp(spec)         two steps of a job, with its decode     -> None, or why it refuses
+    TryJob(spec)            two steps of a job                      -> None, or why it refuses
     MakeJob(spec, path)     a job                                   -> JobMade; later FileWritten, by rank 0
 
 Every rank answers. Nothing here imports torch before the process has set its visible devices.
@@ -14,7 +13,6 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -30,17 +28,13 @@ TRIED_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class StockSettings:
-    """The settings of a rank."""
-
     checkpoint: Path
     rank: int
     num_ranks: int
     store: str
-    """The file of the group's FileStore."""
     device: str
     """"cpu", or "cuda" for visible device number `rank`."""
     visible: str | None = None
-    """The value of CUDA_VISIBLE_DEVICES."""
     is_uneven: bool = False
     is_compiled: bool = False
     has_random_weights: bool = False
@@ -51,16 +45,10 @@ class StockSettings:
 
 @dataclass(frozen=True, slots=True)
 class TryJob:
-    """Try whether diffusers accepts this job."""
+    """Try whether diffusers accepts this job; with its decode, this loads and compiles all that it needs."""
 
     spec: JobSpec
-
-
-@dataclass(frozen=True, slots=True)
-class StockWarmUp:
-    """Load and compile what this job needs."""
-
-    spec: JobSpec
+    is_to_decode: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +75,6 @@ class JobMade:
 
 @dataclass(frozen=True, slots=True)
 class FileWritten:
-    """The file of a job is written or has failed."""
-
     job_id: str
     error: str | None = None
 
@@ -139,10 +125,12 @@ def _pipeline(settings: StockSettings) -> Any:
 
 def _answer(pipeline: Any, message: object, writer: _FileWriter | None) -> RankAnswer | JobMade:
     match message:
-        case TryJob(spec):
-            return _attempt(lambda: pipeline.generate(spec, steps=TRIED_STEPS, is_to_decode=False))
-        case StockWarmUp(spec):
-            return _attempt(lambda: pipeline.generate(spec, steps=TRIED_STEPS))
+        case TryJob(spec, is_to_decode):
+            try:
+                pipeline.generate(spec, steps=TRIED_STEPS, is_to_decode=is_to_decode)
+            except Exception as error:  # a refusal is a result, too
+                return RankAnswer(in_one_line(error))
+            return RankAnswer()
         case MakeJob(spec, path):
             began_s = time.monotonic()
             try:
@@ -154,14 +142,6 @@ def _answer(pipeline: Any, message: object, writer: _FileWriter | None) -> RankA
             return JobMade(spec.id, time.monotonic() - began_s)
         case _:
             raise AssertionError(f"unknown message {message!r}")
-
-
-def _attempt(function: Callable[[], Any]) -> RankAnswer:
-    try:
-        function()
-    except Exception as error:  # a refusal is a result, too
-        return RankAnswer(in_one_line(error))
-    return RankAnswer()
 
 
 def _received(connection: Connection) -> Any:

@@ -47,8 +47,6 @@ class JobClass:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The job classes of a model and the expectations of its clients."""
-
     classes: tuple[JobClass, ...]
     steps: int
     timeout_s: float
@@ -147,8 +145,6 @@ def admitted(specs: Sequence[JobSpec], model: ResolvedModel) -> tuple[AdmittedJo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
-    """The options of a workload."""
-
     load: float = 0.8
     """Share of the throughput of single-rank replicas."""
     seed: int = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import click
 
 from gfgen.bench.stock import is_stock
 from gfgen.cli.compare import compare, workload
-from gfgen.errors import InputError
-from gfgen.runtime.report.picture import save_figure
 
 
 class _BenchGroup(click.Group):
@@ -53,7 +50,7 @@ bench.add_command(workload)
 @click.option(
     "--tune", is_flag=True, help="First find and store the fastest kernel per size for this device."
 )
-@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json, .md and .png.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
 def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
     """Group-free collectives compared with NCCL on the GPUs of this machine."""
     from gfgen.bench import gfc as collectives
@@ -69,9 +66,3 @@ def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
         stem = f"{report.facts['date']}-gfc"
         (output / f"{stem}.json").write_text(report.as_json())
         (output / f"{stem}.md").write_text(text)
-        try:
-            save_figure(
-                lambda: collectives.draw_collectives(json.loads(report.as_json())), output / f"{stem}.png"
-            )
-        except InputError as error:  # matplotlib is an extra
-            click.echo(f"no chart: {error}", err=True)

@@ -5,23 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from gfgen import log
-from gfgen.bench.policy_comparison import (
-    COMPARED,
-    PolicyComparison,
-    PolicyRun,
-    fidelity_table,
-    scores_of,
-    surprises,
-)
-from gfgen.bench.scores import Score
+from gfgen.bench.policy_comparison import COMPARED, PolicyComparison
 from gfgen.bench.stock import NAME, is_stock, stock_options
 from gfgen.bench.workloads import (
     WORKLOADS,
@@ -168,16 +159,11 @@ def workload(
     "--outside", multiple=True, metavar=NAME,
     help="Also run stock diffusers: diffusers[,degree=N][,uneven=true][,compiled=true].",
 )  # fmt: skip
-@click.option("--seconds", type=FiniteRange(0), help="Start no run that may end after this time.")
 @click.option(
     "--with", "earlier", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A compare.json of the same workload, whose runs are included and not repeated.",
 )  # fmt: skip
 @click.option("--simulate", "is_simulated", is_flag=True, help="Simulate with a profile.")
-@click.option(
-    "--beside", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="With --simulate: the compare.json of real runs of this workload, to check the predictions.",
-)  # fmt: skip
 @click.option(
     "--slack", type=FiniteRange(0), metavar="SECONDS",
     help="Count a job as in time for its client up to this long after its deadline. [as in the paper]",
@@ -196,9 +182,7 @@ def compare(
     against: str,
     policies: tuple[str, ...],
     outside: tuple[str, ...],
-    seconds: float | None,
     earlier: tuple[Path, ...],
-    beside: Path | None,
     name: Name,
     model: str | None,
     ranks: RankOptions,
@@ -221,7 +205,6 @@ def compare(
     """
     log.configure(level="warning")
     began_s = time.monotonic()
-    ends_s = None if seconds is None else began_s + seconds
     ranked = None if is_simulated else ranks.found(cpu_ranks=REAL_RANKS)
     usual = SIMULATED_MODEL if is_simulated or (ranked is not None and ranked.are_on_gpus) else REAL_MODEL
     model = model or usual
@@ -253,23 +236,18 @@ def compare(
     comparison = PolicyComparison(tuple(texts), baseline=against, slack_s=slack_s)
     for path in earlier:
         _take_in(path, comparison, conditions)
-    if beside is not None and ranked is not None:
-        raise InputError("--beside: has no effect without --simulate")
-    ran = [] if beside is None else _runs_of_same_jobs(beside, conditions)
     todo = comparison.not_run
     if ranked is None and any(map(is_stock, todo)):
         raise InputError(f"{NAME}: cannot be simulated, because it has no profile; leave out --simulate")
     known = predicted(name, model, options, profile_path) if ranked is None or profile_path else None
-    if known is not None:
-        comparison.bound = known.bound(num_ranks=options.num_ranks, slack_s=slack_s)
     if ranked is None:
         assert known is not None
         runs = simulated(todo, known, num_ranks=options.num_ranks)
     else:
-        runs = on_workers(todo, name, model, options, output, ranked, known, ends_s)
+        runs = on_workers(todo, name, model, options, output, ranked, known)
     click.echo(f"{conditions['workload']}, {conditions['where']}")
     try:
-        for run in _in_time(runs, comparison, ends_s):
+        for run in runs:
             comparison.add(run)
             (output / JSON_NAME).write_text(comparison.as_json(conditions))
             at = f"{time.monotonic() - began_s:5.0f} s  "
@@ -277,10 +255,6 @@ def compare(
     except (KeyboardInterrupt, InterruptedRunError) as stop:
         raise _interrupted(stop, comparison, conditions, output) from None
     _report(comparison, conditions, output)
-    if ran:
-        click.echo("\n" + "\n".join(fidelity_table(comparison.scores, ran)))
-        for line in surprises(comparison.scores, ran):
-            click.echo(f"\n{line}")
     return 1 if comparison.failures else 0
 
 
@@ -302,62 +276,22 @@ def _make(output: Path) -> None:
         raise InputError(f"--output {output}: cannot be made ({error.strerror})") from None
 
 
-def _runs_of_same_jobs(path: Path, conditions: Mapping[str, Any]) -> Sequence[Score]:
-    """The real runs of this workload. Raises InputError that names the difference."""
-    alike = ("workload", "profile", "deadlines_from")
-    with _naming("--beside", path):
-        return scores_of(_same_workload(path, conditions, alike, remedy="it needs --profile"))
-
-
 def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, Any]) -> None:
     """Include earlier runs of this workload on these ranks. Raises InputError that names the difference."""
-    alike = ("workload", "where", "options", "profile", "deadlines_from")
-    with _naming("--with", path):
-        comparison.know(_same_workload(path, conditions, alike, remedy="give --profile"))
-
-
-@contextmanager
-def _naming(option: str, path: Path) -> Iterator[None]:
-    """Turn errors of a compare.json into InputError."""
     try:
-        yield
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("this is not a compare.json; it has no object")
+        for key in ("workload", "where", "options", "profile", "deadlines_from"):
+            if content[key] != conditions[key]:
+                raise ValueError(f"its {key} is {content[key]!r}, but here it is {conditions[key]!r}")
+        if conditions["profile"] is None and not content["simulated"]:
+            raise ValueError("its arrivals follow from measured times, so they differ; give --profile")
+        comparison.know(content)
     except KeyError as error:
-        raise InputError(f"{option} {path}: this is not a compare.json; it lacks {error}") from None
+        raise InputError(f"--with {path}: this is not a compare.json; it lacks {error}") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{option} {path}: {error}") from None
-
-
-def _same_workload(
-    path: Path, conditions: Mapping[str, Any], alike: Sequence[str], *, remedy: str
-) -> Mapping[str, Any]:
-    """The content of a compare.json whose conditions `alike` equal these.
-
-    Raises: ValueError that names the difference; KeyError for another file; OSError.
-    """
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict):
-        raise ValueError("this is not a compare.json; it has no object")
-    for key in alike:
-        if content[key] != conditions[key]:
-            raise ValueError(f"its {key} is {content[key]!r}, but here it is {conditions[key]!r}")
-    if conditions["profile"] is None and not content["simulated"]:
-        raise ValueError(f"its arrivals follow from measured times, so they differ; {remedy}")
-    return content
-
-
-def _in_time(
-    runs: Iterator[PolicyRun], comparison: PolicyComparison, ends_s: float | None
-) -> Iterator[PolicyRun]:
-    """Run policies until one as long as the longest so far would end too late."""
-    while comparison.not_run:
-        longest_s = max([score.makespan_s for score in comparison.scores], default=0.0)
-        if ends_s is not None and time.monotonic() + longest_s > ends_s:
-            comparison.why_not_run = "--seconds left no time"
-            return
-        run = next(runs, None)
-        if run is None:
-            return
-        yield run
+        raise InputError(f"--with {path}: {error}") from None
 
 
 def _interrupted(
@@ -378,11 +312,10 @@ def _interrupted(
 
 def _report(comparison: PolicyComparison, conditions: dict[str, Any], output: Path) -> None:
     """Print the tables and write the files."""
-    tables = list(filter(None, ["\n".join(comparison.table()), "\n".join(comparison.gains_table())]))
-    remarks = comparison.remarks()
-    click.echo("\n" + "\n\n".join([*tables, "\n".join(remarks)]).strip("\n") + "\n")
+    table, remarks = "\n".join(comparison.table()), comparison.remarks()
+    click.echo("\n" + "\n\n".join([table, "\n".join(remarks)]).strip("\n") + "\n")
     (output / JSON_NAME).write_text(comparison.as_json(conditions))
-    paragraphs = [conditions["workload"], *tables, *remarks]
+    paragraphs = [conditions["workload"], *([table] if table else []), *remarks]
     (output / "compare.md").write_text("\n\n".join(paragraphs) + "\n")
     chart = output / "compare.png"
     chart.unlink(missing_ok=True)  # of an earlier comparison
@@ -390,8 +323,6 @@ def _report(comparison: PolicyComparison, conditions: dict[str, Any], output: Pa
     if comparison.scores and _draw(comparison, conditions, chart):
         files = "compare.json, compare.md and compare.png"
     click.echo(f"{files} are in {output}/")
-    if comparison.bound is None:
-        click.echo("to see how much any schedule could gain, name a profile with --profile")
 
 
 def _draw(comparison: PolicyComparison, conditions: dict[str, Any], chart: Path) -> bool:

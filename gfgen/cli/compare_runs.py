@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from typing import Any
 
 import click
 
-from gfgen.bench.bounds import Bound, bound_of
 from gfgen.bench.policy_comparison import PolicyRun, attempt
 from gfgen.bench.stock import StockRanks, is_stock, run_stock, stock_options
 from gfgen.bench.workloads import (
@@ -38,7 +36,6 @@ from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.simulate.profiled import profiled_times
 from gfgen.runtime.simulate.simulation import OutcomeRecorder, simulate
 from gfgen.session.ranks import Ranks, admitted_on
 from gfgen.session.session import Session, SessionOptions
@@ -62,11 +59,6 @@ class Predicted:
 
     jobs: tuple[AdmittedJob, ...]
     profile: Profile
-
-    def bound(self, *, num_ranks: int, slack_s: float) -> Bound:
-        """The best that any schedule could reach."""
-        times = profiled_times(self.profile, self.jobs, num_ranks=num_ranks)
-        return bound_of(self.jobs, times, num_ranks=num_ranks, slack_s=slack_s)
 
 
 def predicted(name: Name, model: str, options: WorkloadOptions, path: Path | None) -> Predicted:
@@ -94,7 +86,6 @@ def on_workers(
     output: Path,
     ranks: Ranks,
     workload: Predicted | None,
-    ends_s: float | None,
 ) -> Iterator[PolicyRun]:
     """Run all policies on one pool of workers, then stock diffusers.
 
@@ -123,13 +114,10 @@ def on_workers(
         vae_dtype=ranks.vae_dtype,
     )
     for text in filter(is_stock, texts):
-        left_s = None if ends_s is None else ends_s - time.monotonic()
-        yield _outside(text, admitted(specs, found), stock_ranks, output, left_s)
+        yield _outside(text, admitted(specs, found), stock_ranks, output)
 
 
-def _outside(
-    text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: Path, limit_s: float | None
-) -> PolicyRun:
+def _outside(text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: Path) -> PolicyRun:
     with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
         try:
             outcomes, way = run_stock(
@@ -137,7 +125,6 @@ def _outside(
                 stock_options(text),
                 ranks,
                 folder=Path(folder),
-                ends_s=None if limit_s is None else time.monotonic() + limit_s,
                 tell=lambda line: click.echo(line, err=True),
             )
         except WorkerError as error:

@@ -31,8 +31,6 @@ from gfgen.cluster.plan import NodePlanner, Nodes
 from gfgen.job.moments import closing_at
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.report.picture import check_suffix
-from gfgen.runtime.report.plot_plan import plot_plan
 from gfgen.runtime.simulate.plan_report import as_json as plan_as_json
 from gfgen.runtime.simulate.plan_report import in_plain_words
 from gfgen.runtime.simulate.planner import Plan, PlanProgress, PlanWindow, make_plan
@@ -83,9 +81,6 @@ ON_NODES = ("auto", "edf", "makespan", "srtf", "triage")
 @profile_option
 @model_option
 @simulated_memory_option
-@click.option(
-    "--chart", type=click.Path(path_type=Path), help="Also draw the plan: a .png, .svg or .pdf file."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def plan(
     *,
@@ -98,7 +93,6 @@ def plan(
     profile_path: Path | None,
     model: str,
     memory: str | None,
-    chart: Path | None,
     as_json: bool,
 ) -> None:
     """Predict when JOBS are done and which are late, by policy and number of ranks.
@@ -106,8 +100,6 @@ def plan(
     The plan comes from simulations with a profile. It generates nothing.
     """
     configure_log("warning")
-    if chart is not None:
-        check_suffix(chart)
     if nodes and (memory or ranks):
         option = "--memory" if memory else "--ranks"
         raise click.UsageError(f"{option} goes with one machine; leave out --nodes")
@@ -130,10 +122,6 @@ def plan(
     else:
         more = filter(None, [unseen, closer, turns])
         click.echo("\n".join([*in_plain_words(made, device=describe(profile)), *more]))
-    if chart is not None:
-        plot_plan(made, chart)
-        if not as_json:
-            click.echo(f"The chart is {chart}.")
 
 
 _Found = tuple[Plan, Profile, str | None, str | None]

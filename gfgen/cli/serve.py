@@ -379,7 +379,7 @@ def serve_models(options: ServeOptions) -> None:
     Raises: InputError when the address or a model is unavailable; LockedError when another run holds
             the output folder; InterruptedRunError when a second signal did not let steps end.
     """
-    descriptors.check_enough()
+    descriptors.allow_most()
     check_addresses()
     with contextlib.ExitStack() as stack:
         listener = listen(options.host, options.port)

@@ -103,9 +103,9 @@ def simulate(
     folders = [_folder(output, each.name, is_only=len(asked) == 1) for each in asked]
     runs, failures = [], []
     with _held(output, folders):
-        for place, (each, folder) in enumerate(zip(asked, folders, strict=True)):
+        for each, folder in zip(asked, folders, strict=True):
             try:
-                done = _simulate(room, each, profile, folder, started_at=now, place=place)
+                done = _simulate(room, each, profile, folder, started_at=now)
                 runs.append((each.name, done))
             except OutputError:
                 raise
@@ -153,7 +153,6 @@ def _simulate(
     folder: Path | None,
     *,
     started_at: float,
-    place: int,
 ) -> Simulated:
     policy, num_ranks = asked.policy, asked.num_ranks
     if asked.num_nodes is not None:
@@ -166,7 +165,7 @@ def _simulate(
             started_at=started_at,
         )
     with contextlib.ExitStack() as stack:
-        writers = _observers(folder, place=place)
+        writers = _observers(folder)
         observers = [stack.enter_context(contextlib.closing(each)) for each in writers]
         return run_simulation(
             room.jobs,
@@ -226,13 +225,13 @@ def _clear(output: Path, held: Collection[Path]) -> None:
                 folder.rmdir()
 
 
-def _observers(folder: Path | None, *, place: int) -> Iterator[Observer]:
+def _observers(folder: Path | None) -> Iterator[Observer]:
     if folder is None:
         return
     manifest = folder / MANIFEST_NAME
     manifest.unlink(missing_ok=True)
     yield ManifestWriter(manifest, is_simulated=True)
-    yield TraceWriter(folder / TRACE_NAME, is_simulated=True, place=place)
+    yield TraceWriter(folder / TRACE_NAME, is_simulated=True)
 
 
 def _folder(output: Path | None, name: str, *, is_only: bool) -> Path | None:

@@ -28,11 +28,10 @@ from gfgen.cluster.member import (
     Start,
     attempt_folder,
 )
-from gfgen.models.families.registry import resolve_checkpoint, resolve_configs
-from gfgen.models.geometry.model import load_geometry, weightless_geometry
 from gfgen.runtime.core.admission import ResolvedModel
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo
+from gfgen.session.admission import resolved_model
 from gfgen.session.ranks import Ranks
 from gfgen.system.lifeline import module_command, module_environment
 from gfgen.system.machine import key_versions
@@ -88,11 +87,9 @@ class NodeActor:
     def find_model(self, name: str) -> ResolvedModel:
         """Raises: ModelError when this node has no such model."""
         ranks = self._options.ranks
-        if ranks.random_weights:
-            checkpoint = resolve_configs(name)
-            return ResolvedModel(name, checkpoint, weightless_geometry(checkpoint), has_random_weights=True)
-        checkpoint = resolve_checkpoint(name)
-        return ResolvedModel(name, checkpoint, load_geometry(checkpoint, trusts_code=ranks.trust_remote_code))
+        return resolved_model(
+            name, has_random_weights=ranks.random_weights, trusts_code=ranks.trust_remote_code
+        )
 
     def load(self, models: Sequence[str]) -> Ready | Refused | Gone:
         """Start the process with these models, and wait until it is ready."""
@@ -122,13 +119,11 @@ class NodeActor:
         return found
 
     def read(self, file: str, offset: int, size: int) -> bytes:
-        """A part of a file."""
         with (self._folder / file).open("rb") as stream:
             stream.seek(offset)
             return stream.read(size)
 
     def forget(self, attempt: int) -> None:
-        """Remove the files of an attempt."""
         shutil.rmtree(self._folder / attempt_folder(attempt), ignore_errors=True)
 
     def stop(self) -> None:

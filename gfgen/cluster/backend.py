@@ -67,13 +67,11 @@ class ClusterBackend:
         self._attempts: dict[int, Dispatch] = {}
         """Those of living nodes; a report of any other comes too late."""
         self._ready_slots: set[int] = set()
-        """Slots whose lanes the state knows to be ready."""
         self.outcomes: dict[str, JobOutcome] = {}
         """How jobs ended on their nodes, until the driver has concluded them."""
 
     @property
     def num_ranks(self) -> int:
-        """Of the nodes that live."""
         return self._cluster.num_ranks
 
     def wait(self, until: float | None) -> list[Event]:
@@ -89,7 +87,6 @@ class ClusterBackend:
         return [*found, *self._clock.due()]
 
     def submit(self, dispatch: Dispatch) -> None:
-        """Hand a job to the node of its lane."""
         job_id = dispatch.task.job_id
         self._attempts[dispatch.number] = dispatch
         job = for_node(self._jobs[job_id], left_s=self._left_s(job_id))

@@ -30,7 +30,6 @@ class Driver(Control):
 
     @property
     def num_ranks(self) -> int:
-        """Of the nodes that live."""
         return self.backend.num_ranks
 
     handout: HandOut

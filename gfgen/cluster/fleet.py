@@ -30,7 +30,6 @@ class Fleet:
 
     @property
     def num_ranks(self) -> int:
-        """Of all living nodes."""
         return sum(node.num_ranks for node in self.nodes.values())
 
     def slot_of(self, lane: int) -> int:

@@ -49,7 +49,6 @@ class HandOut:
         return NamedPolicy(self._policy.name, self.decide, is_built_in=self._policy.is_built_in)
 
     def follow(self, policy: NamedPolicy) -> None:
-        """Ask another policy from now on."""
         self._policy, self.wants_turn = policy, True
 
     def decide(self, snapshot: Snapshot) -> list[Decision]:
@@ -110,7 +109,6 @@ class HandOut:
         return self._on_lanes(snapshot, slot, chosen[:room])
 
     def _chosen(self, snapshot: Snapshot) -> list[JobView]:
-        """The open jobs that the policy starts."""
         tasks = [decision.task for decision in self._policy.decide(snapshot)]
         return [snapshot.open[task.job_id] for task in tasks if task.job_id in snapshot.open]
 
@@ -151,7 +149,6 @@ class HandOut:
         return self._fleet.nodes[slot].num_ranks
 
     def _most_patient(self, running: Iterable[RunningTask], now_s: float) -> Patience:
-        """The largest patience of these jobs."""
         return max(
             (given.precedence, given.deadline_s, _left_s(given, task, now_s))
             for task in running

@@ -95,8 +95,6 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The node cannot be used."""
-
     reason: str
 
 
@@ -116,7 +114,6 @@ class Noted:
 
 
 def attempt_folder(attempt: int) -> str:
-    """The folder of the files of an attempt, in the node's."""
     return f"attempt-{attempt}"
 
 
@@ -142,7 +139,6 @@ class JobFeed(Observer):
         """Attempts that were cancelled before they came."""
         self._notes: list[Note] = []
         self._views: dict[str, JobView] = {}
-        """The last views that were sent."""
         threading.Thread(target=self._read, name="jobs", daemon=True).start()
 
     def _read(self) -> None:

@@ -90,8 +90,6 @@ Report = NodeJoined | NodeLost | JobEnded | NodeNotes
 
 
 class Cluster(Protocol):
-    """All nodes of a run."""
-
     @property
     def num_ranks(self) -> int:
         """Of the nodes that live."""

@@ -29,8 +29,6 @@ from gfgen.system.timelimit import DecisionTimeout
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Equal machines."""
-
     number: int
     num_ranks: int
     """Of each."""

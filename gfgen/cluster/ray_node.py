@@ -51,8 +51,6 @@ class RayOptions:
 
 
 class RayNode:
-    """A machine with its actor."""
-
     def __init__(self, cluster: RayCluster, ray_id: str, name: str, resources: Mapping[str, float]) -> None:
         self.name, self.ray_id = name, ray_id
         self.ranks: Ranks | None = None

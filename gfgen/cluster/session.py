@@ -78,8 +78,6 @@ def cluster_admission(options: SessionOptions, cluster: RayCluster) -> ClusterAd
 
 @dataclass(frozen=True, slots=True)
 class _StopSignals:
-    """Signals as requests to stop."""
-
     signals: SignalPipe
 
     def fileno(self) -> int:
@@ -100,7 +98,6 @@ class ClusterSession(Session):
         self._cluster = cluster
         self._last_number = 0
         self._fleet = Fleet.of(0, num_ranks=0)
-        """Of the present run."""
 
     @functools.cached_property
     def admission(self) -> Admission:

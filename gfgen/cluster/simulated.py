@@ -52,7 +52,6 @@ class SimulatedNode(Observer):
         self._clock = Clock(virtual=True)
         self._waiting: list[AdmittedJob] = []
         self._attempts: dict[str, int] = {}
-        """The last attempt at each job."""
         self.costs = CostModel(profile)
         self._backend = SimulatedBackend(self._clock, num_ranks=num_ranks, times=times)
         start = RunStart(num_ranks=num_ranks, lookahead_s=LOOKAHEAD_S, max_degree=max_degree)
@@ -76,7 +75,6 @@ class SimulatedNode(Observer):
         return math.inf if next_s is None else next_s
 
     def turn(self) -> None:
-        """Let the next thing happen."""
         self.control.turn()
         self._clock.look_s = self.control.state.flights.next_look_s(self._clock.turn_s)
 
@@ -125,7 +123,6 @@ class SimulatedCluster:
         return sum(node.num_ranks for node in self._nodes.values())
 
     def join(self, node: SimulatedNode, at_s: float = 0.0) -> None:
-        """A node joins at this time."""
         self._nodes[node.name] = node
         self._post(NodeJoined(node), at_s)
 
@@ -139,11 +136,9 @@ class SimulatedCluster:
         self.report(NodeLost(name, reason), self._clock.now_s)
 
     def tell(self, node: SimulatedNode, message: AdmittedJob | int) -> None:
-        """Send a node a job, or a number to cancel."""
         self._post((node.name, message), self._clock.now_s + LATENCY_S)
 
     def report(self, report: Report, at_s: float) -> None:
-        """Send the driver a report."""
         self._post(report, at_s + LATENCY_S)
 
     def _post(self, message: Report | tuple[str, AdmittedJob | int], at_s: float) -> None:

@@ -43,7 +43,6 @@ class WholeJob(Trajectory):
 
 
 def as_whole(job: AdmittedJob) -> AdmittedJob:
-    """The job as the driver sees it."""
     steps = job.trajectory
     return replace(job, trajectory=WholeJob(*_parts_of(steps)))
 

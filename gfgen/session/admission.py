@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gfgen.errors import InputError, JobError, JobFileError, ModelError, Problem, listed
@@ -23,7 +23,6 @@ from gfgen.models.families.registry import (
     check_name,
     find_configs,
     resolve_checkpoint,
-    resolve_configs,
 )
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
 from gfgen.models.lora.fit import LoraFits
@@ -80,7 +79,6 @@ class AdmittedSource:
     parsed: ParsedJobs
     jobs: Sequence[AdmittedJob]
     problems: Sequence[Problem]
-    """All of them, by line."""
     num_colliding: int = 0
     """Jobs whose file is in the way."""
 
@@ -483,17 +481,18 @@ class Admission:
         return model
 
     def _look_up(self, name: str) -> ResolvedModel:
-        model = self._resolved(name)
+        model = resolved_model(name, has_random_weights=self.has_random_weights, trusts_code=self.trusts_code)
         if precision_of(self.precision, model.checkpoint) == FP8:
             check_layers(model.geometry, model.checkpoint)
         return model
 
-    def _resolved(self, name: str) -> ResolvedModel:
-        if self.has_random_weights:
-            checkpoint = resolve_configs(name)
-            return ResolvedModel(name, checkpoint, weightless_geometry(checkpoint), has_random_weights=True)
-        checkpoint = resolve_checkpoint(name)
-        return ResolvedModel(name, checkpoint, load_geometry(checkpoint, trusts_code=self.trusts_code))
+
+def resolved_model(name: str, *, has_random_weights: bool, trusts_code: bool) -> ResolvedModel:
+    """A model with what a run needs of it, which may be downloaded. Raises: ModelError."""
+    if has_random_weights:
+        return replace(find_weightless(name), has_random_weights=True)
+    checkpoint = resolve_checkpoint(name)
+    return ResolvedModel(name, checkpoint, load_geometry(checkpoint, trusts_code=trusts_code))
 
 
 def find_weightless(name: str) -> ResolvedModel:

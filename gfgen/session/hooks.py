@@ -40,7 +40,6 @@ class FileHook(Observer):
         self._todo.put(outcome)
 
     def stop(self) -> None:
-        """Start no further command."""
         self._is_stopped = True
 
     def finish(self) -> None:

@@ -57,8 +57,6 @@ def loras_of(job: AdmittedJob) -> Set[Lora]:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What the LoRAs of one model's jobs need."""
-
     loras: frozenset[Lora] = frozenset()
     changed: Mapping[str, int] = field(default_factory=dict)
     """Parameters by weight that they change."""
@@ -136,8 +134,6 @@ def _is_mapped(checkpoint: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ServedLora:
-    """A LoRA that requests name."""
-
     path: Path
     sha256: str
 

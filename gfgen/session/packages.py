@@ -19,10 +19,8 @@ COMPUTING: Mapping[str, str] = {
 """Every run needs these: package name -> module name."""
 
 VIDEOS: Mapping[str, str] = {"ftfy": "ftfy", "imageio": "imageio", "imageio-ffmpeg": "imageio_ffmpeg"}
-"""Videos need these, too."""
 
 LORAS: Mapping[str, str] = {"peft": "peft"}
-"""Jobs with LoRAs need this, too."""
 
 SERVING: Mapping[str, str] = {
     "fastapi": "fastapi",
@@ -33,7 +31,6 @@ SERVING: Mapping[str, str] = {
     "python-multipart": "python_multipart",
     "prometheus_client": "prometheus_client",
 }
-"""The HTTP process needs these, too."""
 
 
 def check_packages(packages: Mapping[str, str]) -> None:

@@ -25,7 +25,6 @@ from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.session.admission import Admission
 from gfgen.session.packages import COMPUTING, check_packages
-from gfgen.system import descriptors
 from gfgen.system.machine import cpu_name
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
@@ -41,7 +40,6 @@ class Ranks:
     has_graphs: bool = True
     """CUDA graphs, on GPUs."""
     trusts_code: bool = False
-    """Whether code that comes with a checkpoint may run."""
     compile: str = "auto"
     """Whether blocks of general pipelines are compiled (kernels.py): auto, on or off."""
     is_offloaded: bool = False
@@ -185,7 +183,6 @@ def ready_pool(
     The pool goes on without a rank that cannot start, unless all are needed, as in measurements. Workers and
     writers keep `keep_fds` open until they end. `worker_main` replaces the program of the workers.
     """
-    descriptors.check_enough()
     check_addresses()
     if worker_main is None:
         check_packages(COMPUTING)

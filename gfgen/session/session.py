@@ -79,8 +79,6 @@ class SessionOptions:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Sources of jobs and requests during a run."""
-
     intake: Intake | None = None
     observers: Sequence[Observer] = ()
     """Observers of the run that stay open after it, such as the source itself."""
@@ -90,13 +88,10 @@ class Arrivals:
     on_turn: Callable[[float], None] | None = None
     """Called with the seconds of each turn of the control loop."""
     watched: Path | None = None
-    """The folder that jobs come from."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """What the control loop of a run starts from."""
-
     options: SessionOptions
     clock: Clock
     start: RunStart
@@ -357,7 +352,6 @@ def _chooser(policy: NamedPolicy, stack: contextlib.ExitStack) -> Chooser | None
 
 
 def known_profile(ranks: Ranks) -> Profile | None:
-    """This machine's profile, if there is one."""
     found = find_profile(ranks.profiled_as)
     if found is None:
         return None

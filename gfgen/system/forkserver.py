@@ -12,14 +12,12 @@ process.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import multiprocessing.forkserver
 import multiprocessing.process
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -40,8 +38,6 @@ def ensure_running(keep_fds: Sequence[int] = ()) -> None:
     assert threading.current_thread() is threading.main_thread(), "the main thread starts processes"
     server: Any = multiprocessing.forkserver._forkserver
     address_before = server._forkserver_address
-    if address_before is None:
-        _leave_removed_folder()
     with (
         _our_start(keep_fds),
         tempfile.TemporaryDirectory(prefix="gfgen-") as made,
@@ -60,30 +56,21 @@ def ensure_running(keep_fds: Sequence[int] = ()) -> None:
         os.close(int(address_before.removeprefix(_BY_DESCRIPTOR)))
 
 
-def _leave_removed_folder() -> None:
-    """Leave a deleted current folder, in which no process can start."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        os.chdir("/")
-
-
 @contextlib.contextmanager
 def _our_start(keep_fds: Sequence[int]) -> Iterator[None]:
     """Start processes so that they find our modules, and the fork server so that it dies with this process.
 
-    They are started with `-c`, which searches the current folder before the standard library: unless this
-    process does too, `-P` keeps them from taking a random.py there for Python's own.
+    They are started with `-c`, which searches the current folder before the standard library; `-P` keeps them
+    from taking a random.py there for Python's own.
     """
     util: Any = multiprocessing.util
     spawn = util.spawnv_passfds
-    own_flags = [] if _finds_modules_here() else ["-P"]
 
     def start(path: bytes, command: Sequence[str], fds: Sequence[int]) -> int:
         *flags, _, code = command
         if "forkserver" in code:  # the resource tracker ends when all others have
             code, fds = f"{_lifeline()}; {code}", [*fds, *keep_fds]
-        pid: int = spawn(path, [*flags, *own_flags, "-c", code], fds)
+        pid: int = spawn(path, [*flags, "-P", "-c", code], fds)
         return pid
 
     util.spawnv_passfds = start
@@ -97,13 +84,6 @@ def _lifeline() -> str:
     """Statements for a child of this process, which may not find this package."""
     bind = f"lifeline.die_with_parent({os.getpid()}); lifeline.bind_forks()"
     return f"import sys; sys.path.append({str(PACKAGE_ROOT)!r}); from gfgen.system import lifeline; {bind}"
-
-
-def _finds_modules_here() -> bool:
-    """Whether this process looks into the current folder before the standard library."""
-    library = os.path.dirname(os.__file__)
-    before = itertools.takewhile(lambda place: place != library, sys.path)
-    return os.getcwd() in map(os.path.abspath, before)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,6 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def key_versions() -> Mapping[str, str]:
-    """Of the packages on which the results depend."""
     found = versions()
     return {name: found[name] for name in ("gfgen", "torch", "diffusers", "transformers") if name in found}
 

@@ -8,7 +8,7 @@ from builders import make_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gfgen.bench.bounds import bound_of, demands_of
+from benchmarks.bounds import least_makespan_s
 from gfgen.bench.scores import score
 from gfgen.graph import Stage
 from gfgen.policies.catalog import load_policy
@@ -27,79 +27,33 @@ def job(job_id, **fields):
     return replace(make_job(job_id, steps=2, **fields), max_decode_degree=2)
 
 
-def bound(*jobs, num_ranks=1, slack_s=0.0, share=1.0, **times):
+def bound_s(*jobs, num_ranks=1, share=1.0, **times):
     """On n ranks a step takes 1 / n ** share of its time alone, and so does a decode on two."""
 
     def task_s(dispatch):
         return ALONE_S[dispatch.task.stage] / dispatch.layout.degree**share
 
-    return bound_of(jobs, SimulatedTimes(task_s=task_s, **times), num_ranks=num_ranks, slack_s=slack_s)
+    return least_makespan_s(jobs, SimulatedTimes(task_s=task_s, **times), num_ranks=num_ranks)
 
 
-def test_on_one_rank_short_jobs_go_first_and_the_rank_never_pauses():
-    found = bound(job("a"), job("b"), make_job("long", steps=4))
-    assert found.makespan_s == 2 * JOB_S + (JOB_S + 20)
-    assert found.mean_s == (JOB_S + 2 * JOB_S + found.makespan_s) / 3
-    assert found.jobs_per_min == pytest.approx(60 * 3 / found.makespan_s)
+def test_one_rank_never_pauses():
+    assert bound_s(job("a"), job("b"), make_job("long", steps=4)) == 2 * JOB_S + (JOB_S + 20)
 
 
 def test_a_job_that_has_all_ranks_takes_its_tasks_at_their_quickest():
-    found = bound(job("a", arrival_s=3.0), num_ranks=4, dispatch_s=0.5, write_s=lambda _: 2.0)
-    assert found.mean_s == found.makespan_s == 0.5 + (1 + 1 + 2 * 10 / 4 + 4 / 2) + 2.0
+    found_s = bound_s(job("a", arrival_s=3.0), num_ranks=4, dispatch_s=0.5, write_s=lambda _: 2.0)
+    assert found_s == 0.5 + (1 + 1 + 2 * 10 / 4 + 4 / 2) + 2.0
 
 
 def test_jobs_that_never_meet_do_not_wait():
     jobs = [job(str(number), arrival_s=100.0 * number) for number in range(3)]
-    found = bound(*jobs, num_ranks=2, share=0.5)
     alone_s = 2 + (2 * 10 + 4) / math.sqrt(2)
-    assert found.mean_s == pytest.approx(alone_s)
-    assert found.makespan_s == pytest.approx(200 + alone_s)
+    assert bound_s(*jobs, num_ranks=2, share=0.5) == pytest.approx(200 + alone_s)
 
 
-def test_work_counts_on_the_cheapest_ranks_and_time_on_the_quickest():
-    (demand,) = demands_of([job("a")], SimulatedTimes(task_s=lambda _: 1.0), num_ranks=4)
-    assert (demand.work, demand.least_s, demand.savings) == (5.0, 5.0, ())
-    times = SimulatedTimes(task_s=lambda d: ALONE_S[d.task.stage] / math.sqrt(d.layout.degree))
-    (demand,) = demands_of([job("a")], times, num_ranks=4)
-    assert demand.work == JOB_S
-    assert demand.least_s == pytest.approx(2 + 2 * 10 / 2 + 4 / math.sqrt(2))
-
-
-def test_a_window_that_is_narrower_than_the_time_alone_costs_work():
-    times = SimulatedTimes(task_s=lambda d: ALONE_S[d.task.stage] / math.sqrt(d.layout.degree))
-    (demand,) = demands_of([job("a")], times, num_ranks=2)
-    saved_s = (2 * 10 + 4) * (1 - 1 / math.sqrt(2))
-    assert demand.work_within(JOB_S) == JOB_S
-    assert demand.work_within(JOB_S - saved_s) == pytest.approx(2 + (2 * 10 + 4) * math.sqrt(2))
-    assert demand.work_within(JOB_S - saved_s / 2) == pytest.approx(JOB_S + 24 * (math.sqrt(2) - 1) / 2)
-    assert demand.work_within(JOB_S - saved_s - 0.1) == math.inf
-
-
-def test_no_more_jobs_are_in_time_than_fit_before_their_deadlines():
-    crowd = [job(str(number), deadline_s=2.5 * JOB_S) for number in range(4)]
-    assert bound(*crowd).attainment == 2 / 4
-    assert bound(*crowd, slack_s=JOB_S / 2).attainment_client == 3 / 4
-    assert bound(*crowd, num_ranks=2).attainment == 1.0
-
-
-def test_jobs_that_come_later_do_not_use_what_was_idle_before():
-    first = job("first", deadline_s=JOB_S)
-    late = [job(name, arrival_s=1000.0, deadline_s=JOB_S) for name in "ab"]
-    assert bound(first, *late).attainment == 2 / 3
-    apart = job("b", arrival_s=1000.0 + JOB_S, deadline_s=JOB_S)
-    assert bound(first, late[0], apart).attainment == 1.0
-
-
-def test_a_deadline_that_all_ranks_together_miss_is_met_by_nobody():
-    assert bound(job("a", deadline_s=2 + 2 * 10 / 4 + 1), num_ranks=4).attainment == 0.0
-    assert bound(job("a", deadline_s=2 + 2 * 10 / 4 + 2), num_ranks=4).attainment == 1.0
-    assert bound(job("a")).attainment == 1.0  # it has none
-
-
-def test_throughput_may_come_from_letting_jobs_fail_when_they_time_out_soon():
-    hopeless = make_job("hopeless", steps=100, timeout_s=40.0)
-    assert bound(job("a"), hopeless).jobs_per_min == 60 * 1 / 40.0
-    assert bound(job("a"), job("b")).jobs_per_min == pytest.approx(60 * 2 / (2 * JOB_S))
+def test_work_counts_on_the_cheapest_ranks():
+    jobs = [job(str(number)) for number in range(40)]
+    assert bound_s(*jobs, num_ranks=4, share=0.5) == pytest.approx(10 * JOB_S)
 
 
 @st.composite
@@ -157,16 +111,11 @@ def workloads(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(profile=profiles(), jobs=workloads(), num_ranks=st.integers(1, 4), slack_s=st.sampled_from((0.0, 2.0)))
-def test_no_policy_surpasses_the_bound(profile, jobs, num_ranks, slack_s):
-    times = profiled_times(profile, jobs, num_ranks=num_ranks)
-    most = bound_of(jobs, times, num_ranks=num_ranks, slack_s=slack_s)
+@given(profile=profiles(), jobs=workloads(), num_ranks=st.integers(1, 4))
+def test_no_policy_surpasses_the_bound(profile, jobs, num_ranks):
+    least_s = least_makespan_s(jobs, profiled_times(profile, jobs, num_ranks=num_ranks), num_ranks=num_ranks)
     for policy in POLICIES:
         run = simulate(jobs, policy=load_policy(policy), num_ranks=num_ranks, profile=profile)
-        found = score(policy, run.outcomes, slack_s=slack_s)
-        assert found.jobs_per_min <= most.jobs_per_min * (1 + 1e-9)
-        assert found.attainment <= most.attainment
-        assert found.attainment_client <= most.attainment_client
+        found = score(policy, run.outcomes, slack_s=0.0)
         if not found.num_failed:
-            assert found.mean_s >= most.mean_s * (1 - 1e-9)
-            assert found.makespan_s >= most.makespan_s * (1 - 1e-9)
+            assert found.makespan_s >= least_s * (1 - 1e-9)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.bare_messages import BareTimes
 from benchmarks.elasticity_rows import bare_rows
 from gfgen.bench.scripted import MeasuredRun
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankTimes
-from gfgen.runtime.ipc.messages import BareTimes
 
 STAGES = (Stage.ENCODE, Stage.PREPARE, Stage.DENOISE, Stage.DENOISE, Stage.DECODE)
 Part = tuple[Sequence[int], float, float]

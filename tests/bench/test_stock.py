@@ -24,13 +24,8 @@ from gfgen.errors import PolicyError, WorkerError
 STEP_S = 0.02
 
 
-def serving(
-    jobs, *, num_groups=1, num_ranks=1, fails=(), fails_alone=(), step_s=STEP_S, ends_s=None
-) -> list[tuple[str, str | None]]:
-    """(job, error) in the order in which they ended, with ranks that take a moment for each.
-
-    Of those in `fails_alone`, the first rank alone says so, and the others say nothing.
-    """
+def serving(jobs, *, num_groups=1, num_ranks=1, fails=(), step_s=STEP_S) -> list[tuple[str, str | None]]:
+    """(job, error) in the order in which they ended, with ranks that take a moment for each."""
 
     def rank(connection: Any, *, writes: bool) -> None:
         with suppress(EOFError, OSError):  # the service is over
@@ -38,10 +33,6 @@ def serving(
                 message = connection.recv()
                 assert isinstance(message, MakeJob)
                 time.sleep(step_s)
-                if message.spec.id in fails_alone:
-                    if writes:
-                        connection.send(JobMade(message.spec.id, step_s, "out of memory"))
-                    continue
                 error = "out of memory" if message.spec.id in fails else None
                 connection.send(JobMade(message.spec.id, step_s, error))
                 if writes and error is None:
@@ -55,7 +46,7 @@ def serving(
             threading.Thread(target=rank, args=(theirs,), kwargs={"writes": number == 0}, daemon=True).start()
             group.connections.append(ours)
         groups.append(group)
-    service = stock._Service(jobs, groups, folder=Path("."), way="1 group of 1", ends_s=ends_s)
+    service = stock._Service(jobs, groups, folder=Path("."), way="1 group of 1")
     try:
         outcomes = service.run()
     finally:
@@ -84,18 +75,10 @@ def test_a_job_that_fails_is_counted_and_the_next_one_is_made():
     assert serving(jobs, fails={"a"}) == [("a", "out of memory"), ("b", None)]
 
 
-@pytest.mark.parametrize("num_others", [0, 1])
-def test_a_group_whose_ranks_wait_for_one_that_failed_is_soon_given_up(monkeypatch, num_others):
-    monkeypatch.setattr(stock, "LEFT_ALONE_S", 0.2)
-    jobs = [arriving("a", 0.0), *(arriving(f"late-{number}", 999.0) for number in range(1 + num_others))]
-    with pytest.raises(WorkerError, match="no answer after 0 s; another rank: out of memory"):
-        serving(jobs, num_groups=1 + num_others, num_ranks=2, fails_alone={"a"})
-
-
-def test_a_job_that_fails_on_all_ranks_leaves_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(stock, "LEFT_ALONE_S", 0.2)
+def test_ranks_that_may_wait_for_one_that_failed_are_given_up():
     jobs = [arriving("a", 0.0), arriving("b", 0.5)]
-    assert serving(jobs, num_ranks=2, fails={"a"}) == [("a", "out of memory"), ("b", None)]
+    with pytest.raises(WorkerError, match="diffusers: job a: out of memory"):
+        serving(jobs, num_ranks=2, fails={"a"})
 
 
 def test_a_job_that_waits_too_long_fails_and_is_not_made():
@@ -107,17 +90,11 @@ def test_a_job_that_waits_too_long_fails_and_is_not_made():
 def test_deadlines_count_from_the_arrival():
     jobs = [arriving("a", 0.01, deadline_s=5.0)]
     group = stock._StockGroup([], [])
-    service = stock._Service(jobs, [group], folder=Path("."), way="", ends_s=None)
+    service = stock._Service(jobs, [group], folder=Path("."), way="")
     service._end("a", None)
     (outcome,) = service._outcomes
     assert outcome.deadline_s == pytest.approx(5.01)
     assert outcome.met_deadline
-
-
-def test_what_takes_too_long_is_given_up_and_says_how_far_it_came():
-    jobs = [arriving("a", 0.0), arriving("b", 9.0)]
-    with pytest.raises(WorkerError, match="when 1 of 2 jobs were done"):
-        serving(jobs, ends_s=time.monotonic() + 0.2)
 
 
 class Picky:
@@ -206,33 +183,22 @@ def test_a_group_of_more_ranks_than_there_are_is_refused():
         stock_options("diffusers,degree=4", num_ranks=2)
 
 
-def test_answers_are_not_waited_for_when_the_time_is_up():
-    pairs = [multiprocessing.Pipe() for _ in range(2)]
-    group = stock._StockGroup([], [ours for ours, _ in pairs], ends_s=time.monotonic())
-    pairs[0][1].send(RankAnswer("out of memory"))
-    with pytest.raises(WorkerError, match="no answer after 0 s; another rank: out of memory"):
-        group.answers()
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_ranks_that_one_has_left_alone_are_not_waited_for_long(monkeypatch, failing):
-    """One that fails while the others load, or wait for it in a collective, whichever it is."""
-    monkeypatch.setattr(stock, "LEFT_ALONE_S", 0.0)
-    pairs = [multiprocessing.Pipe() for _ in range(3)]
-    group = stock._StockGroup([], [ours for ours, _ in pairs])
-    pairs[failing][1].send(RankAnswer("out of memory"))
-    with pytest.raises(WorkerError, match="another rank: out of memory"):
-        group.answers()
-    assert not group.connections[2].poll()
-
-
-def test_answers_come_in_the_order_of_ranks():
+def test_answers_are_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(stock, "PATIENCE_S", 0.0)
     pairs = [multiprocessing.Pipe() for _ in range(2)]
     group = stock._StockGroup([], [ours for ours, _ in pairs])
-    for rank in (1, 0):
-        for number in range(2):
-            pairs[rank][1].send(RankAnswer(f"{rank}.{number}"))
-    assert group.answers(2) == ["0.0", "0.1", "1.0", "1.1"]
+    with pytest.raises(WorkerError, match="no answer after 0 s"):
+        group.error()
+
+
+def test_the_first_error_of_a_rank_is_the_answer_of_its_group():
+    pairs = [multiprocessing.Pipe() for _ in range(2)]
+    group = stock._StockGroup([], [ours for ours, _ in pairs])
+    pairs[0][1].send(RankAnswer())
+    pairs[1][1].send(RankAnswer())
+    pairs[1][1].send(RankAnswer("out of memory"))
+    assert group.error() is None
+    assert group.error() == "out of memory"
 
 
 def test_a_process_that_dies_is_told_at_once():
@@ -240,7 +206,7 @@ def test_a_process_that_dies_is_told_at_once():
     group = stock._StockGroup([], [ours for ours, _ in pairs])
     pairs[1][1].close()
     with pytest.raises(WorkerError, match="a process died"):
-        group.answers()
+        group.error()
 
 
 def test_ranks_leave_an_interrupt_to_their_parent_and_end_without_a_word(monkeypatch):
@@ -281,8 +247,8 @@ class Answering:
     def tell(self, message):
         self.tried.append(message.spec.id)
 
-    def answers(self):
-        return [None, "no" if self.tried[-1] == self.refuses else None]
+    def error(self):
+        return "no" if self.tried[-1] == self.refuses else None
 
 
 @pytest.mark.parametrize(

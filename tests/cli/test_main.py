@@ -272,7 +272,6 @@ def test_standard_input_that_is_closed_is_as_one_that_is_empty(command):
 @pytest.mark.parametrize(
     ("limit", "told"),
     [
-        ("-n 8", "this process may open 8 files; a run needs 64 and a few for each job: raise the limit"),
         ("-n 5", "too many open files: raise the limit (ulimit -n), then run again"),
         ("-v 1000000", "a process may take 1.0 GB of memory here (ulimit -v); each rank needs at least 1.5"),
     ],

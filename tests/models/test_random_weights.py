@@ -16,7 +16,7 @@ from diffusers import QwenImagePipeline, WanPipeline
 
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.registry import load_adapter, resolve_configs
+from gfgen.models.families.registry import find_configs, load_adapter
 from gfgen.models.geometry.model import CONFIGS, SHIPPED
 from gfgen.models.loading.components import load_pipeline
 from gfgen.models.loading.random_weights import random_pipeline
@@ -101,12 +101,12 @@ def test_activations_stay_finite_in_models_as_deep_as_the_full_size_ones(
 
 def test_short_names_stand_for_the_configs_that_come_with_gfgen():
     for name in SHIPPED:
-        assert resolve_configs(name) == CONFIGS / name
+        assert find_configs(name) == CONFIGS / name
 
 
 def test_a_model_whose_configs_do_not_come_with_gfgen_is_refused():
     with pytest.raises(ModelError, match="its config files are not here"):
-        resolve_configs("some/model")
+        find_configs("some/model")
 
 
 def test_configs_that_no_class_takes_are_refused_by_name(tiny_models: Mapping[str, Path], tmp_path: Path):

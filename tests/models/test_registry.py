@@ -25,7 +25,6 @@ from gfgen.models.families.registry import (
     find_configs,
     load_adapter,
     resolve_checkpoint,
-    resolve_configs,
 )
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.models.geometry.model import load_geometry
@@ -56,7 +55,7 @@ def test_unknown_name_suggests_the_nearest(name: str, nearest: str) -> None:
 
 @pytest.mark.parametrize("name", ["./tiny-wann", "tiny-wann/", "/nowhere/tiny-wann", "~/tiny-wann", "a/b/c"])
 def test_of_a_path_it_is_said_that_nothing_is_there(name: str) -> None:
-    for resolve in (resolve_checkpoint, resolve_configs, find_configs):
+    for resolve in (resolve_checkpoint, find_configs):
         with pytest.raises(ModelError, match=f"^model {name}: there is no such directory; a directory, "):
             resolve(name)
 
@@ -68,7 +67,7 @@ def test_a_file_in_place_of_a_directory_is_told(tmp_path: Path) -> None:
 
 
 def test_no_name_is_not_the_current_folder() -> None:
-    for resolve in (resolve_checkpoint, resolve_configs, find_configs):
+    for resolve in (resolve_checkpoint, find_configs):
         with pytest.raises(ModelError, match=r"^a model's name is empty; accepted: a directory, "):
             resolve("")
 
@@ -82,7 +81,7 @@ def test_a_hub_id_with_a_slip_suggests_the_nearest(monkeypatch: pytest.MonkeyPat
 
 def test_the_default_model_comes_with_gfgen_and_is_named_first() -> None:
     assert MODELS[0].name == DEFAULT_MODEL
-    for resolve in (resolve_checkpoint, resolve_configs, find_configs):
+    for resolve in (resolve_checkpoint, find_configs):
         assert resolve(DEFAULT_MODEL) == Path(registry.__file__).parents[1] / "weights" / DEFAULT_MODEL
 
 
@@ -91,7 +90,7 @@ def test_a_folder_of_the_built_in_models_name_does_not_take_its_place(
 ) -> None:
     (tmp_path / "shapes").mkdir()
     monkeypatch.chdir(tmp_path)
-    for resolve in (registry.resolve_checkpoint, registry.find_configs, registry.resolve_configs):
+    for resolve in (registry.resolve_checkpoint, registry.find_configs):
         assert resolve("shapes") == registry.WEIGHTS / "shapes"
     assert registry.resolve_checkpoint("./shapes") == tmp_path / "shapes"
 
@@ -385,8 +384,3 @@ def _change(path: Path, **values: object) -> None:
 def test_a_vae_may_have_a_dtype_of_its_own(tiny_models, name, vae_dtype, found):
     adapter = load_adapter(tiny_models[name], dtype="bfloat16", vae_dtype=vae_dtype)
     assert str(adapter._vae.dtype) == f"torch.{found}"
-
-
-def test_a_dtype_that_no_vae_has_is_refused(tiny_models):
-    with pytest.raises(ModelError, match="'int8' of a VAE is not supported"):
-        load_adapter(tiny_models["tiny-wan"], vae_dtype="int8")

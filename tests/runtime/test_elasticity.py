@@ -15,6 +15,7 @@ from test_workers import find_model
 from benchmarks import elasticity_cases as elasticity
 from benchmarks import elasticity_rows as table
 from benchmarks.bare import run_bare
+from benchmarks.bare_messages import BareTimes
 from benchmarks.elasticity_cases import (
     BARE_JOBS,
     ElasticityCase,
@@ -28,7 +29,6 @@ from benchmarks.elasticity_rows import ElasticityRow
 from gfgen.bench.workloads import admitted, calibration_jobs
 from gfgen.errors import InterruptedRunError
 from gfgen.layout import Layout
-from gfgen.runtime.ipc.messages import BareTimes
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.system.signals import SignalPipe

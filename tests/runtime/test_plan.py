@@ -10,7 +10,6 @@ from gfgen.graph import Stage
 from gfgen.runtime.predict.cost import UncertainEstimate, uncertain
 from gfgen.runtime.predict.cost_table import Provenance
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
-from gfgen.runtime.report.plot_plan import draw_plan
 from gfgen.runtime.simulate import plan_report
 from gfgen.runtime.simulate.planner import PlanOption, PlanWindow, _on, best_first, make_plan
 
@@ -196,8 +195,3 @@ def test_doubts_say_which_tasks_and_of_which_models_the_rest_is():
         "extrapolated, not measured: wan s1 (denoise on 5 layouts), wan s2 (encode), wan s3 (encode) "
         "and 2 more shapes of wan"
     )
-
-
-def test_the_chart_has_a_bar_for_each_policy_and_number_of_ranks():
-    figure = draw_plan(plan_of([make_job("a", steps=3)], by_s=20.0))
-    assert [len(axes.patches) for axes in figure.axes] == [2, 2]

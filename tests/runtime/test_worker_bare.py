@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.bare_messages import RunBare
 from benchmarks.worker_bare import BareLoop
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
-from gfgen.runtime.ipc.messages import RunBare
 
 ONE, BOTH = Layout.single(0), Layout((0, 1), ulysses=2)
 

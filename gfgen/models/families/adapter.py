@@ -115,9 +115,7 @@ class Adapter(Protocol):
         """How the launches of steps on this layout depend on the lengths of the prompts."""
         ...
 
-    def evaluate_by(self, forward: Evaluator) -> None:
-        """Use this evaluator for all later calls."""
-        ...
+    def evaluate_by(self, forward: Evaluator) -> None: ...
 
     def rehearse_encode(self) -> None:
         """Evaluate the text encoder once for each shape that it can get, if these are few."""

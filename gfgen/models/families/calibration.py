@@ -40,7 +40,6 @@ def main() -> None:
 
 
 def median_s() -> float:
-    """The median of as many measurements as the budget allows."""
     end_s = time.monotonic() + _BUDGET_S
     times: list[float] = []
     while len(times) < REPEATS and (len(times) < 2 or time.monotonic() < end_s):

@@ -194,7 +194,6 @@ class QwenImageAdapter:
         }
 
     def _predict(self, inputs: dict[str, Any], embeds: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Branches of classifier-free guidance."""
         transformer = self._pipeline.transformer
         assert len(embeds) == 1 or hasattr(transformer, "modulation"), "only fused blocks ignore padding"
         return self._forward(transformer, forward_inputs(transformer, inputs, embeds))
@@ -210,7 +209,6 @@ def load_qwen_image(
     load: LoadPipeline = load_pipeline,
     in_fp8: bool = False,
 ) -> QwenImageAdapter:
-    """The adapter of a Qwen-Image checkpoint, its components on the device."""
     dtypes = component_dtypes(QwenImagePipeline.__name__, vae_dtype)
     pipeline = load(
         QwenImagePipeline, checkpoint, device=device, dtype=dtype, dtypes=dtypes, has_host_experts=in_fp8

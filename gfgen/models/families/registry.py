@@ -23,7 +23,6 @@ from gfgen.models.geometry import single_file
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
-from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.system.lifeline import module_command, module_environment
 from gfgen.system.machine import cache_dir
 
@@ -40,7 +39,6 @@ HUB_IDS = {
 }
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
-"""Whole models that come with gfgen, by their names."""
 
 DEFAULT_MODEL = "shapes"
 """For jobs that name none, where --model names none either."""
@@ -52,13 +50,9 @@ HUB_TIMEOUT_S = 10.0
 HUB_PATTERNS = ("model_index.json", "gfgen.json", "*.py", "*/*")
 """Of a repository: not what lies beside the components, as weights in their original format."""
 
-DTYPES = ("float32", "bfloat16", "float16")
-
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that can be given by a short name."""
-
     name: str
     summary: str
 
@@ -79,7 +73,6 @@ MODELS = (
 )
 
 PACKAGED = ("shapes",)
-"""Models whose weights come with gfgen."""
 TINY_NAMES = tuple(model.name for model in MODELS if model.name.startswith("tiny-"))
 
 
@@ -107,16 +100,6 @@ def check_name(name_or_dir: str) -> None:
     is_known = name_or_dir in TINY_NAMES or name_or_dir in HUB_IDS or _is_hub_id(name_or_dir)
     if not is_known and at_hand(name_or_dir) is None:
         raise ModelError(_unknown(name_or_dir))
-
-
-def resolve_configs(name_or_dir: str) -> Path:
-    """A directory with the model's config files, for random weights; nothing is downloaded.
-
-    Raises: ModelError for a name that no config files are here for.
-    """
-    if name_or_dir in TINY_NAMES:
-        return _tiny_checkpoint(name_or_dir)
-    return find_configs(name_or_dir)
 
 
 def find_configs(name_or_dir: str) -> Path:
@@ -154,23 +137,19 @@ def load_adapter(
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
 
-    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
-    VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
-    checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
-    With `is_offloaded`, text encoders and idle experts are in host memory. `in_fp8` is for Wan and
+    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of VAE_DTYPES
+    (geometry/weights.py). With random weights the directory need hold config files only. With `trusts_code`
+    the checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their
+    own. With `is_offloaded`, text encoders and idle experts are in host memory. `in_fp8` is for Wan and
     Qwen-Image: their blocks' layers are in fp8 (linears.py).
 
-    Raises: ModelError for a broken directory, an unknown family, or an unknown dtype.
+    Raises: ModelError for a broken directory, or an unknown family.
     """
     if has_random_weights:
         geometry = weightless_geometry(checkpoint)
     else:
         geometry = load_geometry(checkpoint, trusts_code=trusts_code)
     name = dtype or ("float32" if device == "cpu" else "bfloat16")
-    if name not in DTYPES:
-        raise ModelError(f"dtype {name!r} is not supported; {', '.join(DTYPES)} are")
-    if vae_dtype not in VAE_DTYPES:
-        raise ModelError(f"dtype {vae_dtype!r} of a VAE is not supported; {', '.join(VAE_DTYPES)} are")
     import torch
 
     from gfgen.models.loading.components import load_pipeline
@@ -193,8 +172,9 @@ def load_adapter(
 
 def tiny_dir() -> Path:
     """Where the built-in models are kept; another place whenever the code that makes them changes."""
-    sources = sorted(Path(__file__).parents[1].glob("loading/tiny*.py"))
-    version = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    code = Path(__file__).parents[1] / "loading"
+    sources = [*code.glob("tiny*.py"), code / "random_weights.py", *CONFIGS.glob("tiny-*/**/*.json")]
+    version = hashlib.sha256(b"".join(source.read_bytes() for source in sorted(sources))).hexdigest()[:12]
     return cache_dir() / f"tiny-{version}"
 
 

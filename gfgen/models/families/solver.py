@@ -89,7 +89,6 @@ def restore_state(scheduler: Any, latents: Fields) -> Any:
 
 
 def extrapolated_step(scheduler: Any, latents: Fields, *, step: int) -> Fields:
-    """The latents after a reused step."""
     sample = restore_state(scheduler, latents)
     (output,) = extrapolated(latents, step=step)
     sample = scheduler.step(output, scheduler.timesteps[step], sample, return_dict=False)[0]

@@ -8,10 +8,12 @@ Importing diffusers imports torch and takes seconds. Admission needs only names,
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
+import operator
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,21 +58,30 @@ _ARRAYS = re.compile(r"Tensor|ndarray")
 _NEEDED = ("image", "mask_image", "control_image", "control_mask", "video")
 """Pictures that a call needs, whatever the default, unless its annotation says that they may be None."""
 
-_WORDS = {
-    "str": "a text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "None": "null",
-    "list": "a list",
-}
-_PLURALS = {
-    "str": "texts",
-    "int": "whole numbers",
-    "float": "numbers",
-    "bool": "true or false",
-    "None": "null",
-}
+
+@dataclass(frozen=True, slots=True)
+class JsonType:
+    """JSON values that an annotation allows, in words."""
+
+    words: str
+    plural: str
+    accepts: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+TEXT = JsonType("a text", "texts", lambda value: isinstance(value, str))
+WHOLE = JsonType(
+    "a whole number", "whole numbers", lambda value: _is_number(value) and float(value).is_integer()
+)
+NUMBER = JsonType("a number", "numbers", _is_number)
+FLAG = JsonType("true or false", "true or false", lambda value: isinstance(value, bool))
+NULL = JsonType("null", "null", lambda value: value is None)
+LIST = JsonType("a list", "lists", lambda value: isinstance(value, list))
+_BY_NAME = {"str": TEXT, "int": WHOLE, "float": NUMBER, "bool": FLAG, "None": NULL}
+_LISTS = ("list", "List", "tuple", "Tuple", "Iterable", "Sequence")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,39 +109,36 @@ class Argument:
         """Whether the call fails without it although it has a default."""
         if self.annotation is None or self.name not in _NEEDED or not self.takes_files:
             return False
-        return bool(_PICTURES.search(ast.unparse(self.annotation))) and "None" not in _kinds(self.annotation)
+        return bool(_PICTURES.search(ast.unparse(self.annotation))) and NULL not in _types(self.annotation)
 
     def accepts(self, value: Any) -> bool:
         """Whether a JSON value has the annotated type."""
         if value is None and self.may_be_none:
             return True
-        return self.annotation is None or _matches(value, self.annotation)
+        return self.annotation is None or any(each.accepts(value) for each in _types(self.annotation))
 
     @property
     def accepted(self) -> str:
         """The annotated types in words; empty if no JSON value has one."""
         if self.annotation is None:
             return ""
-        kinds = dict.fromkeys(_kinds(self.annotation))
-        if self.may_be_none and kinds:
-            kinds["None"] = None
-        return " or ".join(_WORDS.get(kind, kind) for kind in kinds)
+        types = list(_types(self.annotation))
+        if self.may_be_none and types:
+            types.append(NULL)
+        return " or ".join(dict.fromkeys(each.words for each in types))
 
     def value(self, given: Any) -> Any:
         """The value for the call: 5 and 5.0 are one value in a job, so they become one here."""
-        kinds = set() if self.annotation is None else set(_kinds(self.annotation))
-        if isinstance(given, float) and given.is_integer() and "int" in kinds and "float" not in kinds:
-            return int(given)
-        is_number = isinstance(given, int) and not isinstance(given, bool)
-        if is_number and "float" in kinds and "int" not in kinds:
+        types = [] if self.annotation is None else list(_types(self.annotation))
+        if not _is_number(given) or (WHOLE in types) == (NUMBER in types):
+            return given
+        if NUMBER in types:
             return float(given)
-        return given
+        return int(given) if float(given).is_integer() else given
 
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """The arguments of a pipeline's call."""
-
     pipeline_class: str
     arguments: Mapping[str, Argument]
     steps_scheduler: bool = False
@@ -257,7 +265,6 @@ def signature_of(pipeline_class: str, *, source: Path | None = None) -> CallSign
 
 
 def is_pipeline(name: str) -> bool:
-    """Whether the installed diffusers has a pipeline class of this name."""
     return name in _files_by_class("pipelines")
 
 
@@ -301,85 +308,41 @@ def _scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Proble
 # Annotations ----------------------------------------------------------------------------------------
 
 
-def _matches(value: Any, annotation: ast.expr) -> bool:
+def _types(annotation: ast.expr) -> Iterator[JsonType]:
     match annotation:
         case ast.BinOp(left=left, right=right):
-            return _matches(value, left) or _matches(value, right)
+            yield from _types(left)
+            yield from _types(right)
         case ast.Constant(value=None):
-            return value is None
+            yield NULL
         case ast.Constant(value=str(text)):
-            return _matches(value, ast.parse(text, mode="eval").body)
-        case ast.Subscript(value=outer, slice=inner):
-            return _matches_generic(value, ast.unparse(outer).rpartition(".")[2], _items(inner))
-        case ast.Name(id=name):
-            return _matches_name(value, name)
-    return False
-
-
-def _matches_name(value: Any, name: str) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    match name:
-        case "Any":
-            return True
-        case "str":
-            return isinstance(value, str)
-        case "bool":
-            return isinstance(value, bool)
-        case "int":
-            return is_number and float(value).is_integer()
-        case "float":
-            return is_number
-        case "list" | "List" | "tuple" | "Tuple" | "Iterable" | "Sequence":
-            return isinstance(value, list)
-    return False
-
-
-def _matches_generic(value: Any, outer: str, inner: list[ast.expr]) -> bool:
-    if outer in ("Optional", "Union"):
-        return (outer == "Optional" and value is None) or any(_matches(value, each) for each in inner)
-    if outer == "Literal":
-        return any(isinstance(each, ast.Constant) and each.value == value for each in inner)
-    if outer in ("list", "List", "Iterable", "Sequence", "tuple", "Tuple"):
-        return isinstance(value, list) and all(any(_matches(item, each) for each in inner) for item in value)
-    return False
-
-
-def _kinds(annotation: ast.expr) -> Iterator[str]:
-    """The JSON types that an annotation names."""
-    match annotation:
-        case ast.BinOp(left=left, right=right):
-            yield from _kinds(left)
-            yield from _kinds(right)
-        case ast.Constant(value=None):
-            yield "None"
-        case ast.Constant(value=str(text)):
-            yield from _kinds(ast.parse(text, mode="eval").body)
-        case ast.Name(id=name) if name in _WORDS:
-            yield name
+            yield from _types(ast.parse(text, mode="eval").body)
         case ast.Name(id="Any"):
-            yield from _WORDS
-        case ast.Name(id="List" | "tuple" | "Tuple" | "Iterable" | "Sequence"):
-            yield "list"
+            yield from (replace(each, accepts=lambda value: True) for each in (*_BY_NAME.values(), LIST))
+        case ast.Name(id=name) if name in _LISTS:
+            yield LIST
+        case ast.Name(id=name) if name in _BY_NAME:
+            yield _BY_NAME[name]
         case ast.Subscript(value=outer, slice=inner):
-            yield from _generic_kinds(ast.unparse(outer).rpartition(".")[2], _items(inner))
+            items = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            yield from _generic(ast.unparse(outer).rpartition(".")[2], items)
 
 
-def _generic_kinds(outer: str, inner: list[ast.expr]) -> Iterator[str]:
+def _generic(outer: str, items: list[ast.expr]) -> Iterator[JsonType]:
+    if outer == "Literal":
+        for value in (each.value for each in items if isinstance(each, ast.Constant)):
+            yield JsonType(shown(value), "", functools.partial(operator.eq, value))
+        return
+    types = [each for item in items for each in _types(item)]
     if outer in ("Optional", "Union"):
-        for each in inner:
-            yield from _kinds(each)
-        if outer == "Optional":
-            yield "None"
-    elif outer == "Literal":
-        yield from (shown(each.value) for each in inner if isinstance(each, ast.Constant))
-    elif outer in ("list", "List", "Iterable", "Sequence", "tuple", "Tuple"):
-        items = [_PLURALS.get(kind, "lists") for each in inner for kind in _kinds(each)]
-        if items:
-            yield f"a list of {' or '.join(dict.fromkeys(items))}"
+        yield from (*types, NULL) if outer == "Optional" else types
+    elif outer in _LISTS and types:
+        plurals = " or ".join(dict.fromkeys(each.plural or "lists" for each in types))
 
+        def accepts(value: Any) -> bool:
+            return isinstance(value, list) and all(any(each.accepts(x) for each in types) for x in value)
 
-def _items(inner: ast.expr) -> list[ast.expr]:
-    return inner.elts if isinstance(inner, ast.Tuple) else [inner]
+        yield JsonType(f"a list of {plurals}", "lists", accepts)
 
 
 # The source of diffusers ------------------------------------------------------------------------------

@@ -42,8 +42,6 @@ def component_dtypes(pipeline_class: str, vae_dtype: str) -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ComponentFiles:
-    """A component in model_index.json, and its weight files."""
-
     folder: Path
     library: str
     class_name: str

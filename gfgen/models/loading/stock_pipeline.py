@@ -46,8 +46,6 @@ def join_group(*, rank: int, num_ranks: int, store: str, device: str) -> None:
 
 
 class StockPipeline:
-    """One rank's pipeline."""
-
     def __init__(
         self,
         checkpoint: Path,

@@ -1,21 +1,11 @@
-"""Tokenizers and text encoders of the tiny models."""
+"""Tokenizers of the tiny models, and of others without a vocabulary."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tokenizers import AddedToken, pre_tokenizers
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
-    T5Tokenizer,
-    UMT5Config,
-    UMT5EncoderModel,
-)
-
-TEXT_DIM = 64
-"""Length of a token's embedding in every tiny text encoder."""
+from transformers import Qwen2Tokenizer, T5Tokenizer
 
 WORD_LIST = """
 a an the of in on at with and over under through from to by into is are red orange yellow green blue
@@ -45,22 +35,6 @@ def t5_tokenizer() -> Any:
     return T5Tokenizer(vocab=_t5_vocabulary(), extra_ids=0)
 
 
-def umt5() -> Any:
-    """A UMT5 encoder with random weights."""
-    config = UMT5Config(
-        vocab_size=len(_t5_vocabulary()),
-        d_model=TEXT_DIM,
-        d_kv=16,
-        d_ff=128,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return UMT5EncoderModel(config).eval()
-
-
 def qwen_tokenizer() -> Any:
     """A byte-pair tokenizer whose fixed prefix of the pipeline's template has 34 tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -70,31 +44,6 @@ def qwen_tokenizer() -> Any:
     tokenizer: Any = Qwen2Tokenizer(vocab=vocab, merges=merges)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in QWEN_SPECIAL])
     return tokenizer
-
-
-def qwen_encoder(*, vocab_size: int) -> Any:
-    """A Qwen2.5-VL with random weights and a minimal vision part, which is never used."""
-    text = {
-        "vocab_size": vocab_size,
-        "hidden_size": TEXT_DIM,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": TEXT_DIM,
-        "fullatt_block_indexes": [0],
-    }
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
 
 
 def _t5_vocabulary() -> list[tuple[str, float]]:

@@ -224,7 +224,6 @@ def load_any(
     load: LoadPipeline = load_pipeline,
     kernels: KernelChoice = "own",
 ) -> PipelineAdapter:
-    """The adapter of a checkpoint of any pipeline class, its components on the device."""
     if (own_class := geometry.own_code.get("pipeline")) is not None:
         kind = load_class(own_class)
     elif (kind := getattr(diffusers, geometry.family, None)) is None:

@@ -41,8 +41,6 @@ class NotSteppableError(Exception):
 
 
 class Returned(BaseException):
-    """The call has returned `value`."""
-
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.value = value
@@ -91,8 +89,6 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A pipeline's call in parts."""
-
     signature: inspect.Signature
     globals: Namespace
     encode: Part
@@ -107,7 +103,6 @@ class Program:
     changed: frozenset[str]
     """Names that the loops assign or change."""
     sets_processors: bool
-    """Whether the call replaces processors of attentions."""
 
     def namespace(self, local: Mapping[str, Any]) -> Namespace:
         """Where the parts run, with these local variables."""
@@ -292,8 +287,6 @@ def _exits_of(loop: ast.For, path: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 
 class _Maker:
-    """Compiles statements of one function into parts."""
-
     def __init__(self, filename: str) -> None:
         self._filename = filename
 

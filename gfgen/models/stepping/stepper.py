@@ -37,7 +37,6 @@ PLACE, IS_FINISHED, NUM_ITERATIONS, NUM_DONE = "place", "is_finished", "num_iter
 """Scalars of a state: where the call continues, whether all iterations are done, how many the denoising loop
 has over the whole call, and how many led to this state."""
 SEED = "seed"
-"""A scalar of prompts and states."""
 _RANDOM = "random"
 """Key of the state of PyTorch's own generators, from which some pipelines draw."""
 _ABSENT = object()
@@ -45,7 +44,6 @@ _SETTINGS = (bool, int, float, str)
 
 
 def is_finished(state: Fields) -> bool:
-    """Whether a state is ready for `decode`."""
     return bool(state.scalars[IS_FINISHED])
 
 
@@ -220,7 +218,6 @@ class _Attributes:
         self._before = {name: _shallow(value) for name, value in vars(part).items()}
 
     def changed(self) -> dict[str, Any]:
-        """Attributes that a call has set."""
         return {
             name: value
             for name, value in vars(self._part).items()

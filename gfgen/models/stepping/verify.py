@@ -15,7 +15,6 @@ from gfgen.models.stepping.values import vars_of
 
 
 def whole_call(pipeline: Any, args: Mapping[str, Any], *, seed: int) -> Any:
-    """What the pipeline's own call returns."""
     torch.manual_seed(seed)
     generator = torch.Generator("cpu").manual_seed(seed)
     return pipeline(**args, generator=generator)

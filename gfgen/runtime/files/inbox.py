@@ -52,19 +52,13 @@ AdmitSpecs = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence
 
 @dataclass(slots=True)
 class _FileScan:
-    """A file as it was at the last scan."""
-
     mark: tuple[int, int, int]
     since: float
     is_dealt_with: bool = False
-    is_unreadable: bool = False
-    """The file could not be read, and the log says so."""
 
 
 @dataclass(slots=True)
 class _WatchedJob:
-    """A job that came from a watched file."""
-
     source: str
     spec_hash: str
     file: str
@@ -96,8 +90,8 @@ class Inbox(Observer):
         self._overwrite = overwrite
         self._now = now
         self._sights: dict[str, _FileScan] = {}
-        self._unseen: set[str] = set()
-        """Names in the folder that cannot be read, which the log has reported."""
+        self._unreadable: set[str] = set()
+        """Names of files that cannot be read, as the log says."""
         self._known: dict[str, _WatchedJob] = {}
         self._owners: dict[str, str] = {}
         """By key of an output name: the key of the job that writes it."""
@@ -160,6 +154,7 @@ class Inbox(Observer):
             except OSError as error:
                 self._note_unreadable(path, error)
                 continue
+            self._unreadable.discard(path.name)
             if content is not None:
                 jobs += self._take_file(path, content)
         return jobs
@@ -174,12 +169,14 @@ class Inbox(Observer):
 
     def _note_unreadable(self, path: Path, error: OSError) -> None:
         """Try the file again at the next scan, even if it is unchanged: permissions and disks may change."""
-        sight = self._sights[path.name]
-        sight.is_dealt_with = False
-        if isinstance(error, FileNotFoundError) or sight.is_unreadable:  # taken away again since we saw it
-            return
-        sight.is_unreadable = True
-        _tell_unreadable(path, error)
+        self._sights[path.name].is_dealt_with = False
+        if not isinstance(error, FileNotFoundError):  # taken away again since we saw it
+            self._tell_unreadable(path, error)
+
+    def _tell_unreadable(self, path: Path, error: OSError) -> None:
+        if path.name not in self._unreadable:
+            self._unreadable.add(path.name)
+            logger.error("%s cannot be read (%s); trying again at every scan", path, error.strerror)
 
     def _complete_files(self) -> Iterator[Path]:
         """Files to read now: first those taken before, in their old order, then the others by age."""
@@ -202,21 +199,17 @@ class Inbox(Observer):
             self._is_missing = True
             return {}
         self._is_missing = False
-        found = {entry.name: seen for entry in files if (seen := self._stat_of(entry)) is not None}
-        self._unseen.intersection_update(entry.name for entry in files)
-        return found
+        self._unreadable.intersection_update(entry.name for entry in files)
+        return {entry.name: seen for entry in files if (seen := self._stat_of(entry)) is not None}
 
     def _stat_of(self, entry: os.DirEntry[str]) -> os.stat_result | None:
         """The status of a file; None for a folder, or for an unreadable entry, which is logged once."""
         try:
             found = entry.stat()
         except OSError as error:
-            was_taken_away = isinstance(error, FileNotFoundError) and not entry.is_symlink()
-            if not was_taken_away and entry.name not in self._unseen:
-                self._unseen.add(entry.name)
-                _tell_unreadable(self.folder / entry.name, error)
+            if entry.is_symlink() or not isinstance(error, FileNotFoundError):
+                self._tell_unreadable(self.folder / entry.name, error)
             return None
-        self._unseen.discard(entry.name)
         return found if stat.S_ISREG(found.st_mode) else None
 
     def _is_complete(self, name: str, seen: os.stat_result) -> bool:
@@ -307,7 +300,6 @@ class Inbox(Observer):
         )
 
     def _todo(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> set[str]:
-        """Ids of the jobs that are to run."""
         infos, lines = [job.info for job in jobs], self._manifest.read()
         if key in self._before:  # taken before: a job with a line in the manifest has ended
             finished = {
@@ -325,7 +317,6 @@ class Inbox(Observer):
         return known is not None and known.spec_hash == job.info.spec_hash and known.status != "failed"
 
     def _note(self, jobs: Sequence[AdmittedJob], todo: Collection[str], *, source: str) -> None:
-        """Know the jobs of a file from now on."""
         for job in jobs:
             if self._is_known(job):
                 continue
@@ -346,10 +337,6 @@ class Inbox(Observer):
             "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now())),
         }
         self._record.append(json.dumps(entry).encode() + b"\n")
-
-
-def _tell_unreadable(path: Path, error: OSError) -> None:
-    logger.error("%s cannot be read (%s); trying again at every scan", path, error.strerror)
 
 
 def _is_job_file(name: str) -> bool:

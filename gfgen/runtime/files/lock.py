@@ -7,7 +7,6 @@ last of them ends, in whatever way. So a file that a killed run left behind does
 from __future__ import annotations
 
 import fcntl
-import glob
 import json
 import os
 import time
@@ -97,14 +96,13 @@ def _lock(path: Path) -> int:
 
 def _locked(path: Path, holder: Holder | None) -> LockedError:
     who = f" (process {holder.pid}, since {holder.since})" if holder else ""
-    orphans = _processes_with(path) if _was_killed(holder) else []
-    if not orphans:
+    if not _was_killed(holder):
         return LockedError(
             f"{path.parent} is in use by another run{who}; wait for it, or name another --output"
         )
     return LockedError(
-        f"{path.parent}: the run before was killed{who}, but its processes {', '.join(map(str, orphans))} "
-        "have not ended yet (a driver or a disk may hold them); wait for them, or name another --output"
+        f"{path.parent}: the run before was killed{who}, but its processes have not ended yet (a driver or a "
+        "disk may hold them); wait for them, or name another --output"
     )
 
 
@@ -116,16 +114,6 @@ def _was_killed(holder: Holder | None) -> bool:
         return Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
-
-
-def _processes_with(path: Path) -> list[int]:
-    """Processes that have this file open, except those of other users."""
-    name, found = os.path.realpath(path), set()
-    for link in glob.iglob("/proc/[0-9]*/fd/*"):
-        with suppress(OSError):  # it has just been closed, or belongs to another user
-            if os.readlink(link) == name:
-                found.add(int(link.split("/")[2]))
-    return sorted(found)
 
 
 def _is_under(path: Path, fd: int) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
@@ -168,39 +167,28 @@ def _read(path: Path) -> bytes:
 
 
 class GrowingManifest:
-    """`read_manifest` for repeated calls: reads each line once.
-
-    A replaced or truncated file is read again from its start.
-    """
+    """`read_manifest` for repeated calls while this process appends: reads each line once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._begin_anew(inode=None)
+        self._size_bytes, self._num_lines = 0, 0
+        self._entries: dict[str, ManifestLine] = {}
 
     def read(self) -> Mapping[str, ManifestLine]:
         """The latest line of each job. Raises: OutputError when the file cannot be read."""
         try:
             with self._path.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                if stat.st_ino != self._inode or stat.st_size < self._size_bytes:
-                    self._begin_anew(inode=stat.st_ino)
                 file.seek(self._size_bytes)
                 content = file.read()
         except FileNotFoundError:
-            self._begin_anew(inode=None)
             return self._entries
         except OSError as error:
             raise OutputError(f"cannot read {self._path}: {error.strerror}") from error
-        whole, line_break, rest = content.rpartition(b"\n")
+        whole = content[: content.rfind(b"\n") + 1]
         self._entries |= {e["id"]: e for e in _entries(whole, self._path, first=1 + self._num_lines)}
-        self._num_lines += content.count(b"\n")
-        self._size_bytes += len(whole + line_break)
-        last = _entry(rest)  # it may lack its line break, or be about to be written
-        return self._entries if last is None else {**self._entries, last["id"]: last}
-
-    def _begin_anew(self, *, inode: int | None) -> None:
-        self._inode, self._size_bytes, self._num_lines = inode, 0, 0
-        self._entries: dict[str, ManifestLine] = {}
+        self._num_lines += whole.count(b"\n")
+        self._size_bytes += len(whole)
+        return self._entries
 
 
 def _entries(content: bytes, path: Path, *, first: int) -> Iterator[ManifestLine]:

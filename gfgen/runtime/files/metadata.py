@@ -7,6 +7,7 @@ A file has them twice: as text that other tools read (`parameters_text`), and as
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
@@ -57,7 +58,6 @@ def parameters_text(metadata: Metadata) -> str:
 
 
 def title_of(metadata: Metadata) -> str:
-    """A short title for players."""
     text = " ".join(str(metadata.get("prompt") or metadata.get("id") or "").split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -92,22 +92,8 @@ def to_ffmetadata(tags: Mapping[str, str]) -> str:
 
 def from_ffmetadata(text: str) -> dict[str, str]:
     """The reverse of `to_ffmetadata`."""
-    tags: dict[str, str] = {}
-    name, current, is_escaped = None, "", False
-    for char in text.partition("\n")[2]:
-        if is_escaped:
-            current, is_escaped = current + char, False
-        elif char == "\\":
-            is_escaped = True
-        elif char == "=" and name is None:
-            name, current = current, ""
-        elif char == "\n":
-            if name is not None:
-                tags[name] = current
-            name, current = None, ""
-        else:
-            current += char
-    return tags
+    tags = re.findall(r"^([^=;\n]+)=((?:\\.|[^\\\n])*)$", text, re.DOTALL | re.MULTILINE)
+    return {name: re.sub(r"\\(.)", r"\1", value, flags=re.DOTALL) for name, value in tags}
 
 
 def _escaped(value: str) -> str:

@@ -36,7 +36,6 @@ class Sound:
     samples_CS: NDArray[np.float32]
     """Channels and samples, in [-1, 1]."""
     rate: int
-    """Samples per second."""
 
 
 STILL_SUFFIXES, ANIMATED_SUFFIXES = (".png", ".jpg", ".jpeg", ".avif"), (".webp", ".gif")
@@ -202,7 +201,6 @@ def _check(frames: Frames, path: Path, fps: int | None) -> None:
 
 
 def _write_image(frames: Frames, path: Path, *, fps: int, metadata: labels.Metadata) -> None:
-    """Write a picture, or several frames as an animation."""
     from PIL import Image, PngImagePlugin
 
     text, as_json = labels.parameters_text(metadata), labels.to_json(metadata)
@@ -267,7 +265,6 @@ def _sound_input(sound: Sound | None, fd: int) -> list[str]:
 
 
 def _coding_options(metadata: labels.Metadata) -> list[str]:
-    """Codec and quality of a video, as its job asks."""
     name = str(metadata.get("format", "mp4"))
     name = name if name in _CODECS else "mp4"
     quality, factor = metadata.get("quality"), RATE_FACTORS[name]

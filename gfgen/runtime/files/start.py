@@ -42,7 +42,6 @@ class RunStart:
     """Sets of ranks that reach each other's memory. None: all do."""
 
     def header(self) -> dict[str, Any]:
-        """The entries of the journal's header."""
         return {
             "ranks": self.num_ranks,
             "guard_s": self.lookahead_s,

@@ -19,8 +19,6 @@ _ANCILLARY_BYTES = socket.CMSG_LEN(MAX_FDS * array("i").itemsize)
 
 
 class Channel:
-    """Sends and receives (message, file descriptors)."""
-
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._buffer = bytearray(MAX_MESSAGE_BYTES)

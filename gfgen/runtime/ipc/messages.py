@@ -48,7 +48,6 @@ class RunTask(NamedTuple):
     wait_s: float | None = None
     """Bounds each wait for another rank during the task; None for the collectives' default."""
     expected_s: float = 0.0
-    """Predicted duration of the task."""
     is_reused: bool = False
     """Whether a policy chose that the step runs no transformer."""
 
@@ -108,27 +107,6 @@ class WarmUp:
     checkpoint: str
     degrees: tuple[tuple[int, int, int], ...]
     """(cfg, ulysses, ring) of the layouts to prepare, in any slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunBare:
-    """Run jobs one after the other without a control plane, for comparisons; answer `BareTimes`.
-
-    For all workers of worker_bare.py at once. Each task of each job takes one number, from `first_number` on.
-    """
-
-    first_number: int
-    spec: JobSpec
-    checkpoint: str
-    layouts: tuple[Layout, ...]
-    """One for each task of a job; every rank runs encode and prepare for itself."""
-    incarnations: tuple[int, ...]
-    """Of all ranks, by rank."""
-    num_jobs: int
-
-    @property
-    def last_number(self) -> int:
-        return self.first_number + self.num_jobs * len(self.layouts) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +191,6 @@ class WarmedUp:
     number: int
     seconds: float
     reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BareTimes:
-    """Durations of the jobs of `RunBare`."""
-
-    jobs_s: tuple[float, ...]
-    steps_s: tuple[float, ...]
-    """By job, from the start of the first step to the end of the last one."""
 
 
 @dataclass(frozen=True, slots=True)

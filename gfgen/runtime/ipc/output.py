@@ -19,14 +19,11 @@ _SOUND_ITEM_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """What the memory holds."""
-
     pictures: tuple[int, int, int, int]
     """[F, H, W, 3]."""
     sound: tuple[int, int] | None = None
     """[C, S]: channels and samples."""
     sound_rate: int = 0
-    """Samples per second."""
 
     @property
     def pictures_offset(self) -> int:

@@ -34,7 +34,6 @@ class RankSettings:
     is_offloaded: bool = False
     """On a GPU: whether text encoders and idle experts are in host memory."""
     trusts_code: bool = False
-    """Whether code that comes with a checkpoint may run."""
     kernels: KernelChoice = "own"
     """Of the steps of pipelines without an adapter of their own."""
     are_all_needed: bool = False
@@ -62,8 +61,6 @@ class RankSettings:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """The settings of one worker."""
-
     rank: int
     checkpoints: tuple[str, ...]
     """Of the models that it loads first."""
@@ -73,5 +70,4 @@ class WorkerSettings:
 
     @property
     def gpu(self) -> int:
-        """The number of this rank's GPU."""
         return self.rank % self.ranks.num_gpus if self.ranks.num_gpus else self.rank

@@ -156,7 +156,6 @@ class Slab:
         _WORD.pack_into(self._map, _region(name, version) * _LINE_BYTES, producer)
 
     def outline(self, name: str, version: int) -> Any:
-        """The meta of an outlined version."""
         assert self.outliner(name, version), f"{name} version {version} is not outlined"
         meta, _ = self._meta(name, version)
         return meta

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from gfgen.errors import InputError
 from gfgen.runtime.core.metrics import percentile
 from gfgen.runtime.report.picture import job_colour, name_rows, save_figure
-from gfgen.runtime.report.timeline import Timeline, place_of, read_timeline
+from gfgen.runtime.report.timeline import Timeline, read_timeline
 from gfgen.system.wording import counted, in_words
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ WIDTH, ROW_INCHES, TOP, BOTTOM = 14.0, 0.42, 1.0, 0.25
 NAME_WIDTH = 0.17
 """Fraction of the width for the names of the runs."""
 TRACE_NAMES = ("trace.json", "*/trace.json")
-"""The traces of a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ OTHERS = (
 def find_traces(paths: Sequence[Path]) -> list[Path]:
     """The named traces; a folder stands for the traces in it and one level below.
 
-    Traces of a folder are in the order of their command, then by name.
+    Traces of a folder are in the order in which they were written.
 
     Raises: InputError for a folder without traces.
     """
@@ -67,18 +65,13 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             found.append(path)
             continue
-        inside = [trace for pattern in TRACE_NAMES for trace in sorted(path.glob(pattern), key=_place)]
+        inside = [trace for pattern in TRACE_NAMES for trace in path.glob(pattern)]
         if not inside:
             raise InputError(
                 f"{path}: contains no trace.json; 'gfgen simulate --output' and 'run --trace' write them"
             )
-        found += inside
+        found += sorted(inside, key=lambda trace: (trace.stat().st_mtime_ns, trace))
     return found
-
-
-def _place(trace: Path) -> tuple[float, Path]:
-    place = place_of(trace)
-    return math.inf if place is None else place, trace
 
 
 def plot_runs(traces: Sequence[Path], output: Path, *, title: str | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -13,8 +12,6 @@ from gfgen.errors import InputError
 from gfgen.runtime.report.trace import MAX_WRITERS
 
 TraceEvent = dict[str, Any]
-MAX_LINES_BEFORE_RUN = 64
-"""The names of processes and ranks come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +81,6 @@ def read_timeline(path: Path) -> Timeline:
     for slice_ in slices:
         jobs.setdefault(slice_.job_id, TracedJob(slice_.job_id, arrival_s=slice_.start_s))
     return Timeline(tuple(slices), jobs, policy, num_ranks, is_simulated)
-
-
-def place_of(path: Path) -> int | None:
-    """The place of a run among those of one command, from the first lines of its trace; None if unknown."""
-    try:
-        with path.open(encoding="utf-8") as stream:
-            entries = _complete_lines("".join(itertools.islice(stream, MAX_LINES_BEFORE_RUN)))
-    except (OSError, UnicodeDecodeError):
-        return None  # read_timeline reports the problem
-    args = next((entry.get("args") for entry in entries if entry.get("name") == "run"), None)
-    place = args.get("place") if isinstance(args, dict) else None
-    return place if isinstance(place, int) else None
 
 
 def _entries(path: Path) -> Iterable[TraceEvent]:

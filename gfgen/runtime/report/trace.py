@@ -37,23 +37,6 @@ FIRST_WRITER_TID = 100 * MAX_WRITERS
 SHORT_PROMPT_CHARS = 80
 MIN_SLICE_S = 10e-6
 """Waits and moves below this are in the slice's args only."""
-COLOURS = (
-    "thread_state_running",
-    "thread_state_iowait",
-    "rail_response",
-    "rail_animation",
-    "rail_idle",
-    "rail_load",
-    "thread_state_unknown",
-    "cq_build_passed",
-    "cq_build_failed",
-    "startup",
-    "heap_dump_stack_frame",
-    "good",
-    "bad",
-    "terrible",
-)
-"""Colour names that chrome://tracing knows; Perfetto colours by the slice's name instead."""
 
 _encode = json.JSONEncoder().encode
 Args = Mapping[str, Any]
@@ -61,14 +44,11 @@ Args = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _JobLane:
-    """The state of a job in the trace."""
-
     number: int
     info: JobInfo
     id_text: str = field(init=False)
     """Its id as JSON. The entries of a step are put together from texts: they are most of the file."""
     prompt_text: str = field(init=False)
-    colour: str = field(init=False)
     is_flowing: bool = False
     has_arrived: bool = False
     has_ended: bool = False
@@ -76,7 +56,6 @@ class _JobLane:
     """Lane and time inside its latest slice, where its flow continues or ends."""
 
     def __post_init__(self) -> None:
-        self.colour = COLOURS[self.number % len(COLOURS)]
         self.id_text = _encode(self.info.job_id)
         self.prompt_text = _encode(self.info.spec.prompt[:SHORT_PROMPT_CHARS])
 
@@ -94,7 +73,6 @@ class _TraceFile:
         self._separator = "[\n"
 
     def write(self, entry: str) -> None:
-        """Append an entry, which is a JSON object."""
         if self._stream is None:
             return
         try:
@@ -104,7 +82,6 @@ class _TraceFile:
         self._separator = ",\n"
 
     def close(self) -> None:
-        """Complete the file."""
         stream, self._stream = self._stream, None
         if stream is None:
             return
@@ -122,15 +99,9 @@ class _TraceFile:
 
 
 class TraceWriter(Observer):
-    """Writes the trace during the run.
-
-    place: of this run among those of one command, from 0.
-    """
-
-    def __init__(self, path: Path, *, is_simulated: bool = False, place: int | None = None) -> None:
+    def __init__(self, path: Path, *, is_simulated: bool = False) -> None:
         self._file = _TraceFile(path)
         self._is_simulated = is_simulated
-        self._place = place
         self._jobs: dict[str, _JobLane] = {}
         self._dispatches: dict[int, Dispatch] = {}
         self._latest: dict[int, tuple[float, float]] = {}
@@ -149,8 +120,6 @@ class TraceWriter(Observer):
         args: dict[str, Any] = {"policy": policy, "num_ranks": num_ranks, "num_jobs": len(jobs)}
         if self._is_simulated:
             args["simulated"] = True
-        if self._place is not None:
-            args["place"] = self._place
         self._instant("run", 0.0, scope="g", args=args)
 
     def added(self, jobs: tuple[JobInfo, ...]) -> None:
@@ -244,7 +213,7 @@ class TraceWriter(Observer):
             args = f'{task_args}, "waited_ms": {waited_ms}, "moved_ms": {moved_ms}'
             if times.idle_s is not None:
                 args += f', "idle_ms": {round(times.idle_s * 1e3, 3)}'
-            self._slice(name, times.rank, times.started_s, times.ended_s, args + "}", colour=job.colour)
+            self._slice(name, times.rank, times.started_s, times.ended_s, args + "}")
             if times.rank == dispatch.layout.ranks[0]:
                 self._flow(job, times.rank, (times.started_s + times.ended_s) / 2)
 
@@ -265,16 +234,14 @@ class TraceWriter(Observer):
         job = self._jobs[event.job_id]
         args = {"job": event.job_id, "stage": "write", "file": event.path, "size_bytes": event.size_bytes}
         name = _encode(f"write {event.job_id}")
-        self._slice(name, lane, start_s, event.time_s, _encode(args), colour=job.colour)
+        self._slice(name, lane, start_s, event.time_s, _encode(args))
         self._flow(job, lane, (start_s + event.time_s) / 2)
 
     def _gap(self, name: str, lane: int, *, start_s: float, end_s: float) -> None:
         if end_s - max(start_s, self._latest.get(lane, (0.0, 0.0))[1]) >= MIN_SLICE_S:
-            self._slice(_encode(name), lane, start_s, end_s, "{}", colour="grey")
+            self._slice(_encode(name), lane, start_s, end_s, "{}")
 
-    def _slice(
-        self, name: str, lane: int, start_s: float, end_s: float, args: str, *, colour: str | None = None
-    ) -> None:
+    def _slice(self, name: str, lane: int, start_s: float, end_s: float, args: str) -> None:
         """Write a slice; name and args are JSON. The name's first word is the category."""
         latest_start_s, latest_end_s = self._latest.get(lane, (0.0, 0.0))
         if start_s >= latest_start_s:
@@ -286,10 +253,10 @@ class TraceWriter(Observer):
         # The duration is a difference of rounded ends, so that neighbours never overlap.
         ts = round(start_s * 1e6, 3)
         dur = round(round(end_s * 1e6, 3) - ts, 3)
-        category, cname = name.partition(" ")[0], "" if colour is None else f', "cname": "{colour}"'
+        category = name.partition(" ")[0]
         self._file.write(
             f'{{"ph": "X", "name": {name}, "cat": {category}", "pid": {RANKS_PID}, "tid": {lane}, '
-            f'"ts": {ts}, "dur": {dur}, "args": {args}{cname}}}'
+            f'"ts": {ts}, "dur": {dur}, "args": {args}}}'
         )
 
     def _flow(self, job: _JobLane, lane: int, time_s: float, *, is_last: bool = False) -> None:

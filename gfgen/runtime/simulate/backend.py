@@ -29,8 +29,6 @@ DispatchSeconds = Callable[[Dispatch], float]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTimes:
-    """Durations in seconds."""
-
     task_s: DispatchSeconds
     """A task while the other ranks idle."""
     loaded_s: DispatchSeconds | None = None
@@ -63,7 +61,6 @@ class SimulatedBackend:
             clock.at(RankReady(clock.now_s, rank, 1, 0.0))
 
     def wait(self, until: float | None) -> list[Event]:
-        """Advance the clock to the next event."""
         if self._submitted:
             self.start_submitted()
             until = self._clock.next_wakeup()
@@ -112,7 +109,6 @@ class SimulatedBackend:
         """No effect: there is no state to save."""
 
     def memory_use(self) -> Mapping[int, MemoryUse]:
-        """Simulated ranks take no memory."""
         return {}
 
     def start_submitted(self) -> None:

@@ -102,4 +102,3 @@ _ROWS: dict[str, Callable[[Summary], str]] = {
     "ranks busy": lambda summary: f"{summary.utilisation:.0%}",
     "moving state": lambda summary: f"{in_words(sum(summary.moved_s))} {summary.moved_share:.1%}",
 }
-"""The rows for every run, in order."""

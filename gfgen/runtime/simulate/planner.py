@@ -37,8 +37,6 @@ ESTIMATE_SHARE = 0.15
 
 @dataclass(frozen=True, slots=True)
 class LateJob:
-    """A job that is done after it was due."""
-
     job_id: str
     due_s: float
     """Its deadline, or `PlanWindow.by_s` if that comes first."""
@@ -51,8 +49,6 @@ class LateJob:
 
 @dataclass(frozen=True, slots=True)
 class FailedJob:
-    """A job that fails, for example because it times out."""
-
     job_id: str
     ended_s: float
     error: str
@@ -98,8 +94,6 @@ class PlanWindow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every policy and every number of ranks that was evaluated."""
-
     window: PlanWindow
     num_jobs: int
     by_policy: tuple[PlanOption, ...]
@@ -256,8 +250,6 @@ def _with_degree_up_to(most: int, policy: str) -> str:
 
 @dataclass(slots=True)
 class _Evaluator:
-    """Simulations and estimates of the same jobs."""
-
     jobs: Sequence[AdmittedJob]
     profile: Profile
     window: PlanWindow
@@ -334,8 +326,6 @@ class _Evaluator:
 
 
 class _EndCounter(Observer):
-    """Calls `note` whenever a job ends."""
-
     def __init__(self, note: Callable[[], None]) -> None:
         self._note = note
 
