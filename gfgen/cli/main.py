@@ -94,7 +94,9 @@ def cli(ctx: click.Context, *, debug: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: turns every GfgenError into one line and an exit code."""
-    _stand_in_for_missing_streams()
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: 2>&-
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     try:
@@ -123,18 +125,6 @@ def _log_end(error: GfgenError) -> None:
     logging.getLogger(__name__).error("%s", error, extra=extra)
 
 
-def _stand_in_for_missing_streams() -> None:
-    """Open the null device for each closed stream (`2>&-`).
-
-    Otherwise the next opened file would get its number, and the output meant for the stream.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            fd = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(fd, True)
-            setattr(sys, name, os.fdopen(fd, mode, encoding="utf-8", errors="backslashreplace"))
-
-
 def _let_go_of_closed_streams() -> None:
     """Drop output that a closed terminal or pipe refused: at exit Python would retry, and exit with 120."""
     for stream in (sys.stdout, sys.stderr):
@@ -146,10 +136,6 @@ def _let_go_of_closed_streams() -> None:
 
 
 def _invoke(arguments: list[str]) -> int:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise InputError("the current folder was removed; change to another one") from None
     try:
         result: Any = cli.main(args=arguments, prog_name="gfgen", standalone_mode=False)
     except click.exceptions.Exit as end:

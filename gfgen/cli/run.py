@@ -174,7 +174,7 @@ def run(
     cluster.check({"--gpus": ranks.gpus is not None})
     first = watch or (Path(jobs.jobs[0]) if jobs.jobs and jobs.jobs[0] != "-" else None)
     output_dir = output or default_folder(Path("outputs"), name, first)
-    check_written(source.paths if source else (), output_dir, {"--trace": trace, "--log-file": logs.log_file})
+    check_written(source.paths if source else (), {"--trace": trace, "--log-file": logs.log_file})
     logs.configure(file=logs.log_file)
     if output is None and output_dir.name != name:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
