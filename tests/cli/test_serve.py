@@ -145,7 +145,7 @@ def test_names_and_addresses_for_clients_are_options(monkeypatch, capsys):
         main(["serve", "--device", "cpu", "--served-model-name", "sora-2=shapes", "--strict"])
     with pytest.raises(SystemExit):
         main(["serve", "--device", "cpu", "--public-url", "https://a.example/gf/", "--allow-origin", "*"])
-    named, public = [options.api for options in given]
+    named, public = [options.front.api for options in given]
     assert (named.aliases, named.strict, named.root_path) == ({"sora-2": "shapes"}, True, "")
     assert (public.public_url, public.root_path) == ("https://a.example/gf", "/gf")
     assert public.allowed_origins == ("*",)

@@ -23,7 +23,7 @@ import uvicorn
 from gfgen import log
 from gfgen.errors import GfgenError, OutputError
 from gfgen.server.http.app import make_app
-from gfgen.server.http.connections import ACCEPTED_AT_ONCE, connection_class, within_descriptors
+from gfgen.server.http.connections import connection_class, within_descriptors
 from gfgen.server.http.keys import ApiKeys
 from gfgen.server.http.streams import FEED_S, StateFeeds
 from gfgen.server.jobs.folder import JobFolder
@@ -47,12 +47,6 @@ _CHUNK_BYTES = 1 << 18
 
 class _Server(uvicorn.Server):
     """uvicorn without signal handlers: the run decides when to stop."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Restore the kernel's backlog: uvicorn's `backlog` sets both it and the accepts per turn."""
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -142,7 +136,7 @@ class Front:
                 limit_concurrency=limits.connections,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(DRAIN_S),
-                backlog=ACCEPTED_AT_ONCE,
+                backlog=BACKLOG,
             )
         )
 
@@ -177,22 +171,11 @@ class Front:
         self._writer.write(pack(message))
 
     def _periodic_tasks(self) -> Iterator[Any]:
-        """Periodic work."""
         service = self._service
         assert service is not None
-
-        async def retention() -> None:
-            await service.remove_expired()
-
-        async def feed() -> None:
-            self._feeds.tick()
-
-        async def forecast() -> None:
-            service.mirror.forecast()
-
-        yield _repeat(FEED_S, feed)
-        yield _repeat(FORECAST_S, forecast)
-        yield _repeat(service.limits.retention_s, retention)
+        yield _repeat(FEED_S, self._feeds.tick)
+        yield _repeat(FORECAST_S, service.mirror.forecast)
+        yield _repeat(service.limits.retention_s, service.remove_expired)
 
 
 def _configure_log(settings: FrontSettings) -> None:
@@ -221,9 +204,8 @@ async def _repeat(pause_s: float, work: Callable[[], Any]) -> None:
     while True:
         await asyncio.sleep(pause_s)
         try:
-            await work()
-        except asyncio.CancelledError:
-            raise
+            if (waiting := work()) is not None:
+                await waiting
         except OutputError:
             pass  # the store has logged it
         except Exception:

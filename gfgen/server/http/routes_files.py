@@ -187,7 +187,7 @@ async def _results(
 ) -> AsyncGenerator[bytes]:
     """Lines of results, or of errors; a request with several pictures is one line."""
     requests: dict[str, list[StoredJob]] = {}
-    for stored, _, _ in await asyncio.to_thread(service.store.manifest, batch_id):
+    for stored, _ in await asyncio.to_thread(service.store.manifest, batch_id):
         requests.setdefault(stored.facts.custom_id or stored.facts.id, []).append(stored)
     for custom_id, jobs in requests.items():
         line = await _result(service, custom_id, jobs, made_of.request.endpoint)

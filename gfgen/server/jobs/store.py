@@ -363,16 +363,13 @@ class Store:
         rows = self._reader.execute(f"{sql} ORDER BY completed_at DESC LIMIT :limit", values)
         return [_kept(row) for row in rows]
 
-    def manifest(self, batch_id: str) -> list[tuple[StoredJob, dict[str, Any], dict[str, Any] | None]]:
-        """The ended jobs of a batch, each with its spec and its manifest entry, if any."""
-        sql = f"SELECT {_COLUMNS}, spec, manifest FROM jobs"
+    def manifest(self, batch_id: str) -> list[tuple[StoredJob, dict[str, Any] | None]]:
+        """The ended jobs of a batch, each with its manifest entry, if any."""
+        sql = f"SELECT {_COLUMNS}, manifest FROM jobs"
         rows = self._reader.execute(
             f"{sql} WHERE batch_id = ? AND status != 'open' ORDER BY seq", (batch_id,)
         )
-        return [
-            (_kept(columns), json.loads(spec), None if entry is None else json.loads(entry))
-            for *columns, spec, entry in rows
-        ]
+        return [(_kept(columns), None if entry is None else json.loads(entry)) for *columns, entry in rows]
 
     def batch(self, batch_id: str) -> BatchRow | None:
         sql = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?"

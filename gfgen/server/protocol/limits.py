@@ -20,7 +20,7 @@ class ServerLimits:
     connections: int = 2048
     """Beyond it: 503; far beyond it connections are closed. Lower if the system grants fewer descriptors."""
     connections_per_address: int = 512
-    """Beyond it a connection without a request is closed for a new one of the same address."""
+    """Beyond it new connections of the same address are closed."""
     body_bytes: int = 64_000_000
     """Size of one request with its picture; beyond it: 413."""
     json_bytes: int = 2**20
@@ -31,8 +31,8 @@ class ServerLimits:
     """Timeout for its body."""
     unread_s: float = 60.0
     """Timeout for a client that does not read what it was sent."""
-    wrong_key_s: float = 5.0
-    """Longest wait before the response to a wrong key."""
+    wrong_key_s: float = 1.0
+    """Wait before the response to a wrong key."""
     link_s: float = 86400.0
     """How long signed links to files are valid."""
     waiting_s: float = 3600.0
