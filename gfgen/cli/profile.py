@@ -281,7 +281,7 @@ class _Progress:
             logger.info("%d of %d: %s, %s left", number + 1, self._total, entry.key, in_words(left_s))
             return
         text = f"{number}/{self._total}, {on_clock(left_s)} left"
-        self._board.draw([Line("profile", number, self._total, (f"{text}: {entry.key}", text))])
+        self._board.draw([Line("profile", number, self._total, f"{text}: {entry.key}")])
 
     def close(self) -> None:
         if self._board is not None:

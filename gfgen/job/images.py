@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import subprocess
@@ -33,7 +34,7 @@ class ImageReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
         self.loras = LoraFiles(self._folder)
-        self._checked: dict[tuple[Path, bool], str | ImageError] = {}
+        self._sha256 = functools.cache(_checked)
 
     def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:
         """Absolute path of the image, and the SHA-256 of its bytes.
@@ -43,16 +44,7 @@ class ImageReader:
         if "://" in name:
             raise ImageError("this is a URL; download the file first")
         path = self._folder / name
-        key = (path, may_be_video and is_video(name))
-        if key not in self._checked:
-            try:
-                self._checked[key] = (_check_video if key[1] else _check_file)(path)
-            except ImageError as error:
-                self._checked[key] = error
-        outcome = self._checked[key]
-        if isinstance(outcome, ImageError):
-            raise ImageError(str(outcome))
-        return path, outcome
+        return path, self._sha256(path, is_video=may_be_video and is_video(name))
 
 
 class NoImages(ImageReader):
@@ -98,15 +90,10 @@ def check_content(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _check_file(path: Path) -> str:
-    """SHA-256 of a file that decodes to a picture; raises ImageError otherwise."""
-    content = _read(path, max_bytes=MAX_IMAGE_BYTES)
-    _decode(content)
-    return hashlib.sha256(content).hexdigest()
-
-
-def _check_video(path: Path) -> str:
-    """SHA-256 of a file with a frame that decodes; raises ImageError otherwise."""
+def _checked(path: Path, *, is_video: bool) -> str:
+    """SHA-256 of a file that decodes to a picture, or has a frame that does; raises ImageError otherwise."""
+    if not is_video:
+        return check_content(_read(path, max_bytes=MAX_IMAGE_BYTES))
     sha256 = hashlib.sha256(_read(path, max_bytes=MAX_VIDEO_BYTES)).hexdigest()
     first_frame(path)
     return sha256

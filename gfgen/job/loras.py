@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -23,31 +24,26 @@ class LoraFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._checked: dict[tuple[str, str | None], tuple[Path, str] | LoraError] = {}
+        self._found = functools.cache(self._find_checked)
 
     def check(self, name: str, file: str | None) -> tuple[Path, str]:
         """The absolute path of a file, or of `file` in a folder or hub repository, and its SHA-256.
 
         Raises: LoraError when it is missing, unreadable or no LoRA.
         """
-        key = (name, file)
-        if key not in self._checked:
-            try:
-                path = self._find(name, file)
-                self._checked[key] = (path, _check_file(path))
-            except LoraError as error:
-                self._checked[key] = error
-            except (OSError, RuntimeError) as error:  # a loop of links, an unknown ~user, a name too long
-                reason = getattr(error, "strerror", None) or error
-                self._checked[key] = LoraError(f"{name[:80]} cannot be read ({reason})")
-        outcome = self._checked[key]
-        if isinstance(outcome, LoraError):
-            raise LoraError(str(outcome))
-        return outcome
+        try:
+            return self._found(name, file)
+        except (OSError, RuntimeError) as error:  # a loop of links, an unknown ~user, a name too long
+            reason = getattr(error, "strerror", None) or error
+            raise LoraError(f"{name[:80]} cannot be read ({reason})") from None
 
     def check_name(self, name: str) -> None:
         """Raises: LoraError unless jobs may give names of a server's LoRAs."""
         raise LoraError(f"name {name!r} is for requests over HTTP; give a path")
+
+    def _find_checked(self, name: str, file: str | None) -> tuple[Path, str]:
+        path = self._find(name, file)
+        return path, _check_file(path)
 
     def _find(self, name: str, file: str | None) -> Path:
         path = (self._folder / Path(name).expanduser()).resolve()

@@ -184,24 +184,8 @@ def with_bar(
         yield from tqdm(rest, what, initial=BAR_FROM, total=total, unit=unit, leave=False, mininterval=0.2)
 
 
-def parse_job(
-    mapping: Mapping[str, object], *, line: int | None = None, folder: Path | None = None
-) -> tuple[JobSpec | None, tuple[Problem, ...]]:
-    """One job from a decoded JSON object, or None and all of its problems.
-
-    A job without an id gets the default id of a first occurrence; use `default_id` to tell equal jobs
-    apart. Relative image paths start at `folder`, by default the current one.
-    """
-    values, problems = parse_fields(mapping, images=ImageReader(folder or Path()))
-    if problems:
-        return None, JobError(*problems).at_line(line)
-    values.setdefault("id", default_id(values))
-    with_own_name(values)
-    return JobSpec(**values, line=line), ()
-
-
 def to_mapping(spec: JobSpec) -> dict[str, Any]:
-    """The job as an object of a job file, without default values; `parse_job` is the inverse."""
+    """The job as an object of a job file, without default values."""
     deadline: float | str | None = spec.deadline_s
     if spec.deadline_at is not None:
         deadline = datetime.fromtimestamp(spec.deadline_at, UTC).isoformat()

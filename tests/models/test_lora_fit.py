@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from one_job import parse_job
 from safetensors.torch import save_file
 
 from gfgen.errors import ModelError
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import NoImages
-from gfgen.job.reader import parse_job, read_jobs, to_mapping
+from gfgen.job.reader import read_jobs, to_mapping
 from gfgen.job.shared import parse_loras
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import resolve_checkpoint

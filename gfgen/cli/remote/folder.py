@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from gfgen.cli.remote.target import Cancelled, Submitted
 from gfgen.errors import InputError, JobFileError, RunError
 from gfgen.job.reader import ParsedJobs, to_mapping
 from gfgen.job.source import JobSource
-from gfgen.job.spec import JobSpec
 from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S, WATCHED_NAME
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.live import read_live, send_request
@@ -82,14 +81,10 @@ class RunFolder:
 
     def cancel(self, patterns: Sequence[str]) -> Cancelled:
         self._check_lives()
-        ids: list[str] = []
-        num_cancelled, unmatched = 0, []
-        for some in _in_requests(patterns):
-            answer = self._ask(some)
-            ids += answer["cancelled"]
-            num_cancelled += answer["num_cancelled"]
-            unmatched += answer["unmatched"]
-        return Cancelled(ids, num_cancelled, unmatched)
+        if len(json.dumps(list(patterns))) > MAX_REQUEST_BYTES:
+            raise InputError(f"{len(patterns)} ids are too long for one request; give a pattern, or fewer")
+        answer = self._ask(patterns)
+        return Cancelled(answer["cancelled"], answer["num_cancelled"], answer["unmatched"])
 
     def _check_lives(self) -> None:
         if holder_of(self._folder) is None:
@@ -126,7 +121,7 @@ class RunFolder:
             )
         jobs = selected_jobs(source)
         content = "".join(
-            json.dumps(line_of(spec), ensure_ascii=False) + "\n" for spec in jobs.specs
+            json.dumps(to_mapping(spec), ensure_ascii=False) + "\n" for spec in jobs.specs
         ).encode()
         path = _placed(Path(inbox), _file_name(source), content)
         return self._taken(path, content, num_jobs=len(jobs.specs))
@@ -165,31 +160,9 @@ def selected_jobs(source: JobSource) -> ParsedJobs:
     return parsed
 
 
-def line_of(spec: JobSpec) -> dict[str, Any]:
-    """The line of a job file that makes this job, wherever the file lies."""
-    line = to_mapping(spec)
-    if spec.lora and spec.lora_files:
-        kept = [{name: lora[name] for name in ("scale", "target") if name in lora} for lora in spec.lora]
-        line["lora"] = [{"path": path} | lora for path, lora in zip(spec.lora_files, kept, strict=True)]
-    return line
-
-
 def _is_of(record: Mapping[str, Any], holder: Holder) -> bool:
     """Whether the run that holds the folder has written this record, and goes on."""
     return record.get("pid") == holder.pid and record.get("state") in ("running", "stopping")
-
-
-def _in_requests(patterns: Sequence[str]) -> Iterator[list[str]]:
-    """The patterns in pieces that fit into one request each."""
-    some: list[str] = []
-    for pattern in patterns:
-        if len(json.dumps(pattern)) > MAX_REQUEST_BYTES:
-            raise InputError(f"{pattern[:40]}...: longer than any id")
-        if len(json.dumps([*some, pattern])) > MAX_REQUEST_BYTES:
-            yield some
-            some = []
-        some.append(pattern)
-    yield some
 
 
 def _file_name(source: JobSource) -> str:

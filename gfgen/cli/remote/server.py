@@ -14,11 +14,12 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from gfgen.cli.remote.folder import line_of, selected_jobs
+from gfgen.cli.remote.folder import selected_jobs
 from gfgen.cli.remote.standing import Standing
 from gfgen.cli.remote.target import Cancelled, Submitted
 from gfgen.errors import GfgenError, InputError, RunError
 from gfgen.job.images import is_video
+from gfgen.job.reader import to_mapping
 from gfgen.job.source import JobSource
 from gfgen.job.spec import JobSpec, default_seed
 from gfgen.system.wording import counted
@@ -106,7 +107,7 @@ class Server:
     def submit(self, source: JobSource) -> Submitted:
         specs = selected_jobs(source).specs
         single = [_request_of(spec) for spec in specs if spec.image or spec.files or spec.lora]
-        plain = [line_of(spec) for spec in specs if not (spec.image or spec.files or spec.lora)]
+        plain = [to_mapping(spec) for spec in specs if not (spec.image or spec.files or spec.lora)]
         answers = []
         if plain:
             content = "".join(json.dumps(line) + "\n" for line in plain).encode()
@@ -182,7 +183,7 @@ def _matches(job: Mapping[str, Any], pattern: str) -> bool:
 
 def _request_of(spec: JobSpec) -> dict[str, Any]:
     """The body of POST /v1/jobs, with pictures as data: URLs."""
-    line = line_of(spec)
+    line = to_mapping(spec)
     if "lora" in line:
         raise InputError(f"{spec.id}: lora: files of LoRAs cannot be sent to a server")
     request = {name: value for name, value in line.items() if name not in _OWN}

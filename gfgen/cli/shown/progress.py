@@ -117,7 +117,7 @@ class LineProgress(Observer):
         self._next_summary_s = snapshot.now_s + SUMMARY_S
         predicted = forecast(snapshot, policy=self._batch.policy)
         self._tell(
-            self._batch.texts(snapshot.now_s, predicted)[0],
+            self._batch.text(snapshot.now_s, predicted),
             event="run_stands",
             ended=self._batch.num_ended,
             failed=self._batch.num_failed,
@@ -147,7 +147,6 @@ class BarProgress(Observer):
         self._snapshot: Snapshot | None = None
         self._seen_at = self._drawn_at = self._predicted_at = -1e9
         self._predicted = Forecast({}, frozenset())
-        self._has_told_of_end = False
         self._closed = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
         self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -179,7 +178,6 @@ class BarProgress(Observer):
             self._snapshot, self._seen_at = snapshot, self._now()
             if self._seen_at - self._drawn_at >= REDRAW_S:
                 self._draw()
-        self._tell_of_end()
 
     def close(self) -> None:
         self._closed.set()
@@ -198,20 +196,9 @@ class BarProgress(Observer):
             with self._lock:
                 if self._now() - self._drawn_at >= TICK_S:
                     self._draw()
-            self._tell_of_end()
-
-    def _tell_of_end(self) -> None:
-        """Log that the bars ended. The log call is outside of the lock, which AboveBars also takes."""
-        with self._lock:
-            error = None if self._board is None or self._has_told_of_end else self._board.given_up
-            self._has_told_of_end = self._has_told_of_end or error is not None
-        if error is not None:
-            logger.warning(
-                "no more progress bars: cannot write to the terminal (%s); the run continues", error.strerror
-            )
 
     def _draw(self) -> None:
-        if self._board is None or self._snapshot is None or self._board.given_up is not None:
+        if self._board is None or self._snapshot is None:
             return
         self._drawn_at = self._now()
         is_small = len(self._snapshot.open) + len(self._snapshot.busy) <= CHEAP_FORECAST_JOBS
@@ -220,7 +207,7 @@ class BarProgress(Observer):
             self._predicted = forecast(self._snapshot, policy=self._batch.policy)
         now_s = self._snapshot.now_s + self._drawn_at - self._seen_at
         batch = self._batch
-        head = Line("batch", batch.num_ended, batch.num_jobs, batch.texts(now_s, self._predicted))
+        head = Line("batch", batch.num_ended, batch.num_jobs, batch.text(now_s, self._predicted))
         running = {running.task.job_id for running in self._snapshot.running}
         lines = [
             job.line(now_s, self._predicted, is_running=job.info.job_id in running)
@@ -248,18 +235,12 @@ class ShownJob:
     def line(self, now_s: float, predicted: Forecast, *, is_running: bool) -> Line:
         steps = self.info.num_tasks - 3
         what = f"step {self.task.step + 1}/{steps}" if self.task.step is not None else str(self.task.stage)
-        short = f"{self.task.step + 1}/{steps}" if self.task.step is not None else str(self.task.stage)
         end_s = predicted.ends_s.get(self.info.job_id)
         is_decoded = self.task.stage is Stage.DECODE and not is_running
         left = "writing" if is_decoded else "" if end_s is None else f"{on_clock(end_s - now_s)} left"
-        late, mark = ("  will be late", " !") if self.info.job_id in predicted.late else ("", "")
-        texts = (
-            f"{what:<12} {ranks_text(self.layout):<10} {left}{late}",
-            f"{what}  {left}{late}",
-            f"{short} {left.removesuffix(' left')}{mark}",
-            f"{short}{mark}",
-        )
-        return Line(self.info.job_id, self.task.index, self.info.num_tasks, texts)
+        late = "  will be late" if self.info.job_id in predicted.late else ""
+        text = f"{what:<12} {ranks_text(self.layout):<10} {left}{late}"
+        return Line(self.info.job_id, self.task.index, self.info.num_tasks, text)
 
 
 class RunProgress:
@@ -310,21 +291,16 @@ class RunProgress:
         text += "" if self.policy == "auto" else f", policy {self.policy}"
         return text + (f"; {self.num_skipped} done before and skipped" if self.num_skipped else "")
 
-    def texts(self, now_s: float, predicted: Forecast) -> tuple[str, ...]:
-        """The state of the batch, from the longest wording to the shortest."""
-        count = f"{self.num_ended}/{self.num_jobs}"
+    def text(self, now_s: float, predicted: Forecast) -> str:
+        """The state of the batch."""
+        count = f"{self.num_ended}/{self.num_jobs} jobs"
         num_late = self.num_missed + len(predicted.late)
         notes = [f"{self.num_failed} failed"] if self.num_failed else []
         notes += [f"{num_late} late"] if num_late else []
         yet_to_come = self.num_jobs - self.num_ended - len(self._started.keys() | predicted.ends_s.keys())
         notes += [f"{yet_to_come} yet to come"] if yet_to_come > 0 else []
         rest = "" if predicted.end_s is None else f"{on_clock(predicted.end_s - now_s)} left"
-        mark = f" !{num_late}" if num_late else ""
-        return (
-            "  ".join(part for part in (f"{count} jobs", on_clock(now_s), rest, ", ".join(notes)) if part),
-            f"{count} {on_clock(now_s)} {rest}{mark}",
-            f"{count}{mark}",
-        )
+        return "  ".join(part for part in (count, on_clock(now_s), rest, ", ".join(notes)) if part)
 
 
 def outcome_line(outcome: JobOutcome) -> str:
