@@ -145,7 +145,7 @@ def config(ctx: click.Context, *, as_json: bool) -> int:
 
     Files are ./gfgen.toml and ~/.config/gfgen/config.toml. Each option is a line, such as policy = "srtf".
     In a table such as [run] it holds for that command. Variables are GFGEN_POLICY or GFGEN_RUN_POLICY.
-    The exit code is 2 if an option refuses a value, or if no command has it.
+    The exit code is 2 if no command has an option.
     """
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
@@ -154,7 +154,7 @@ def config(ctx: click.Context, *, as_json: bool) -> int:
     _check_names(files, commands)
     found = {name: dict(_settings(name, command, files)) for name, command in commands.items()}
     found = {name: settings for name, settings in found.items() if settings}
-    faults = [*_unknown_variables(commands), *_refusals(commands, found)]
+    faults = list(_unknown_variables(commands))
     if as_json:
         listed = {name: {text: {"value": value, "from": where} for text, (value, where) in each.items()}
                   for name, each in found.items()}  # fmt: skip
@@ -206,25 +206,6 @@ def _unknown_variables(commands: Mapping[str, click.Command]) -> Iterator[str]:
         is_ours = name.startswith("GFGEN_") and not name.startswith(("GFGEN_TEST_", *_OTHER_VARIABLES))
         if is_ours and name not in known:
             yield f"{name}: {_hint(name, known)}"
-
-
-def _refusals(
-    commands: Mapping[str, click.Command], found: Mapping[str, Mapping[str, tuple[Any, str]]]
-) -> Iterator[str]:
-    """A line for each value that its option refuses."""
-    refused: dict[str, None] = {}
-    for name, settings in found.items():
-        command = commands[name]
-        with click.Context(command, info_name=name) as ctx:
-            for text, (value, where) in settings.items():
-                option = options_of(command)[text]
-                if where in _variables(option):
-                    value = option.value_from_envvar(ctx)
-                try:
-                    option.type_cast_value(ctx, _value(option, value))
-                except click.BadParameter as error:
-                    refused[f"{where}: {text}: {error.message.rstrip('.')}"] = None
-    yield from refused
 
 
 def _variables(option: click.Option) -> Sequence[str]:

@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from gfgen.server.http import bodies
-from gfgen.server.http.bodies import _from_json, _num_jobs
+from gfgen.server.http.bodies import _from_json
 from gfgen.server.jobs.job_requests import data_url_content
 from gfgen.server.protocol.problems import ApiError
 
@@ -88,11 +87,3 @@ def test_spoilt_base64_is_refused(spoilt):
     for before, behind in (("", ""), ("AAAA", ""), ("", "AAAA"), ("AAAAAAAA", "AAAAAAAA")):
         with pytest.raises(ApiError, match="not base64"):
             data_url_content(f"data:image/png;base64,{before}{spoilt}{behind}")
-
-
-def test_jobs_of_a_file_are_counted_before_any_is_read(monkeypatch):
-    assert _num_jobs(b"\xef\xbb\xbf# jobs\r\n\r\n{}\n  # no\n \t\nnonsense\n{}") == 3
-    assert _num_jobs(b"") == 0
-    monkeypatch.setattr(bodies, "MAX_LINES", 10)
-    with pytest.raises(ApiError, match="at most 10 lines"):
-        _num_jobs(b"\n" * 11)

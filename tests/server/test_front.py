@@ -203,17 +203,15 @@ def touched(folder, *names):
         (folder / name).write_bytes(b"content")
 
 
-def test_a_store_that_is_begun_anew_costs_no_finished_file_and_no_input(service, tmp_path):
+def test_a_store_that_is_begun_anew_costs_no_finished_file(service, tmp_path):
     """The damaged one was moved away, as its message advises; it may be mended, and come back."""
     touched(tmp_path, f"{ids(1)}.mp4", f"{ids(2, 'image')}.png")
-    touched(tmp_path / ".inputs", ids(3))
     touched(tmp_path / ".thumbnails", f"{ids(1)}.webp")
-    os.utime(tmp_path / ".inputs" / ids(3), (1e9, 1e9))
     new = Store(tmp_path / "new.sqlite3", began_at=1.5e9)
     JobFolder(tmp_path).prepare(new)
     new.close()
     kept = {path.name for path in tmp_path.rglob("*_0*")}
-    assert kept == {f"{ids(1)}.mp4", f"{ids(2, 'image')}.png", ids(3)}
+    assert kept == {f"{ids(1)}.mp4", f"{ids(2, 'image')}.png"}
 
 
 def test_what_a_killed_server_left_of_jobs_that_came_to_nothing_is_removed(store, tmp_path):

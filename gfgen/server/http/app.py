@@ -18,7 +18,6 @@ from gfgen.server.http import routes_batches, routes_files, routes_images, route
 from gfgen.server.http.guard import RequestGuard
 from gfgen.server.http.keys import ApiKeys
 from gfgen.server.http.streams import StateFeeds
-from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, responses
@@ -43,7 +42,6 @@ def make_app(
     service: JobService,
     *,
     feeds: StateFeeds,
-    metrics: ServerMetrics,
     keys: ApiKeys,
     is_loopback: bool,
     version: str,
@@ -60,7 +58,7 @@ def make_app(
         responses=responses(401, 403),
         root_path=service.api.root_path,
     )
-    app.state.service, app.state.feeds, app.state.metrics = service, feeds, metrics
+    app.state.service, app.state.feeds = service, feeds
     app.state.keys, app.state.page = keys, routes_server.read_page()
     for routes in (routes_jobs, routes_images, routes_batches, routes_files, routes_server):
         for router in routes.ROUTERS:
@@ -71,7 +69,7 @@ def make_app(
         keys=keys,
         limits=service.limits,
         api=service.api,
-        metrics=metrics,
+        metrics=service.mirror.metrics,
         is_loopback=is_loopback,
     )
     if service.api.allowed_origins:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import io
 import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -29,8 +27,6 @@ from gfgen.server.protocol.validation import checked
 
 MAX_FIELDS = 64
 MAX_KEY_CHARS = 255
-MAX_LINES = 1_000_000
-"""Of a job file, including blank lines."""
 _BRIEF_BYTES = 1 << 16
 """Smaller bodies are parsed faster than a thread switch takes."""
 _DATA_URL_START = b"data:image"
@@ -102,12 +98,14 @@ async def read_body(
         return await _from_form(request, service, picture_name, takes_uploads=takes_uploads)
     if kind not in ("application/json", "application/x-www-form-urlencoded", ""):
         raise ApiError(400, f"{kind[:80]}: send application/json or a form")
-    content = await _content(request, service.limits.body_bytes)
+    content = await request.body()
     address, json_bytes = _address(request), service.limits.json_bytes
     if takes_uploads and content.lstrip()[:1] == b"[":
         return Body({}, None, _fingerprint(address, {}, content), jobs=content)
     if kind == "application/x-www-form-urlencoded" and content[:1] != b"{":  # curl -d sends JSON as this too
-        return await _parse(content, lambda: _from_fields(content, address, json_bytes=json_bytes))
+        if content.count(b"&") >= MAX_FIELDS or not content.isascii():
+            raise ApiError(400, f"the body is not a URL-encoded form with at most {MAX_FIELDS} fields")
+        return await _from_form(request, service, picture_name)
     return await _parse(
         content, lambda: _from_json(content, address, picture_name=picture_name, json_bytes=json_bytes)
     )
@@ -120,7 +118,9 @@ def content_kind(request: Request) -> str:
 
 async def read_model(request: Request, model: type[M], *, service: JobService) -> M:
     """Read a small JSON object as this model."""
-    content = await _content(request, service.limits.json_bytes)
+    content = await request.body()
+    if len(content) > service.limits.json_bytes:
+        raise _too_large(service.limits.json_bytes)
     return checked(model, await _parse(content, lambda: _object(content)))
 
 
@@ -146,10 +146,15 @@ def _object(content: bytes) -> dict[str, Any]:
 
 
 async def read_job_file(request: Request, *, service: JobService) -> JobFile:
-    """A job file, from the body or from a form; raises ApiError if it has too many jobs."""
-    file = await _job_file(request, service)
-    service.check_fits(await _parse(file.content, lambda: _num_jobs(file.content)))
-    return file
+    """A job file, from the body or from a form."""
+    kind = content_kind(request)
+    if kind == "multipart/form-data":
+        body = await read_file(request, service=service)
+        suffix = PurePath(body.filename or "").suffix or ".jsonl"
+        return JobFile(body.picture or b"", body.fingerprint, suffix)
+    content, address = await request.body(), _address(request)
+    fingerprint = await _parse(content, lambda: _fingerprint(address, {}, content))
+    return JobFile(content, fingerprint, JOB_FILE_KINDS.get(kind, ".jsonl"))
 
 
 async def read_file(request: Request, *, service: JobService) -> Body:
@@ -160,31 +165,6 @@ async def read_file(request: Request, *, service: JobService) -> Body:
     if body.picture is None:
         raise ApiError(400, "file: missing", param="file")
     return body
-
-
-async def _job_file(request: Request, service: JobService) -> JobFile:
-    kind = content_kind(request)
-    if kind == "multipart/form-data":
-        body = await read_file(request, service=service)
-        suffix = PurePath(body.filename or "").suffix or ".jsonl"
-        return JobFile(body.picture or b"", body.fingerprint, suffix)
-    content = await _content(request, service.limits.body_bytes)
-    address = _address(request)
-    fingerprint = await _parse(content, lambda: _fingerprint(address, {}, content))
-    return JobFile(content, fingerprint, JOB_FILE_KINDS.get(kind, ".jsonl"))
-
-
-def _num_jobs(content: bytes) -> int:
-    """Number of lines that are neither blank nor comments, 0 for an array.
-
-    Raises: ApiError if the file has too many lines.
-    """
-    if content.count(b"\n") > MAX_LINES:
-        raise ApiError(413, f"a job file has at most {MAX_LINES:,} lines")
-    if content.lstrip()[:1] == b"[":
-        return 0
-    lines = map(bytes.strip, io.BytesIO(content.removeprefix(b"\xef\xbb\xbf")))
-    return sum(bool(line) and not line.startswith(b"#") for line in lines)
 
 
 def request_key(request: Request, fingerprint: str) -> RequestKey | None:
@@ -223,16 +203,6 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
     rest = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
     return schema if not kinds else rest | (kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
-
-
-async def _content(request: Request, most_bytes: int) -> bytes:
-    pieces, size = [], 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > most_bytes:
-            raise ApiError(413, f"the request exceeds {most_bytes:,} bytes")
-        pieces.append(piece)
-    return b"".join(pieces)
 
 
 async def _from_form(
@@ -277,22 +247,6 @@ async def _from_form(
         hashed = {**values, "uploads": {name: [one.digest for one in uploads[name]] for name in uploads}}
     fingerprint = await _parse(content, lambda: _fingerprint(address, hashed, content))
     return Body(values, picture, fingerprint, filename, uploads)
-
-
-def _from_fields(content: bytes, address: list[str], *, json_bytes: int) -> Body:
-    """The fields of a URL-encoded form, all strings."""
-    values: dict[str, Any] = {}
-    try:
-        pairs = parse_qsl(
-            content.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=MAX_FIELDS
-        )
-    except ValueError:
-        raise ApiError(400, f"the body is not a URL-encoded form with at most {MAX_FIELDS} fields") from None
-    for name, value in pairs:
-        _add_field(values, name, value)
-    picture = _picture_of_form(values)
-    _check_size(values, json_bytes)
-    return Body(values, picture, _fingerprint(address, values, picture or b""))
 
 
 def _add_field(values: dict[str, Any], name: str, value: str) -> None:

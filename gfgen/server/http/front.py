@@ -29,7 +29,6 @@ from gfgen.server.http.streams import FEED_S, StateFeeds
 from gfgen.server.jobs.folder import JobFolder
 from gfgen.server.jobs.follower import RunFollower
 from gfgen.server.jobs.mirror import RunMirror
-from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.jobs.service import FORECAST_S, JobService
 from gfgen.server.jobs.store import STORE_NAME, Store
 from gfgen.server.jobs.webhooks import Webhooks
@@ -99,9 +98,8 @@ class Front:
 
     def _prepare(self, settings: FrontSettings, store: Store) -> _Server:
         """Create service, application and server, while the models load."""
-        metrics, limits = ServerMetrics(), within_descriptors(settings.limits)
-        mirror = RunMirror(version=settings.version, max_open=limits.open_jobs, observer=metrics)
-        metrics.mirror = mirror
+        limits = within_descriptors(settings.limits)
+        mirror = RunMirror(version=settings.version, max_open=limits.open_jobs)
         folder = JobFolder(settings.output_dir)
         service = JobService(
             store=store,
@@ -119,7 +117,6 @@ class Front:
         app = make_app(
             service,
             feeds=self._feeds,
-            metrics=metrics,
             keys=ApiKeys(settings.api_key, settings.keys, link_s=limits.link_s),
             is_loopback=settings.is_loopback,
             version=settings.version,

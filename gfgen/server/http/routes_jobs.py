@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
@@ -24,6 +24,7 @@ from gfgen.server.protocol.problems import ApiError, responses
 from gfgen.server.protocol.validation import opened
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T", ServedJob, StoredJob)
 
 jobs = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 videos = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -322,17 +323,17 @@ def _is_video(facts: JobFacts) -> bool:
 
 
 def _found(service: JobService, job_id: str, *, only_videos: bool = False) -> ServedJob:
-    record = service.job(job_id)
-    if record is None or (only_videos and not _is_video(record.facts)):
-        raise ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
-    return record
+    return _checked(service.job(job_id), job_id, only_videos=only_videos)
 
 
 def _stored(service: JobService, job_id: str, *, only_videos: bool = False) -> StoredJob:
-    stored = service.stored(job_id)
-    if stored is None or (only_videos and not _is_video(stored.facts)):
+    return _checked(service.stored(job_id), job_id, only_videos=only_videos)
+
+
+def _checked(found: T | None, job_id: str, *, only_videos: bool) -> T:
+    if found is None or (only_videos and not _is_video(found.facts)):
         raise ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
-    return stored
+    return found
 
 
 def _completed(service: JobService, job_id: str, *, only_videos: bool = False) -> StoredJob:

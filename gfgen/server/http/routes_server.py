@@ -80,9 +80,9 @@ async def ready(service: Service) -> Response:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     summary="Metrics for Prometheus",
 )
-async def metrics(request: Request, service: Service) -> Response:
+async def metrics(service: Service) -> Response:
     _check_admin(service)
-    return Response(request.app.state.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+    return Response(service.mirror.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
 @router.get(

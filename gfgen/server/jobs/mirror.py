@@ -18,6 +18,7 @@ from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.predict.forecast import predict
+from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.jobs.rank_lane import RankLanes
 from gfgen.server.jobs.served_job import ServedJob, layout_view, rounded
 from gfgen.server.jobs.store import Ending
@@ -40,28 +41,6 @@ NOTABLE_S, NOTABLE = 0.5, 0.05
 remaining time."""
 
 
-class MirrorObserver:
-    """Callbacks for metrics; each does nothing by default."""
-
-    def dispatched(self, dispatch: Dispatch, model: str) -> None:
-        """A task was submitted to ranks."""
-
-    def task_done(self, dispatch: Dispatch, model: str, busy_s: float) -> None:
-        """A task ended on all of its ranks."""
-
-    def used(self, times: events.RankTimes, node: str | None) -> None:
-        """A rank has done its part of a task."""
-
-    def served(self, owner: str | None, rank_s: float) -> None:
-        """Ranks have worked for a job of this owner."""
-
-    def rank_lost(self, rank: int, node: str | None) -> None:
-        """A worker process died."""
-
-    def ended(self, record: ServedJob) -> None:
-        """A job ended."""
-
-
 class RunMirror:
     """Ranks, jobs, timeline and policy; `now` returns Unix time."""
 
@@ -71,7 +50,7 @@ class RunMirror:
         now: Callable[[], float] = time.time,
         version: str = "",
         max_open: int = 0,
-        observer: MirrorObserver | None = None,
+        metrics: ServerMetrics | None = None,
     ) -> None:
         self.now = now
         self.began_at = now()
@@ -89,7 +68,8 @@ class RunMirror:
         self.longest_turn_s = 0.0
         """Of the control loop, since this front started."""
         self.num_turns = 0
-        self._observer = observer or MirrorObserver()
+        self.metrics = metrics or ServerMetrics()
+        self.metrics.mirror = self
         self._version = version
         self._max_open = max_open
         self._is_forecast_due = True
@@ -115,7 +95,7 @@ class RunMirror:
                 self.lanes.ready(note)
             case events.RankLost():
                 self.lanes.lost(note)
-                self._observer.rank_lost(note.rank, self.lanes.node_of(note.rank))
+                self.metrics.rank_lost(note.rank, self.lanes.node_of(note.rank))
             case NodeRanks():
                 self.lanes.node_joined(note.node, note.ranks)
             case NodeGone():
@@ -160,7 +140,7 @@ class RunMirror:
         record = self.records.get(dispatch.task.job_id)
         if record is not None:
             self._job_dispatched(record, dispatch)
-            self._observer.dispatched(dispatch, record.facts.model)
+            self.metrics.dispatched(dispatch, record.facts.model)
 
     def _job_dispatched(self, record: ServedJob, dispatch: Dispatch) -> None:
         task, layout, at = dispatch.task, dispatch.layout, self.lanes.at(dispatch.submitted_s)
@@ -188,15 +168,15 @@ class RunMirror:
         if dispatch is None or not isinstance(event, events.TaskDone):
             return
         for each in event.times:
-            self._observer.used(each, self.lanes.node_of(each.rank))
+            self.metrics.used(each, self.lanes.node_of(each.rank))
         task, record = dispatch.task, self.find(dispatch.task.job_id)
         if record is None:
             return
         record.rank_s += event.rank_s
-        self._observer.served(record.facts.owner, event.rank_s)
+        self.metrics.served(record.facts.owner, event.rank_s)
         if record.has_ended:
             return
-        self._observer.task_done(dispatch, record.facts.model, event.busy_s)
+        self.metrics.task_done(dispatch, record.facts.model, event.busy_s)
         record.next_index, at = task.index + 1, self.lanes.at(event.ended_s)
         if task.stage in STEPS:
             record.event("step", at, step=record.step, steps=record.facts.steps)
@@ -268,7 +248,7 @@ class RunMirror:
             self.recent.popitem(last=False)
         for owner in {None, record.facts.owner}:
             self._finished_of(owner).appendleft(record)
-        self._observer.ended(record)
+        self.metrics.ended(record)
         self._is_forecast_due = True
         return record
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,8 +20,10 @@ from prometheus_client.registry import Collector
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankTimes
-from gfgen.server.jobs.mirror import MirrorObserver, RunMirror
 from gfgen.server.jobs.served_job import ServedJob
+
+if TYPE_CHECKING:
+    from gfgen.server.jobs.mirror import RunMirror
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CLASSES = 32
@@ -32,7 +34,7 @@ _REQUEST_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5,
 _JOB_BOUNDS_S = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
-class ServerMetrics(MirrorObserver, Collector):
+class ServerMetrics(Collector):
     """The metrics of one server; `class` is a job's tag, `node` is empty on one machine."""
 
     def __init__(self) -> None:
