@@ -285,7 +285,6 @@ def compare(
 
 
 def _check_policies(texts: Sequence[str], ranked: Ranks | None) -> None:
-    """Raises InputError or PolicyError for a policy that cannot run here; loads no model."""
     if ranked is not None and ranked.devices.ranks_per_gpu > 1 and any(map(is_stock, texts)):
         raise InputError("--ranks-per-gpu: diffusers' own ranks cannot share a GPU; leave it out")
     for text in texts:
@@ -303,7 +302,6 @@ def _make(output: Path) -> None:
 
 
 def _runs_of_same_jobs(path: Path, conditions: Mapping[str, Any]) -> Sequence[Score]:
-    """The real runs of this workload. Raises InputError that names the difference."""
     alike = ("workload", "profile", "deadlines_from")
     with _naming("--beside", path):
         return scores_of(_same_workload(path, conditions, alike, remedy="it needs --profile"))
@@ -318,7 +316,6 @@ def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, 
 
 @contextmanager
 def _naming(option: str, path: Path) -> Iterator[None]:
-    """Turn errors of a compare.json into InputError."""
     try:
         yield
     except KeyError as error:
@@ -377,7 +374,6 @@ def _interrupted(
 
 
 def _report(comparison: PolicyComparison, conditions: dict[str, Any], output: Path) -> None:
-    """Print the tables and write the files."""
     tables = list(filter(None, ["\n".join(comparison.table()), "\n".join(comparison.gains_table())]))
     remarks = comparison.remarks()
     click.echo("\n" + "\n\n".join([*tables, "\n".join(remarks)]).strip("\n") + "\n")

@@ -58,8 +58,6 @@ def predicted_times(
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A workload from the times of a profile."""
-
     jobs: tuple[AdmittedJob, ...]
     profile: Profile
 

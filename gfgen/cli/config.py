@@ -25,7 +25,6 @@ _OTHER_VARIABLES = ("GFGEN_CACHE", "GFGEN_COMPLETE")
 
 
 def config_paths() -> tuple[Path, ...]:
-    """The files in the order in which they count."""
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return Path(LOCAL_NAME), home / "gfgen" / "config.toml"
 
@@ -62,12 +61,10 @@ class ConfigFile:
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in a table, without the tables inside of it."""
     return {name.replace("_", "-"): value for name, value in table.items() if not isinstance(value, dict)}
 
 
 def read_files() -> Sequence[ConfigFile]:
-    """Raises InputError for a file that cannot be read or is not TOML."""
     found = []
     for path in config_paths():
         if not path.exists():
@@ -94,7 +91,6 @@ def name_of(option: click.Option) -> str:
 
 
 def with_variables(command: click.Command, name: str) -> click.Command:
-    """The command, whose options read environment variables, too."""
     if isinstance(command, click.Group):
         for each, below in command.commands.items():
             with_variables(below, f"{name} {each}")
@@ -186,7 +182,6 @@ def _commands(group: click.Group, ctx: click.Context, above: str = "") -> Iterat
 
 
 def _check_names(files: Sequence[ConfigFile], commands: Mapping[str, click.Command]) -> None:
-    """Raises InputError for a name that no command has."""
     known = {text: None for command in commands.values() for text in options_of(command)}
     tables = {name.partition(" ")[0]: None for name in commands}
     for file in files:

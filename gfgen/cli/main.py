@@ -118,7 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _log_end(error: GfgenError) -> None:
-    """Log the error that ended the command, with an event and exit code in JSON."""
     event = "stopped" if isinstance(error, InterruptedRunError) else "failed"
     fields = log.fields(event=event, exit_code=error.exit_code)
     extra = fields if log.is_json() else fields | log.FILE_ONLY

@@ -179,7 +179,6 @@ def _of_nodes(
 
 
 def _most_shared(profile: Profile, nodes: Nodes) -> str | None:
-    """Say that tasks use fewer ranks than a node has; None if they can use all."""
     if nodes.num_ranks <= profile.num_ranks:
         return None
     return f"A step uses at most {counted(profile.num_ranks, 'rank')} here: the profile has no times of more."

@@ -156,7 +156,6 @@ def profile(
 
 
 def _widest(options: Ranks) -> int:
-    """The most ranks that can share a layout."""
     return max(map(len, options.devices.islands))
 
 
@@ -234,7 +233,6 @@ def _predicted_s(todo: Sequence[Measurement], costs: CostModel, options: Ranks) 
 
 
 def _measure(todo: Sequence[Measurement], unfinished: _Unfinished, costs: CostModel, options: Ranks) -> None:
-    """Measure and keep each entry. Raises InterruptedRunError when a signal comes first."""
     if not todo:
         return
     with contextlib.ExitStack() as stack:
@@ -262,7 +260,6 @@ def _measure(todo: Sequence[Measurement], unfinished: _Unfinished, costs: CostMo
 def _record_forwards(
     pool: WorkerPool, jobs: Sequence[AdmittedJob], options: Ranks, signals: SignalPipe
 ) -> None:
-    """Warm up and record CUDA graphs, as before a run."""
     sizes = [size for size in (1, 2, 4, 8) if size <= _widest(options)]
     for item, answer in warm_up(pool, warm_ups(jobs, sizes), signals):
         if answer.reason is not None:
@@ -270,8 +267,6 @@ def _record_forwards(
 
 
 class _Progress:
-    """A bar on a terminal, otherwise a log line per measurement."""
-
     def __init__(self, total: int) -> None:
         self._total = total
         self._board = Board(sys.stderr, num_slots=0) if has_cursor(sys.stderr) else None

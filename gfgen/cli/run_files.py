@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 
 def check_written(files: Sequence[Path], written: Mapping[str, Path | None]) -> None:
-    """Check that no option names a job file, or the file of another option."""
     named = {resolved(file): "the job file itself" for file in files}
     for option, path in written.items():
         if path is None:
@@ -160,7 +159,6 @@ class KnownJobs:
 
 
 def _by_file(jobs: Sequence[AdmittedJob]) -> Mapping[str | None, list[AdmittedJob]]:
-    """The jobs by job file; None if there is only one."""
     groups: dict[str | None, list[AdmittedJob]] = {}
     for job in jobs:
         line = job.spec.line
@@ -192,7 +190,6 @@ def admit_jobs(
 
 
 def has_bar(options: RunOptions) -> bool:
-    """Whether bars may show how far long files are."""
     return has_cursor(sys.stderr) and not (options.logs.quiet or options.logs.log_json)
 
 
@@ -209,8 +206,6 @@ def resolved(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """The cluster that the command line asks for."""
-
     ray: str | None = None
     shared: bool = False
     ray_nodes: int | None = None

@@ -415,7 +415,6 @@ def serve_models(options: ServeOptions) -> None:
 
 
 def usual_jobs(models: Sequence[str], admit: Admit) -> Sequence[AdmittedJob]:
-    """The default job of each model; none for a model that needs more than a prompt."""
     specs = [
         JobSpec(id=f"usual-{number}", prompt="as usual", model=name) for number, name in enumerate(models)
     ]

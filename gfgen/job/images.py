@@ -48,8 +48,6 @@ class ImageReader:
 
 
 class NoImages(ImageReader):
-    """Refuses all image paths, for jobs that come from other machines."""
-
     def __init__(self, advice: str) -> None:
         super().__init__(Path())
         self._advice = advice
@@ -83,7 +81,6 @@ def first_frame(path: Path) -> bytes:
 
 
 def check_content(content: bytes) -> str:
-    """SHA-256 of the bytes of a picture; raises ImageError when they do not decode to one."""
     if len(content) > MAX_IMAGE_BYTES:
         raise ImageError(f"the picture has more than {MAX_IMAGE_BYTES // 2**20} MiB")
     _decode(content)

@@ -38,7 +38,6 @@ class LoraFiles:
             raise LoraError(f"{name[:80]} cannot be read ({reason})") from None
 
     def check_name(self, name: str) -> None:
-        """Raises: LoraError unless jobs may give names of a server's LoRAs."""
         raise LoraError(f"name {name!r} is for requests over HTTP; give a path")
 
     def _find_checked(self, name: str, file: str | None) -> tuple[Path, str]:
@@ -92,7 +91,6 @@ def _from_hub(repository: str, file: str) -> Path:
 
 
 def _check_file(path: Path) -> str:
-    """SHA-256 of a file with tensors of a LoRA."""
     try:
         if not path.is_file():  # a pipe or a device could block or never end
             raise LoraError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")

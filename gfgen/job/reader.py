@@ -109,7 +109,6 @@ def read_jobs(
 
 
 def source_name(files: Sequence[Path | str]) -> str:
-    """The name of several files, of one, or of single prompts in messages."""
     return f"{len(files)} job files" if len(files) > 1 else _name_of(files[0]) if files else PROMPTS_NAME
 
 
@@ -119,7 +118,6 @@ def _name_of(file: Path | str) -> str:
 
 @contextlib.contextmanager
 def _opened(file: Path | Literal["-"]) -> Iterator[BinaryIO]:
-    """Raises: InputError when the file cannot be read."""
     if file == "-":
         yield sys.stdin.buffer
         return
@@ -138,7 +136,6 @@ def _opened(file: Path | Literal["-"]) -> Iterator[BinaryIO]:
 
 
 def _of_file(entries: Iterable[Entry], name: str, file_idx: int) -> Iterator[Entry]:
-    """The same entries, whose lines name the file."""
     try:
         for number, entry in entries:
             line = FileLine(number, name, file_idx)
@@ -202,7 +199,6 @@ def to_mapping(spec: JobSpec) -> dict[str, Any]:
 
 
 def due_at(spec: JobSpec, *, arrived_at: float) -> float | None:
-    """Unix time of the deadline of a job that arrived at a Unix time; None without one."""
     if spec.deadline_at is not None:
         return spec.deadline_at
     return None if spec.deadline_s is None else arrived_at + spec.deadline_s
@@ -258,7 +254,6 @@ class _JobList:
     def add_file(
         self, entries: Iterable[Entry], source: str, *, folder: Path, images: ImageReader | None = None
     ) -> None:
-        """Add all jobs of a file. Raises _ListEnded."""
         self.images, self.folder = images or ImageReader(folder), folder if images is None else None
         self.defaults = {}
         num_before = len(self.specs) + len(self.problems)

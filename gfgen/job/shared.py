@@ -30,7 +30,6 @@ MAX_JOBS = 100_000
 
 
 def is_defaults(mapping: Mapping[str, object]) -> bool:
-    """Whether this object of a job file is its defaults."""
     return list(mapping) == ["defaults"]
 
 
@@ -149,7 +148,6 @@ def value_of(name: str, text: str) -> Any:
 
 
 def number_of(text: str) -> int | float | str:
-    """The number that a text contains, or the text."""
     for kind in (int, float):
         try:
             return kind(text)

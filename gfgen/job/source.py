@@ -43,12 +43,10 @@ class JobSource:
 
     @property
     def name(self) -> str:
-        """In messages."""
         return source_name(self.files)
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The files without standard input."""
         return [Path(file) for file in self.files if file != "-"]
 
     def read(self, *, has_bar: bool = False) -> ParsedJobs:

@@ -208,7 +208,6 @@ def num_pictures(args: Mapping[str, Any] | None) -> int:
 
 
 def numbered_name(name: str, number: int) -> str:
-    """The file name of one of several pictures of a job, from 1."""
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{number}{dot}{suffix}"
 

@@ -55,7 +55,6 @@ class RunFolder:
         )
 
     def _past(self, record: Mapping[str, Any] | None) -> Standing:
-        """The last state of a folder in which nothing runs."""
         lines = read_manifest(self._folder / MANIFEST_NAME).values()
         counts = Counter(str(line.get("status")) for line in lines if not line.get(SIMULATED))
         if record is None and not counts:
@@ -127,7 +126,6 @@ class RunFolder:
         return self._taken(path, content, num_jobs=len(jobs.specs))
 
     def _taken(self, path: Path, content: bytes, *, num_jobs: int) -> Submitted:
-        """Wait until the run has taken the file, or refused it."""
         report = path.with_name(path.name + REPORT_SUFFIX)
         key, deadline_s = hashlib.sha256(content).hexdigest(), time.monotonic() + ANSWER_S
         while time.monotonic() < deadline_s:
@@ -153,7 +151,6 @@ _KEPT = (
 
 
 def selected_jobs(source: JobSource) -> ParsedJobs:
-    """Raises: JobFileError if a job has a problem."""
     parsed = source.read()
     if parsed.problems:
         raise JobFileError(parsed.source, parsed.problems)

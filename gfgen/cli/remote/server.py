@@ -91,7 +91,6 @@ class Server:
         return Cancelled(cancelled, len(cancelled), unmatched)
 
     def _is_cancelled(self, job_id: str) -> bool:
-        """Cancel a job; False if it ended before."""
         return bool(self._call("POST", f"/v1/jobs/{job_id}/cancel")["status"] == "cancelled")
 
     def _open_jobs(self) -> Iterator[Mapping[str, Any]]:
@@ -182,7 +181,6 @@ def _matches(job: Mapping[str, Any], pattern: str) -> bool:
 
 
 def _request_of(spec: JobSpec) -> dict[str, Any]:
-    """The body of POST /v1/jobs, with pictures as data: URLs."""
     line = to_mapping(spec)
     if "lora" in line:
         raise InputError(f"{spec.id}: lora: files of LoRAs cannot be sent to a server")

@@ -29,8 +29,6 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """Jobs that were handed over."""
-
     num_jobs: int
     text: str
     """What became of them."""
@@ -67,7 +65,6 @@ def find_target(text: str | None, *, key: str | None) -> Target:
 
 
 def live_folders() -> Sequence[Path]:
-    """Folders of runs and servers that live, below ./outputs."""
     folders = sorted(RUNS.iterdir()) if RUNS.is_dir() else []
     return [folder for folder in folders if folder.is_dir() and holder_of(folder) is not None]
 

@@ -18,8 +18,6 @@ MAX_COLUMNS = 120
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One bar; `text` is on its right side."""
-
     name: str
     done: int
     total: int
@@ -57,7 +55,6 @@ class Board:
         self._charset: str | bool = False if encoding.lower().startswith("utf") else " #"
 
     def write(self, text: str) -> None:
-        """Write a line above the bars."""
         with self._while_there():
             _Bar.write(printable(text, self._stream), file=self._stream)
             self._stream.flush()
@@ -68,7 +65,6 @@ class Board:
             self._draw(lines)
 
     def close(self) -> None:
-        """Remove the bars; the lines above stay."""
         with self._while_there():
             self._take_away()
 
@@ -122,8 +118,6 @@ class Board:
 
 
 class AboveBars:
-    """A stream for log handlers that writes above the bars."""
-
     def __init__(self, board: Board, lock: threading.RLock) -> None:
         self._board = board
         self._lock = lock

@@ -32,8 +32,6 @@ STATUSES = ("failed", "cancelled", "done")
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """A job of the manifest; times are Unix times."""
-
     line: ManifestLine
     ended_at: float
 
@@ -90,7 +88,6 @@ class FolderReport:
 
     @classmethod
     def read(cls, folder: Path) -> FolderReport:
-        """Raises InputError for a folder without a manifest of runs."""
         lines = read_manifest(folder / MANIFEST_NAME).values()
         jobs = [JobReport(line, _time_of(line)) for line in lines if not line.get(SIMULATED)]
         if not jobs:
@@ -115,7 +112,6 @@ class FolderReport:
         return f"gfgen run {' '.join(named)} -o {self.folder} --failed" if named else None
 
     def lines(self) -> Iterator[str]:
-        """The report as text."""
         done = [job for job in self.jobs if job.status == "done"]
         counts = ", ".join(
             f"{self.counts[status]} {status}" for status in reversed(STATUSES) if self.counts[status]
@@ -183,8 +179,6 @@ def _short(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """Finds the files of jobs for a page in `page_folder`."""
-
     folder: Path
     page_folder: Path
 

@@ -50,8 +50,6 @@ def make_file_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | 
 
 
 class NoProgress(Observer):
-    """Logs failures only."""
-
     def ended(self, outcome: JobOutcome) -> None:
         if outcome.status == "failed":
             logger.error("%s", outcome_line(outcome))
@@ -226,8 +224,6 @@ class BarProgress(Observer):
 
 @dataclass(slots=True)
 class ShownJob:
-    """A job that has started and has not ended."""
-
     info: JobInfo
     task: Task
     layout: Layout
@@ -244,8 +240,6 @@ class ShownJob:
 
 
 class RunProgress:
-    """The state of the run for all displays."""
-
     def __init__(self) -> None:
         self.policy = ""
         self.num_jobs = 0
@@ -283,7 +277,6 @@ class RunProgress:
         self.num_missed += outcome.status == "done" and outcome.met_deadline is False
 
     def shown(self, running: set[str]) -> list[ShownJob]:
-        """Started jobs in order of their start, running jobs first."""
         return sorted(self._started.values(), key=lambda job: job.info.job_id not in running)
 
     def headline(self, num_ranks: int) -> str:
@@ -292,7 +285,6 @@ class RunProgress:
         return text + (f"; {self.num_skipped} done before and skipped" if self.num_skipped else "")
 
     def text(self, now_s: float, predicted: Forecast) -> str:
-        """The state of the batch."""
         count = f"{self.num_ended}/{self.num_jobs} jobs"
         num_late = self.num_missed + len(predicted.late)
         notes = [f"{self.num_failed} failed"] if self.num_failed else []
@@ -319,7 +311,6 @@ def outcome_line(outcome: JobOutcome) -> str:
 
 
 def outcome_fields(outcome: JobOutcome) -> dict[str, Any]:
-    """The same as fields."""
     known = {
         "event": f"job_{outcome.status}",
         "job": outcome.info.job_id,

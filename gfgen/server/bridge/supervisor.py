@@ -28,7 +28,6 @@ DRAIN_S = 10.0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises InputError if the address is in use or not available."""
     deadline_s = time.monotonic() + BIND_S
     while True:
         try:
@@ -73,7 +72,6 @@ class Supervisor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the front finish its responses and end."""
         self._is_over.set()
         if self._link is not None:
             self._link.close()
@@ -105,7 +103,6 @@ class Supervisor:
             self._is_over.wait(0.1 * len(deaths))
 
     def _serve(self) -> int:
-        """Run one front until it ends; returns its exit status; raises OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         numbers = map(str, (theirs.fileno(), self._listener.fileno()))
         command = module_command("gfgen.server.http.front_main", *numbers)

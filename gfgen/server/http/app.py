@@ -46,7 +46,6 @@ def make_app(
     is_loopback: bool,
     version: str,
 ) -> FastAPI:
-    """The application for one JobService."""
     app = FastAPI(
         title=TITLE,
         description=_TEXT,
@@ -125,7 +124,6 @@ def _operation_id(route: APIRoute) -> str:
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, cached."""
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
         known = document["components"]["schemas"]

@@ -112,12 +112,10 @@ async def read_body(
 
 
 def content_kind(request: Request) -> str:
-    """The content type without parameters."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def read_model(request: Request, model: type[M], *, service: JobService) -> M:
-    """Read a small JSON object as this model."""
     content = await request.body()
     if len(content) > service.limits.json_bytes:
         raise _too_large(service.limits.json_bytes)
@@ -146,7 +144,6 @@ def _object(content: bytes) -> dict[str, Any]:
 
 
 async def read_job_file(request: Request, *, service: JobService) -> JobFile:
-    """A job file, from the body or from a form."""
     kind = content_kind(request)
     if kind == "multipart/form-data":
         body = await read_file(request, service=service)
@@ -158,7 +155,6 @@ async def read_job_file(request: Request, *, service: JobService) -> JobFile:
 
 
 async def read_file(request: Request, *, service: JobService) -> Body:
-    """A form with a file."""
     if content_kind(request) != "multipart/form-data":
         raise ApiError(400, "send a form with a file")
     body = await _from_form(request, service, "file")
@@ -168,7 +164,6 @@ async def read_file(request: Request, *, service: JobService) -> Body:
 
 
 def request_key(request: Request, fingerprint: str) -> RequestKey | None:
-    """The request's Idempotency-Key, if any."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
@@ -258,7 +253,6 @@ def _add_field(values: dict[str, Any], name: str, value: str) -> None:
 
 
 def _picture_of_form(values: dict[str, Any]) -> bytes | None:
-    """Take the picture's data: URL out of a form."""
     urls = [values.pop(name) for name in _PICTURE_URL if name in values]
     return data_url_content(urls[-1]) if urls else None
 

@@ -53,8 +53,6 @@ class _Server(uvicorn.Server):
 
 
 class Front:
-    """The front's parts and its main coroutine."""
-
     def __init__(self, link: socket.socket, listener: socket.socket) -> None:
         self._link = link
         self._listener = listener
@@ -64,7 +62,6 @@ class Front:
         """The run ended without announcing it, or the front failed."""
 
     async def run(self) -> int:
-        """Serve until the run ends; returns the exit status."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._link)
         framing = MessageDecoder()
         messages = await self._next(reader, framing)
@@ -97,7 +94,6 @@ class Front:
         return 0
 
     def _prepare(self, settings: FrontSettings, store: Store) -> _Server:
-        """Create service, application and server, while the models load."""
         limits = within_descriptors(settings.limits)
         mirror = RunMirror(version=settings.version, max_open=limits.open_jobs)
         folder = JobFolder(settings.output_dir)
@@ -138,7 +134,6 @@ class Front:
         )
 
     async def _hear(self, reader: asyncio.StreamReader, framing: MessageDecoder, rest: Sequence[Any]) -> None:
-        """Apply the run's notes in order until its socket closes."""
         assert self._service is not None
         follower = RunFollower(self._service)
         messages: Sequence[Any] | None = rest
@@ -152,7 +147,6 @@ class Front:
         self._feeds.notify()
 
     async def _next(self, reader: asyncio.StreamReader, framing: MessageDecoder) -> list[Any] | None:
-        """The next messages; None if the socket is closed."""
         while True:
             try:
                 content = await reader.read(_CHUNK_BYTES)

@@ -169,8 +169,6 @@ class RequestGuard:
 
 
 class _BoundedBody:
-    """Receives a request's body; raises ApiError if it is too large or too slow."""
-
     def __init__(self, receive: Receive, headers: Headers, limits: ServerLimits) -> None:
         self._receive = receive
         self._left = limits.body_bytes
@@ -205,8 +203,6 @@ def _too_large(limits: ServerLimits) -> ApiError:
 
 
 class _Secured:
-    """Adds the security headers and the request's id to a response."""
-
     def __init__(self, send: Send, *, request_id: str) -> None:
         self._send = send
         self.request_id = request_id
@@ -222,7 +218,6 @@ class _Secured:
 
 
 def _request_id(headers: Headers) -> str:
-    """The client's X-Request-ID, or a new one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 

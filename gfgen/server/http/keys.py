@@ -34,8 +34,6 @@ class Access:
 
 
 class ApiKeys:
-    """The admin key and the named keys, if there are any; `now` returns Unix time."""
-
     def __init__(
         self,
         admin_key: str | None,
@@ -57,7 +55,6 @@ class ApiKeys:
         return bool(self._keys)
 
     def by_key(self, given: str) -> Access | None:
-        """What this key gives access to; None if it is wrong."""
         if not self._keys:
             return Access()
         return self._by_key.get(_digest(given.encode("utf-8", "replace")))

@@ -27,8 +27,6 @@ _leaving: set[asyncio.Task[list[str]]] = set()
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """The jobs of a request for a stream."""
-
     ids: Sequence[str]
     asked_for: schemas.ImageRequest
     warnings: Sequence[str]
@@ -71,8 +69,6 @@ async def picture_events(service: JobService, streamed: Streamed) -> AsyncGenera
 
 @dataclass(slots=True)
 class _Shown:
-    """The previews of one picture so far."""
-
     num_due: int = 0
     num_sent: int = 0
 
@@ -119,7 +115,6 @@ async def _completed(service: JobService, job_id: str, streamed: Streamed) -> by
 
 
 def done_job(service: JobService, job_id: str) -> StoredJob:
-    """The ended job; raises ApiError if it has no result."""
     stored = service.stored(job_id)
     if stored is None or stored.ending is None:
         raise ApiError(409, f"{job_id} was removed meanwhile", code="job_removed")

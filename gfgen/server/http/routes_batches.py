@@ -136,7 +136,6 @@ async def create_batch(
 async def _accept(
     request: Request, service: JobService, file: JobFile, *, skip_invalid: bool = False
 ) -> Response:
-    """Accept the jobs of a file as a batch."""
     models, batch_id = service.ready_models(), new_id("batch")
     key = request_key(request, file.fingerprint)
     skipped: list[Problem] = []

@@ -159,7 +159,6 @@ async def create_of_upload(
 
 
 def upload_fields(row: BatchRow, made_of: schemas.BatchInput) -> dict[str, Any]:
-    """OpenAI's fields of a batch."""
     has_ended, num_failed = row.completed_at is not None, row.failed + row.cancelled + len(made_of.failures)
     return {
         **made_of.request.model_dump(),

@@ -32,7 +32,6 @@ ROUTERS = (jobs, videos)
 
 
 async def _service_of(request: Request) -> JobService:
-    """The service as the request's key sees it."""
     service: JobService = request.app.state.service
     return service.seen_by(Access.of(request.scope).owner)
 
@@ -271,7 +270,6 @@ async def delete_job(service: Service, job_id: JobId, purge: Purge = False) -> R
 
 
 async def results(request: Request, service: JobService, ids: Sequence[str]) -> None:
-    """Wait until these jobs have ended; cancel them if the client disconnects first."""
     waiting = asyncio.ensure_future(service.wait(ids))
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
@@ -298,7 +296,6 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _take_video(request: Request, service: JobService, body: Body) -> tuple[list[str], list[str]]:
-    """The id of the accepted video, and warnings about ignored fields."""
     models, is_strict = service.ready_models(), service.api.strict
     asked_for, warnings = opened(schemas.VideoRequest, body.values, is_strict=is_strict)
     requested = video_job(asked_for, models=models, ignored=None if is_strict else warnings)

@@ -81,7 +81,6 @@ async def thumbnail(path: Path, small: Path, *, one_at_a_time: asyncio.Semaphore
 
 
 async def picture_as(path: Path, kind: str) -> bytes:
-    """A finished picture, converted to this format; raises ApiError if it cannot be read."""
     return await asyncio.to_thread(_converted, path, kind)
 
 

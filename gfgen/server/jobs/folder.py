@@ -35,7 +35,6 @@ class JobFolder:
         return self.path / facts.file
 
     def result_stat(self, facts: JobFacts) -> os.stat_result | None:
-        """None if the result is missing or inaccessible."""
         try:
             return self.result(facts).stat()
         except OSError:
@@ -80,7 +79,6 @@ class JobFolder:
         return replace(requested, spec=replace(requested.spec, files=paths, files_sha256=hashes))
 
     def _checked(self, name: str, argument: str) -> tuple[str, str]:
-        """Path and hash of a saved file; raises ApiError if it is no picture or video."""
         try:
             path, sha256 = ImageReader(self.inputs).check(name, may_be_video=True)
         except ImageError as error:
@@ -89,7 +87,6 @@ class JobFolder:
         return str(path), sha256
 
     def remove_input(self, name: str) -> None:
-        """Remove the input picture of a job, by its id, and its other files."""
         for path in (self.inputs / name, *self.inputs.glob(f"{name}.*")):
             _unlink(path)
 
@@ -97,7 +94,6 @@ class JobFolder:
         _unlink(self.path / file)
 
     def remove(self, facts: JobFacts) -> None:
-        """Remove the result and its thumbnail."""
         _unlink(self.result(facts))
         _unlink(self._thumbnail(facts.id))
 
@@ -119,7 +115,6 @@ class JobFolder:
 
 
 def _write_picture(path: Path, content: bytes) -> None:
-    """Raises: OutputError if the disk is full; the caller removes the partial file."""
     try:
         path.write_bytes(content)
     except OSError as error:

@@ -28,8 +28,6 @@ _ENDED: dict[str, Ended] = {"done": "completed", "failed": "failed", "cancelled"
 
 
 class RunFollower:
-    """Follows the run on behalf of a service, in the front's event loop."""
-
     def __init__(self, service: JobService) -> None:
         self._service = service
         self._store, self._mirror, self._folder = service.store, service.mirror, service.folder
@@ -107,7 +105,6 @@ class RunFollower:
         await self._end_unseen([ending])
 
     async def _end_unseen(self, endings: Sequence[Ending]) -> None:
-        """Record ends of jobs that only the store knows."""
         firsts = await self._end_all(endings) if endings else []
         for ending, is_first in zip(endings, firsts, strict=True):
             if is_first and (record := self._service.job(ending.id)) is not None:

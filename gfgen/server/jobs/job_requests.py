@@ -48,8 +48,6 @@ of them means that the model does not use it."""
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A file for an argument of a pipeline."""
-
     content: bytes
     suffix: str = ""
     """That of a video's name; empty for a picture."""
@@ -68,8 +66,6 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class RequestedJob:
-    """A requested job in the terms of the job file, with its picture and its origin."""
-
     spec: JobSpec
     picture: bytes | None = None
     uploads: Mapping[str, Sequence[Upload]] = field(default_factory=dict)
@@ -172,7 +168,6 @@ def plain_job(
     uploads: Mapping[str, Sequence[Upload]],
     models: Sequence[schemas.ServedModel],
 ) -> RequestedJob:
-    """The job of a request that uses the job file's fields."""
     model = chosen_model(request.model, models, kind=None)
     values = _job_words(request, {}, leave_out=("model", "webhook"))
     kind = "image" if model.kind == "image" or request.frames == 1 else "video"
@@ -340,7 +335,6 @@ def data_url_content(url: str, *, param: str = "input_reference") -> bytes:
 
 
 def checked_picture(content: bytes, *, param: str) -> str:
-    """SHA-256 of a picture; raises ApiError if it is not one."""
     try:
         return check_content(content)
     except ImageError as error:
@@ -379,7 +373,6 @@ def _without_unused(
 def admitted_of_file(
     requested: Sequence[RequestedJob], admit: Admit
 ) -> tuple[list[tuple[RequestedJob, AdmittedJob]], Sequence[Problem]]:
-    """The requests of a batch with their admitted jobs, and the problems of the others."""
     jobs, problems = admit([one.spec for one in requested])
     by_id = {one.spec.id: one for one in requested}
     return [(by_id[job.job_id], job) for job in jobs], problems
@@ -457,7 +450,6 @@ def media_kind(job: AdmittedJob) -> schemas.MediaKind:
 def _job_words(
     request: schemas.RequestModel, words: Mapping[str, str], *, leave_out: Sequence[str]
 ) -> dict[str, Any]:
-    """The fields of a request, under the job file's names."""
     given = request.model_dump(exclude_none=True)
     return {words.get(name, name): value for name, value in given.items() if name not in leave_out}
 

@@ -42,8 +42,6 @@ remaining time."""
 
 
 class RunMirror:
-    """Ranks, jobs, timeline and policy; `now` returns Unix time."""
-
     def __init__(
         self,
         *,
@@ -126,7 +124,6 @@ class RunMirror:
             record.event("stopping", self.now())
 
     def policy_asked(self, policy: str) -> None:
-        """Another policy was requested; the run reports which one decides."""
         self._set_policy(policy=policy, deciding=policy, reason=None)
 
     def _set_policy(self, **values: str | None) -> None:
@@ -195,7 +192,6 @@ class RunMirror:
     def _update_progress(
         self, job_id: str, next_index: int, remaining_s: float, layout: Layout | None
     ) -> None:
-        """Update a job's next task and remaining work, the input of predictions."""
         record = self.records.get(job_id)
         if record is None:
             return
@@ -227,7 +223,6 @@ class RunMirror:
         return self.records.get(job_id) or self.recent.get(job_id)
 
     def add(self, records: Iterable[ServedJob]) -> None:
-        """Add accepted jobs."""
         num_queued = sum(record.status == "queued" for record in self.records.values())
         for position, record in enumerate(records, start=num_queued + 1):
             self.records[record.facts.id] = record
@@ -237,7 +232,6 @@ class RunMirror:
         self._is_forecast_due = True
 
     def end(self, job_id: str, ending: Ending, *, expires_at: float | None) -> ServedJob | None:
-        """A job has ended; the store already has this ending."""
         record = self.records.pop(job_id, None)
         if record is None:
             return None
@@ -253,7 +247,6 @@ class RunMirror:
         return record
 
     def remove(self, job_ids: Sequence[str]) -> None:
-        """Ended jobs were removed."""
         for job_id in job_ids:
             self.recent.pop(job_id, None)
         gone = set(job_ids)
@@ -262,7 +255,6 @@ class RunMirror:
             self._finished[owner] = deque(left, MAX_SHOWN_FINISHED)
 
     def show_finished(self, owner: str | None, jobs: Iterable[ServedJob]) -> None:
-        """Jobs of this owner, or of all, that ended before; most recent first."""
         self._finished_of(owner).extend(jobs)
 
     def _finished_of(self, owner: str | None) -> deque[ServedJob]:
@@ -322,7 +314,6 @@ class RunMirror:
         )
 
     def ranks(self, now: float, owner: str | None = None) -> list[schemas.Rank]:
-        """The ranks, with their tasks for one owner or for all."""
 
         def num_steps(job_id: str) -> int:
             record = self.find(job_id)
@@ -335,7 +326,6 @@ class RunMirror:
 
 
 def _shown_open(records: Sequence[ServedJob]) -> list[ServedJob]:
-    """Started jobs in the order of their start, then the queue."""
     started = [r for r in records if r.status == "in_progress"]
     queued = [r for r in records if r.status == "queued"]
     started.sort(key=lambda r: r.started_at or 0.0)

@@ -119,7 +119,6 @@ class Previews:
     # Colours ----------------------------------------------------------------------------------------
 
     def _pipeline(self, checkpoint: Path) -> str | None:
-        """The class of a checkpoint's pipeline."""
         if checkpoint not in self._pipelines:
             try:
                 index: dict[str, Any] = json.loads((checkpoint / "model_index.json").read_bytes())
@@ -142,7 +141,6 @@ class Previews:
 
 
 async def _fit(checkpoint: Path) -> None:
-    """Fit the colours of a model into the cache."""
     command = module_command("gfgen.models.loading.colour_fit", str(checkpoint), str(_cached(checkpoint)))
     logger.info("fitting the colours of previews of %s", checkpoint.name)
     process = await asyncio.create_subprocess_exec(

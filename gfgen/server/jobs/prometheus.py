@@ -111,7 +111,6 @@ class ServerMetrics(Collector):
         ProcessCollector(registry=registry)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     # Counters ---------------------------------------------------------------------------------------
@@ -150,7 +149,6 @@ class ServerMetrics(Collector):
                 self._wait_s.labels(facts.model, name).observe(wait_s)
 
     def answered(self, method: str, route: str, status: int, took_s: float) -> None:
-        """A response has ended; `route` is its path as in the OpenAPI document."""
         self._request_s.labels(method, route, str(status)).observe(took_s)
 
     # Gauges -----------------------------------------------------------------------------------------

@@ -22,8 +22,6 @@ USE_S = 60
 
 @dataclass(slots=True, eq=False)
 class RankLane:
-    """What a rank is doing and has done."""
-
     rank: int
     node: str | None = None
     """On a cluster."""
@@ -66,7 +64,6 @@ class RankLanes:
         """By bar."""
 
     def at(self, time_s: float) -> float:
-        """Convert seconds of the run to Unix time."""
         return self._started_at + time_s
 
     @property
@@ -74,7 +71,6 @@ class RankLanes:
         return self._lanes.values()
 
     def node_of(self, rank: int) -> str | None:
-        """The node of a rank, on a cluster."""
         lane = self._lanes.get(rank)
         return None if lane is None else lane.node
 
@@ -95,7 +91,6 @@ class RankLanes:
                 self._begin(lane, self.at(dispatch.submitted_s))
 
     def landed(self, event: events.TaskDone | events.TaskFailed) -> Dispatch | None:
-        """The dispatch that has ended; None if it is unknown."""
         dispatch = self._running.pop(event.dispatch, None)
         if dispatch is None:
             return None
@@ -110,7 +105,6 @@ class RankLanes:
         return dispatch
 
     def renew_ends(self, ends: Sequence[tuple[int, float]]) -> None:
-        """Update the predicted ends of running tasks."""
         for number, end_s in ends:
             if number in self._running:
                 self._running[number] = replace(self._running[number], predicted_end_s=end_s)
@@ -127,7 +121,6 @@ class RankLanes:
         self._lanes[event.rank].status = "retired" if event.is_retired else "lost"
 
     def loading(self) -> None:
-        """All ranks that live change their models."""
         for lane in self.lanes:
             lane.status = lane.status if lane.status in ("lost", "retired") else "loading"
 
@@ -185,7 +178,6 @@ class RankLanes:
         return bool(self._running)
 
     def running(self) -> list[RunningTask]:
-        """The running tasks with their predicted ends in Unix time."""
         return [RunningTask(d.task, d.layout, self.at(d.predicted_end_s)) for d in self._running.values()]
 
     def ranks(

@@ -21,8 +21,6 @@ SHOWN_PROMPT_CHARS = 300
 
 
 class Notifier:
-    """Wakes all waiting coroutines."""
-
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
 
@@ -51,8 +49,6 @@ class Notifier:
 
 @dataclass(frozen=True, slots=True)
 class EncodedEvent:
-    """An event of a job, ready to send."""
-
     number: int
     kind: str
     body: bytes
@@ -91,7 +87,6 @@ class ServedJob:
 
     @property
     def step(self) -> int:
-        """Number of finished denoising steps."""
         return max(0, min(self.next_index - 2, self.facts.steps))
 
     @property
@@ -183,7 +178,6 @@ class ServedJob:
         )
 
     def _size(self) -> dict[str, Any]:
-        """The size of the file, or the one that it is to have."""
         facts = self.facts
         size: dict[str, Any] = {"size": facts.size, "frames": facts.frames, "fps": facts.fps}
         if self.status == "completed" and self.ending is not None and (work := self.ending.work) is not None:
@@ -203,7 +197,6 @@ class ServedJob:
         return round(self.ending.completed_at - self.ending.started_at, 3)
 
     def event(self, kind: Any, at: float, **values: Any) -> None:
-        """Append an event and wake the readers."""
         event = schemas.JobEvent(
             type=kind,
             at=round(at, 4),

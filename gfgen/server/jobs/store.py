@@ -159,8 +159,6 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """A job in the store; it is open if it has no ending."""
-
     seq: int
     facts: JobFacts
     ending: Ending | None
@@ -182,15 +180,11 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """An Idempotency-Key and the hash of its request."""
-
     key: str
     fingerprint: str
 
 
 class KeyTakenError(Exception):
-    """An earlier request with this key was accepted; `ids` are the jobs, or the batch, that it created."""
-
     def __init__(self, ids: Sequence[str], *, is_same: bool) -> None:
         super().__init__(", ".join(ids))
         self.ids = tuple(ids)
@@ -213,7 +207,6 @@ class Store:
         self._thread.start()
 
     def close(self) -> None:
-        """Finish the queued writes and close."""
         self._queue.put(None)
         self._thread.join()
         self._writer.close()
@@ -263,7 +256,6 @@ class Store:
         return await self._do(work)
 
     async def set_priority(self, job_id: str, priority: int) -> bool:
-        """Change an open job; False if it has ended or does not exist."""
 
         def work(db: sqlite3.Connection) -> bool:
             changed = "facts = json_set(facts, '$.priority', :new), spec = json_set(spec, '$.priority', :new)"
@@ -276,7 +268,6 @@ class Store:
         return await self._do(work)
 
     async def cancel_batch(self, batch_id: str) -> None:
-        """Mark a batch as cancelled; the caller cancels its jobs."""
 
         def work(db: sqlite3.Connection) -> None:
             db.execute("UPDATE batches SET is_cancelled = 1 WHERE id = ?", (batch_id,))
@@ -284,7 +275,6 @@ class Store:
         await self._do(work)
 
     async def remove(self, job_ids: Iterable[str]) -> None:
-        """Delete ended jobs, and batches without jobs."""
         ids = [(job_id,) for job_id in job_ids]
 
         def work(db: sqlite3.Connection) -> None:
@@ -319,7 +309,6 @@ class Store:
     # Reading ----------------------------------------------------------------------------------------
 
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
-        """Facts and spec of every open job, oldest first."""
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
         return [(_facts(facts), json.loads(spec)) for facts, spec in rows]
 
@@ -338,7 +327,6 @@ class Store:
         has_ended: bool | None = None,
         owner: str | None = None,
     ) -> list[StoredJob]:
-        """Jobs in the order of acceptance, starting after job `after`."""
         tests, values = ["1"], []
         if after is not None:
             tests.append(f"seq {'>' if is_ascending else '<'} (SELECT seq FROM jobs WHERE id = ?)")
@@ -354,14 +342,12 @@ class Store:
         return [_kept(row) for row in self._reader.execute(sql, values)]
 
     def last_ended(self, limit: int, owner: str | None = None) -> list[StoredJob]:
-        """The jobs that ended last, of one owner or of all, most recent first."""
         sql = f"SELECT {_COLUMNS} FROM jobs WHERE status != 'open' AND (:owner IS NULL OR owner = :owner)"
         values = {"owner": owner, "limit": limit}
         rows = self._reader.execute(f"{sql} ORDER BY completed_at DESC LIMIT :limit", values)
         return [_kept(row) for row in rows]
 
     def manifest(self, batch_id: str) -> list[tuple[StoredJob, dict[str, Any] | None]]:
-        """The ended jobs of a batch, each with its manifest entry, if any."""
         sql = f"SELECT {_COLUMNS}, manifest FROM jobs"
         rows = self._reader.execute(
             f"{sql} WHERE batch_id = ? AND status != 'open' ORDER BY seq", (batch_id,)
@@ -373,7 +359,6 @@ class Store:
         return next((_batch(row) for row in self._reader.execute(sql, (batch_id,))), None)
 
     def batches(self, *, limit: int, after: str | None, owner: str | None = None) -> list[BatchRow]:
-        """Those of one owner or all, most recent first, starting after batch `after`."""
         sql = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE (:owner IS NULL OR owner = :owner)"
         if after is not None:
             sql += " AND (created_at, id) < (SELECT created_at, id FROM batches WHERE id = :after)"

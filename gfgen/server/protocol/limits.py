@@ -47,8 +47,6 @@ class ServerLimits:
 
 @dataclass(frozen=True, slots=True)
 class ApiOptions:
-    """How the HTTP interface treats its clients."""
-
     strict: bool = False
     """Refuse fields that are unknown or that the model does not use, in place of ignoring them."""
     served_names: tuple[str, ...] = ()
@@ -75,5 +73,4 @@ class ApiOptions:
 
     @property
     def root_path(self) -> str:
-        """The path prefix, by default that of the public URL."""
         return self.path_prefix or urlsplit(self.public_url or "").path.rstrip("/")

@@ -43,8 +43,6 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """What a front needs before the models are loaded."""
-
     output_dir: Path
     api_key: str | None
     is_loopback: bool
@@ -78,8 +76,6 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeRanks:
-    """A node of a cluster has joined with these ranks."""
-
     node: str
     ranks: range
 
@@ -95,8 +91,6 @@ JobProgress = tuple[str, int, float, Layout | None]
 
 @dataclass(frozen=True, slots=True)
 class ProgressUpdate:
-    """The open jobs whose progress has changed."""
-
     rows: tuple[JobProgress, ...]
 
 
@@ -109,8 +103,6 @@ class PredictedEnds:
 
 @dataclass(frozen=True, slots=True)
 class LoopTimings:
-    """Duration and number of the control loop's turns since the last report."""
-
     longest_s: float
     num_turns: int
 
@@ -150,8 +142,6 @@ class SetPolicy:
 
 @dataclass(frozen=True, slots=True)
 class OutcomesStored:
-    """The store has recorded the outcomes of these jobs."""
-
     job_ids: tuple[str, ...]
 
 
@@ -159,19 +149,15 @@ class OutcomesStored:
 
 
 def pack(message: Any) -> bytes:
-    """Encode one message."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _HEADER.pack(len(body)) + body
 
 
 class MessageDecoder:
-    """Decodes messages from a stream of bytes."""
-
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, content: bytes) -> list[Any]:
-        """Add received bytes; returns the messages that are complete."""
         self._pending += content
         messages = []
         while len(self._pending) >= _HEADER.size:
@@ -192,11 +178,9 @@ class MessageSocket:
         self._framing = MessageDecoder()
 
     def send(self, message: Any) -> None:
-        """Send a message; blocks until there is room; raises OSError if the other end is closed."""
         self._socket.sendall(pack(message))
 
     def receive(self) -> list[Any]:
-        """The next messages; empty if the other end is closed."""
         while True:
             try:
                 content = self._socket.recv(_CHUNK_BYTES)

@@ -42,8 +42,6 @@ _CODES = {
 
 
 class ApiError(Exception):
-    """An error response."""
-
     def __init__(
         self,
         status: int,
