@@ -80,6 +80,18 @@ def first_frame(path: Path) -> bytes:
     return done.stdout
 
 
+def thumbnail(path: Path, side: int) -> bytes:
+    """A small WEBP of a picture, or of a video's first frame. Raises: ImageError; OSError."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(first_frame(path)) if path.suffix == ".mp4" else path) as picture:
+        small = picture.convert("RGB")
+    small.thumbnail((side, side))
+    content = io.BytesIO()
+    small.save(content, format="WEBP", quality=80)
+    return content.getvalue()
+
+
 def check_content(content: bytes) -> str:
     if len(content) > MAX_IMAGE_BYTES:
         raise ImageError(f"the picture has more than {MAX_IMAGE_BYTES // 2**20} MiB")

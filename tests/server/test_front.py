@@ -48,7 +48,7 @@ def test_a_front_that_cannot_follow_the_run_says_why_in_one_line_and_ends_at_onc
     with socket.create_server(("127.0.0.1", 0)) as listener, ours:
         with theirs:
             front = subprocess.Popen(
-                [sys.executable, "-m", "gfgen.server.http.front_main"]
+                [sys.executable, "-m", "gfgen.server.http.front"]
                 + [str(number) for number in (theirs.fileno(), listener.fileno())],
                 pass_fds=(theirs.fileno(), listener.fileno()),
                 stderr=subprocess.PIPE,
@@ -354,21 +354,6 @@ def test_a_front_that_cannot_be_started_counts_as_one_that_dies(monkeypatch, tmp
     assert str(failure).startswith("the HTTP process died, or could not be started, 2 times")
     told = "the HTTP process cannot be started (Cannot allocate memory); retrying"
     assert [record.getMessage() for record in caplog.records] == [told, told]
-
-
-def test_a_front_that_lacks_a_package_is_not_started_again(monkeypatch, tmp_path, capfd):
-    lacking = "raise ModuleNotFoundError(\"No module named 'h11'\", name='h11')"
-    (tmp_path / "uvicorn.py").write_text(lacking)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    failures = []
-    bridge = SimpleNamespace(failed=failures.append, joined=lambda _: None, left=lambda _: None)
-    settings = FrontSettings(tmp_path, api_key=None, is_loopback=True, limits=ServerLimits(), version="1")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        supervisor.Supervisor(listener, settings, bridge)._run()
-    (failure,) = failures
-    assert str(failure) == "the HTTP process cannot start; see its message above"
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("gfgen: the HTTP process cannot start: No module named 'h11'; 'pip install gfgen'")
 
 
 def test_a_front_that_still_imports_when_the_run_ends_is_not_waited_for(monkeypatch, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import logging
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from gfgen.errors import InputError
-from gfgen.job.images import ImageError, first_frame
+from gfgen.job.images import ImageError, thumbnail
 from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestLine, read_manifest
 from gfgen.system.wording import counted, in_words, size_in_words
 
@@ -227,18 +226,11 @@ def _card(job: JobReport, links: _Links, number: int) -> str:
 
 def _thumbnail(path: Path) -> str | None:
     """A small WEBP in base64; None if the file cannot be shown."""
-    from PIL import Image
-
     try:
-        with Image.open(io.BytesIO(first_frame(path)) if path.suffix == ".mp4" else path) as picture:
-            small = picture.convert("RGB")
-        small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-        content = io.BytesIO()
-        small.save(content, format="WEBP", quality=80)
+        return base64.b64encode(thumbnail(path, THUMBNAIL_SIDE)).decode()
     except (OSError, ValueError, ImageError) as error:
         logger.warning("no thumbnail of %s: %s", path, error)
         return None
-    return base64.b64encode(content.getvalue()).decode()
 
 
 def _timeline(jobs: Sequence[JobReport]) -> str:

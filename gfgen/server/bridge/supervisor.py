@@ -11,7 +11,6 @@ import time
 
 from gfgen.errors import InputError, RunError
 from gfgen.server.bridge.run_bridge import RunBridge
-from gfgen.server.http.front_main import LACKS_PACKAGE
 from gfgen.server.protocol.limits import BACKLOG
 from gfgen.server.protocol.link import FrontSettings, MessageSocket
 from gfgen.system.lifeline import module_command, module_environment
@@ -28,32 +27,19 @@ DRAIN_S = 10.0
 
 
 def listen(host: str, port: int) -> socket.socket:
+    """Raises: InputError if the address is in use or not available."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     deadline_s = time.monotonic() + BIND_S
     while True:
         try:
-            return _bound(host, port)
+            return socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
-                reason = error.strerror or error
+                reason = str(error.strerror or error).partition(" (while")[0]
                 raise InputError(
                     f"--host {host} --port {port}: cannot listen there ({reason}); choose another"
                 ) from None
         time.sleep(0.1)
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 class Supervisor:
@@ -82,15 +68,10 @@ class Supervisor:
         deaths: list[float] = []
         while not self._is_over.is_set():
             try:
-                code = self._serve()
-                what = f"ended ({_ending(code)}); starting another one"
+                what = f"ended ({_ending(self._serve())}); starting another one"
             except OSError as error:  # no memory or descriptor: perhaps temporary
-                code = None
                 what = f"cannot be started ({error.strerror}); retrying"
             if self._is_over.is_set():
-                return
-            if code == LACKS_PACKAGE:
-                self._bridge.failed(RunError("the HTTP process cannot start; see its message above"))
                 return
             now_s = time.monotonic()
             deaths = [at for at in deaths if at > now_s - DEATHS_WINDOW_S] + [now_s]
@@ -105,7 +86,7 @@ class Supervisor:
     def _serve(self) -> int:
         ours, theirs = socket.socketpair()
         numbers = map(str, (theirs.fileno(), self._listener.fileno()))
-        command = module_command("gfgen.server.http.front_main", *numbers)
+        command = module_command("gfgen.server.http.front", *numbers)
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -123,9 +104,8 @@ class Supervisor:
         try:
             link.send(self._settings)
             self._bridge.joined(link)
-            while messages := link.receive():
-                for message in messages:
-                    self._bridge.received(message)
+            while (message := link.receive()) is not None:
+                self._bridge.received(message)
         except OSError:
             pass
         self._bridge.left(link)

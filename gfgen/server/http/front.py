@@ -1,4 +1,4 @@
-"""The front: the HTTP process (front_main.py starts it).
+"""The front: the HTTP process.
 
 The run passes it two descriptors: the socket to the run, and the listening socket. The front ends when the
 run closes its socket: after pending responses if the run announced the stop, immediately otherwise. The
@@ -12,10 +12,11 @@ import contextlib
 import gc
 import logging
 import os
+import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -33,7 +34,7 @@ from gfgen.server.jobs.service import FORECAST_S, JobService
 from gfgen.server.jobs.store import STORE_NAME, Store
 from gfgen.server.jobs.webhooks import Webhooks
 from gfgen.server.protocol.limits import BACKLOG
-from gfgen.server.protocol.link import FrontSettings, MessageDecoder, pack
+from gfgen.server.protocol.link import HEADER_BYTES, FrontSettings, message_bytes, pack
 from gfgen.system.allocator import give_back_large_blocks
 from gfgen.system.signals import leave_to_the_run
 
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 DRAIN_S = 3.0
 """Grace period for pending responses after the run has stopped."""
-_CHUNK_BYTES = 1 << 18
 
 
 class _Server(uvicorn.Server):
@@ -63,11 +63,9 @@ class Front:
 
     async def run(self) -> int:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._link)
-        framing = MessageDecoder()
-        messages = await self._next(reader, framing)
-        if not messages:
+        settings = await self._next(reader)
+        if settings is None:
             return 1
-        settings, *rest = messages
         assert isinstance(settings, FrontSettings)
         _configure_log(settings)
         store = Store(settings.output_dir / STORE_NAME, began_at=time.time())
@@ -76,7 +74,7 @@ class Front:
             gc.freeze()  # a collection that visits all imports stops this process for 65 ms
             helpers = [asyncio.create_task(work) for work in self._periodic_tasks()]
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
-            hearing = asyncio.create_task(self._hear(reader, framing, rest))
+            hearing = asyncio.create_task(self._hear(reader))
             ended, _ = await asyncio.wait({serving, hearing}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
             for error in filter(None, [task.exception() for task in ended]):
@@ -133,29 +131,23 @@ class Front:
             )
         )
 
-    async def _hear(self, reader: asyncio.StreamReader, framing: MessageDecoder, rest: Sequence[Any]) -> None:
+    async def _hear(self, reader: asyncio.StreamReader) -> None:
         assert self._service is not None
         follower = RunFollower(self._service)
-        messages: Sequence[Any] | None = rest
-        while messages is not None:
-            for notes in messages:
-                await follower.hear(notes)
-            messages = await self._next(reader, framing)
+        while (notes := await self._next(reader)) is not None:
+            await follower.hear(notes)
         self._is_lost = self._service.mirror.status != "draining"
         self._service.mirror.drain()
         self._feeds.tick()
         self._feeds.notify()
 
-    async def _next(self, reader: asyncio.StreamReader, framing: MessageDecoder) -> list[Any] | None:
-        while True:
-            try:
-                content = await reader.read(_CHUNK_BYTES)
-            except ConnectionError:
-                return None
-            if not content:
-                return None
-            if messages := framing.feed(content):
-                return messages
+    async def _next(self, reader: asyncio.StreamReader) -> Any | None:
+        """The next message; None if the socket is closed."""
+        try:
+            size = message_bytes(await reader.readexactly(HEADER_BYTES))
+            return pickle.loads(await reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
 
     def _send(self, message: Any) -> None:
         assert self._writer is not None
@@ -218,3 +210,7 @@ def main(link_fd: int, listener_fd: int) -> None:
         code = 1
     sys.stdout.flush()
     os._exit(code)  # does not wait for threads that still read files
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3]))

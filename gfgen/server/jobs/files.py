@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSati
 from starlette.types import Receive, Scope, Send
 
 from gfgen.errors import OutputError
-from gfgen.job.images import ImageError, first_frame
+from gfgen.job import images
 from gfgen.server.protocol.problems import ApiError
 
 logger = logging.getLogger(__name__)
@@ -85,26 +85,19 @@ async def picture_as(path: Path, kind: str) -> bytes:
 
 
 def _shrink(path: Path, small: Path) -> None:
-    from PIL import Image
-
     try:
         path.stat()  # a missing file is not a broken video
-        with Image.open(io.BytesIO(first_frame(path)) if path.suffix == ".mp4" else path) as picture:
-            shrunk = picture.convert("RGB")
-            shrunk.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-    except ImageError:
+        content = images.thumbnail(path, THUMBNAIL_SIDE)
+    except images.ImageError:
         raise _no_picture() from None
     except OSError as error:
         raise _unreadable(error) from None
     partial = small.with_suffix(".partial")
     try:
-        try:
-            shrunk.save(partial, format="WEBP", quality=80)
-            partial.replace(small)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        partial.write_bytes(content)
+        partial.replace(small)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise OutputError(f"cannot write a thumbnail ({error.strerror}); free some space and retry") from None
 
 

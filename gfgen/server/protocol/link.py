@@ -35,7 +35,7 @@ from gfgen.server.protocol.schemas import ServedModel
 Admit = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
 
 _HEADER = struct.Struct("<I")
-_CHUNK_BYTES = 1 << 16
+HEADER_BYTES = _HEADER.size
 
 
 # From the run to the front ------------------------------------------------------------------------
@@ -153,21 +153,10 @@ def pack(message: Any) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
-class MessageDecoder:
-    def __init__(self) -> None:
-        self._pending = bytearray()
-
-    def feed(self, content: bytes) -> list[Any]:
-        self._pending += content
-        messages = []
-        while len(self._pending) >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(self._pending)
-            end = _HEADER.size + length
-            if len(self._pending) < end:
-                break
-            messages.append(pickle.loads(bytes(self._pending[_HEADER.size : end])))
-            del self._pending[:end]
-        return messages
+def message_bytes(header: bytes) -> int:
+    """Size of the message that follows a header of HEADER_BYTES."""
+    (size,) = _HEADER.unpack(header)
+    return int(size)
 
 
 class MessageSocket:
@@ -175,21 +164,25 @@ class MessageSocket:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._framing = MessageDecoder()
 
     def send(self, message: Any) -> None:
+        """Blocks until there is room; raises OSError if the other end is closed."""
         self._socket.sendall(pack(message))
 
-    def receive(self) -> list[Any]:
-        while True:
-            try:
-                content = self._socket.recv(_CHUNK_BYTES)
-            except OSError:
-                return []
-            if not content:
-                return []
-            if messages := self._framing.feed(content):
-                return messages
+    def receive(self) -> Any | None:
+        """The next message; None if the other end is closed."""
+        try:
+            return pickle.loads(self._exactly(message_bytes(self._exactly(HEADER_BYTES))))
+        except (OSError, EOFError):
+            return None
+
+    def _exactly(self, size: int) -> bytes:
+        content = bytearray()
+        while len(content) < size:
+            if not (piece := self._socket.recv(size - len(content))):
+                raise EOFError
+            content += piece
+        return bytes(content)
 
     def close(self) -> None:
         """Close both directions; wakes threads that wait in them."""
