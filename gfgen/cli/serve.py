@@ -47,6 +47,7 @@ from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.devices import parse_memory
 from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.live import write_live
@@ -75,7 +76,6 @@ DEFAULTS = ServerLimits()
 DEFAULT_JOB_BOUNDS = JobBounds(pixels=2048 * 2048, frames=257, steps=200)
 """Accept all that the models are made for: Wan2.2 in 1280x720 with 121 frames, Qwen-Image in 2048x2048."""
 MAX_STEP_TIME = "10m"
-_SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,20 +92,12 @@ class ServeOptions(SessionOptions):
 
 
 class _Size(click.ParamType[int]):
-    """Bytes, as 500M or 20G; at least one."""
+    """Bytes, as 500M or 20G."""
 
     name = "size"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        text = str(value).strip().lower().removesuffix("b")
-        factor = _SIZES.get(text[-1:], 1)
-        try:
-            size = int(float(text[:-1] if text[-1:] in _SIZES else text) * factor)
-        except (ValueError, OverflowError):  # of nan; of inf
-            size = 0
-        if size < 1:
-            self.fail(f"{value!r}: a size like 500M or 20G is accepted", param, ctx)
-        return size
+        return parse_memory(str(value), option="" if param is None else param.opts[0])
 
 
 class _Pattern(click.ParamType[str]):

@@ -350,13 +350,7 @@ def _list(service: JobService, *, limit: int, order: str, after: str | None, **w
         raise ApiError(400, f"after: there is no job {after!r}", param="after")
     which["owner"] = service.owner
     stored = service.store.jobs(limit=limit + 1, is_ascending=order == "asc", after=after, **which)
-    data = [service.served(one).job() for one in stored[:limit]]
-    return schemas.JobList(
-        data=data,
-        first_id=data[0].id if data else None,
-        last_id=data[-1].id if data else None,
-        has_more=len(stored) > limit,
-    )
+    return schemas.JobList(**schemas.page([service.served(one).job() for one in stored], limit))
 
 
 def _file(service: JobService, stored: StoredJob) -> Response:

@@ -67,24 +67,12 @@ class StoredFile(FileResponse):
             raise ApiError(416, f"the file has {file_size} bytes", headers=headers, param="Range") from None
 
 
-async def thumbnail(path: Path, small: Path, *, one_at_a_time: asyncio.Semaphore) -> Path:
-    """A small picture of a finished file, made on the first request and then kept as `small`.
-
-    Raises: ApiError if the file is missing or unreadable; OutputError if the thumbnail cannot be written.
-    """
-    if small.exists():
-        return small
-    async with one_at_a_time:
-        if not small.exists():
-            await asyncio.to_thread(_shrink, path, small)
-    return small
-
-
 async def picture_as(path: Path, kind: str) -> bytes:
     return await asyncio.to_thread(_converted, path, kind)
 
 
-def _shrink(path: Path, small: Path) -> None:
+def make_thumbnail(path: Path, small: Path) -> None:
+    """Raises: ApiError if the file is missing or unreadable; OutputError if the disk is full."""
     try:
         path.stat()  # a missing file is not a broken video
         content = images.thumbnail(path, THUMBNAIL_SIDE)

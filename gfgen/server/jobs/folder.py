@@ -41,9 +41,14 @@ class JobFolder:
             return None
 
     async def thumbnail(self, facts: JobFacts) -> Path:
-        return await files.thumbnail(
-            self.result(facts), self._thumbnail(facts.id), one_at_a_time=self._pictures
-        )
+        """A small picture of the result, made on the first request."""
+        small = self._thumbnail(facts.id)
+        if small.exists():
+            return small
+        async with self._pictures:
+            if not small.exists():
+                await asyncio.to_thread(files.make_thumbnail, self.result(facts), small)
+        return small
 
     async def save_input(self, requested: RequestedJob) -> RequestedJob:
         """Check the picture and the files of a request, and save them under the job's id.

@@ -42,73 +42,35 @@ class ServerMetrics(Collector):
         self.registry = CollectorRegistry()
         self.mirror: RunMirror | None = None
         self._classes: set[str] = set()
-        registry = self.registry
+        own = self.registry
+        by_class, by_rank = ["model", "class"], ["rank", "node"]
         self._ended = Counter(
-            "gfgen_jobs_ended", "Jobs that have ended.", ["model", "class", "status"], registry=registry
+            "gfgen_jobs_ended", "Jobs that have ended.", [*by_class, "status"], registry=own
         )
-        self._deadlines = Counter(
-            "gfgen_deadlines",
-            "Deadlines of jobs that have ended, without cancelled ones.",
-            ["model", "class", "met"],
-            registry=registry,
-        )
-        self._job_s = Histogram(
-            "gfgen_job_seconds",
-            "From a completed job's acceptance to its file.",
-            ["model", "class"],
-            buckets=_JOB_BOUNDS_S,
-            registry=registry,
-        )
-        self._task_s = Histogram(
-            "gfgen_task_seconds",
-            "Execution of tasks: stage=denoise are the steps; ranks is how many shared it.",
-            ["model", "stage", "ranks"],
-            buckets=_STEP_BOUNDS_S,
-            registry=registry,
-        )
-        self._migrations = Counter(
-            "gfgen_migrations",
-            "Tasks whose job had to move to other ranks first.",
-            ["model"],
-            registry=registry,
-        )
-        self._busy_s = Counter(
-            "gfgen_rank_busy_seconds", "Time of tasks on a rank.", ["rank", "node"], registry=registry
-        )
-        self._owner_s = Counter(
-            "gfgen_owner_rank_seconds",
-            "Time of ranks for the jobs of an API key; owner is its name, empty for the admin key.",
-            ["owner"],
-            registry=registry,
-        )
-        self._peak_bytes = Gauge(
-            "gfgen_gpu_memory_peak_bytes",
-            "Memory that torch had allocated on a rank's GPU during its last task, at its peak.",
-            ["rank", "node"],
-            registry=registry,
-        )
-        self._wait_s = Histogram(
-            "gfgen_queue_seconds",
-            "From a completed job's acceptance to its start.",
-            ["model", "class"],
-            buckets=_JOB_BOUNDS_S,
-            registry=registry,
-        )
+        text = "Deadlines of jobs that have ended, without cancelled ones."
+        self._deadlines = Counter("gfgen_deadlines", text, [*by_class, "met"], registry=own)
+        text = "From a completed job's acceptance to its file."
+        self._job_s = Histogram("gfgen_job_seconds", text, by_class, buckets=_JOB_BOUNDS_S, registry=own)
+        text = "From a completed job's acceptance to its start."
+        self._wait_s = Histogram("gfgen_queue_seconds", text, by_class, buckets=_JOB_BOUNDS_S, registry=own)
+        text = "Execution of tasks: stage=denoise are the steps; ranks is how many shared it."
+        labels = ["model", "stage", "ranks"]
+        self._task_s = Histogram("gfgen_task_seconds", text, labels, buckets=_STEP_BOUNDS_S, registry=own)
+        text = "Tasks whose job had to move to other ranks first."
+        self._migrations = Counter("gfgen_migrations", text, ["model"], registry=own)
+        self._busy_s = Counter("gfgen_rank_busy_seconds", "Time of tasks on a rank.", by_rank, registry=own)
+        text = "Time of ranks for the jobs of an API key; owner is its name, empty for the admin key."
+        self._owner_s = Counter("gfgen_owner_rank_seconds", text, ["owner"], registry=own)
+        text = "Memory that torch had allocated on a rank's GPU during its last task, at its peak."
+        self._peak_bytes = Gauge("gfgen_gpu_memory_peak_bytes", text, by_rank, registry=own)
+        text, labels = "From a request's headers to the end of its response.", ["method", "route", "status"]
         self._request_s = Histogram(
-            "gfgen_http_request_seconds",
-            "From a request's headers to the end of its response.",
-            ["method", "route", "status"],
-            buckets=_REQUEST_BOUNDS_S,
-            registry=registry,
+            "gfgen_http_request_seconds", text, labels, buckets=_REQUEST_BOUNDS_S, registry=own
         )
-        self._lost = Counter(
-            "gfgen_worker_restarts",
-            "Worker processes that died or were killed.",
-            ["rank", "node"],
-            registry=registry,
-        )
-        registry.register(self)
-        ProcessCollector(registry=registry)
+        text = "Worker processes that died or were killed."
+        self._lost = Counter("gfgen_worker_restarts", text, by_rank, registry=own)
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -16,6 +16,8 @@ from gfgen.snapshot import JobView
 
 MAX_EVENTS = 600
 """Events kept per job, for readers that connect late or reconnect."""
+_SAME = ("model", "prompt", "steps", "seed", "priority", "tag", "batch_id", "custom_id", "owner")
+"""Facts that a response has under the same name."""
 SHOWN_PROMPT_CHARS = 300
 """Length to which the live state shortens prompts."""
 
@@ -142,8 +144,7 @@ class ServedJob:
         return schemas.Job(
             id=facts.id,
             object=facts.kind,
-            model=facts.model,
-            prompt=facts.prompt,
+            **{name: getattr(facts, name) for name in _SAME},
             status=self.status,
             progress=self.progress,
             **self._size(),
@@ -151,15 +152,9 @@ class ServedJob:
             completed_at=None if ending is None else int(ending.completed_at),
             expires_at=None if self.expires_at is None else int(self.expires_at),
             error=_failure(ending),
-            steps=facts.steps,
             step=self.step,
             stage="write" if self.is_writing else None if self.stage is None else self.stage.value,
             layout=None if self.layout is None else layout_view(self.layout),
-            seed=facts.seed,
-            priority=facts.priority,
-            tag=facts.tag,
-            batch_id=facts.batch_id,
-            custom_id=facts.custom_id,
             position=self.position,
             started_at=rounded(self.started_at),
             predicted_start_at=rounded(self.predicted_start_at) if self.status == "queued" else None,
@@ -171,7 +166,6 @@ class ServedJob:
             rank_s=round(self.rank_s if work is None else work.timings.get("rank_s") or 0.0, 3),
             peak_memory_mb=None if work is None else work.peak_memory_mb,
             steps_reused=None if work is None else work.steps_reused,
-            owner=facts.owner,
             content_url=url,
             thumbnail_url=None if url is None else f"{url}?variant=thumbnail",
             preview_url=f"/v1/jobs/{facts.id}/preview" if self._has_preview else None,

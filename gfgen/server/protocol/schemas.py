@@ -234,6 +234,13 @@ class JobList(ResponseModel):
     has_more: bool
 
 
+def page(found: Sequence[Job] | Sequence[Batch], limit: int) -> dict[str, Any]:
+    """Fields of a list; `found` has one more than the page if there are more."""
+    data = found[:limit]
+    ends = {"first_id": data[0].id, "last_id": data[-1].id} if data else {"first_id": None, "last_id": None}
+    return {"data": data, **ends, "has_more": len(found) > limit}
+
+
 class VideoList(JobList):
     data: list[Video]  # type: ignore[assignment]  # a list of jobs that nobody appends to
 
