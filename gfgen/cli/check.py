@@ -83,7 +83,6 @@ class _Memory:
     """Bytes that the jobs take at least: of each GPU, or of main memory."""
 
     weights: Mapping[str, int]
-    """By model, with the copies of those that LoRAs change; zero if the size is not known."""
     largest_job: int
     room: int | None
     is_gpu: bool
@@ -176,7 +175,6 @@ class _Report:
     prediction: _Prediction | None
     logged: Sequence[tuple[str, str]]
     nodes: Mapping[str, Ranks]
-    """With --ray."""
 
     def lines(self) -> Iterator[str]:
         counts, (changed, again) = self._counts(), self._made_again()

@@ -19,7 +19,6 @@ from gfgen.errors import InputError, nearest
 
 LOCAL_NAME = "gfgen.toml"
 NOT_SET = frozenset({"prompt", "help", "version", "yes"})
-"""Options that belong to one call."""
 _OTHER_VARIABLES = ("GFGEN_CACHE", "GFGEN_COMPLETE")
 """Variables of no option: the folder of caches, and shell completion (click)."""
 

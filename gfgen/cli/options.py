@@ -168,9 +168,6 @@ def max_step_time_option(default: str | None) -> Option:
     )
 
 
-# Ranks ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions(AskedRanks):
     gpus: str | None = None
@@ -299,9 +296,6 @@ def rank_options(*more: Option, ranks_help: str = RANKS_HELP) -> Option:
     )
 
 
-# Logs -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOptions:
     quiet: bool = False
@@ -342,9 +336,6 @@ def configure_log(level: str) -> None:
 def _is_debug() -> bool:
     context = click.get_current_context()
     return bool(context.obj and context.obj["debug"])
-
-
-# Jobs -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

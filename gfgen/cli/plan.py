@@ -137,7 +137,6 @@ def plan(
 
 
 _Found = tuple[Plan, Profile, str | None, str | None]
-"""A plan, its profile, and what to say of a closer profile and of memory."""
 
 
 def _of_one_machine(

@@ -152,9 +152,6 @@ def profile(
     click.echo(f"wrote {counted(len(made.rows), 'row')} to {path}")
 
 
-# What to measure ------------------------------------------------------------------------------
-
-
 def _widest(options: Ranks) -> int:
     return max(map(len, options.devices.islands))
 
@@ -227,9 +224,6 @@ def _announce(
 def _predicted_s(todo: Sequence[Measurement], costs: CostModel, options: Ranks) -> float:
     num_ranks = options.num_ranks
     return math.fsum(profiling.predicted_s(entry, costs, num_ranks=num_ranks) for entry in todo)
-
-
-# Measuring ------------------------------------------------------------------------------------
 
 
 def _measure(todo: Sequence[Measurement], unfinished: _Unfinished, costs: CostModel, options: Ranks) -> None:

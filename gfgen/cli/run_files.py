@@ -75,15 +75,11 @@ class RunOptions(SessionOptions):
     skip_invalid: bool = False
     overwrite: bool = False
     failed: bool = False
-    """Take only jobs that failed before."""
     on_file: FileHook | None = None
     on_done: str | None = None
-    """The shell command for the end of the run."""
     hook_timeout_s: float = 60.0
     retries: int = 0
-    """How often jobs that failed run again at the end."""
     force: bool = False
-    """Make finished jobs again."""
     cluster: RayCluster | None = None
 
 
@@ -199,9 +195,6 @@ def resolved(path: Path) -> Path:
         return path.resolve()
     except RuntimeError:
         return path
-
-
-# The cluster --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,6 @@ class ServeOptions(SessionOptions):
     models: tuple[str, ...] = (DEFAULT_MODEL,)
     loras: Mapping[str, ServedLora] = field(default_factory=dict)
     cluster: RayCluster | None = None
-    """Whose nodes have the ranks."""
 
 
 class _Size(click.ParamType[int]):

@@ -29,7 +29,6 @@ SUFFIXES = tuple(
     )
 )
 ENCODERS = {"h265": "libx265", "av1": "libsvtav1"}
-"""Of ffmpeg."""
 WITHOUT_QUALITY = ("png", "gif")
 
 PLACEHOLDER = re.compile(r"\{(id|seed|tag|date)\}")

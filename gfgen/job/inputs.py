@@ -155,9 +155,6 @@ def _text(content: bytes) -> str:
     return content.decode("utf-8", "replace").removeprefix(BYTE_ORDER_MARK).strip()
 
 
-# Lines ------------------------------------------------------------------------------------------
-
-
 def json_lines(lines: Iterator[tuple[int, bytes]]) -> Iterator[Entry]:
     is_first, begun_at = True, None
     for number, content in lines:
@@ -265,9 +262,6 @@ def _parse_object(pairs: list[tuple[str, Any]]) -> RepeatedKeys:
 
 
 _DECODER = json.JSONDecoder(parse_int=_parse_int, object_pairs_hook=_parse_object)
-
-
-# Whole files ------------------------------------------------------------------------------------
 
 
 def _whole(stream: _Rewound, kind: str, first: int) -> Iterator[Entry]:

@@ -59,7 +59,6 @@ class ParsedJobs:
     defaults: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """Each file with defaults, and these."""
     num_varied: int = 0
-    """Lines that stand for several jobs."""
 
 
 def read_jobs(
@@ -246,7 +245,6 @@ class _JobList:
     occurrences: Counter[str] = field(default_factory=Counter)
     num_entries: int = 0
     num_varied: int = 0
-    """Entries that stand for several jobs."""
     id_takers: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By id: the number of the entry that uses it, and its line, which entries of an array may share."""
     file_takers: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -18,7 +18,6 @@ from gfgen.job.fields import FIELDS, Refused, RepeatedKeys, parse_fields, plain_
 from gfgen.job.images import NoImages
 
 OWN_FIELDS = ("id", "output")
-"""Each job needs its own."""
 VARIATION_FIELDS = ("vary", "seeds", "num_images")
 """Fields of a line, not of a job (variations.py)."""
 SETTABLE_VARIATIONS = ("seeds", "num_images")

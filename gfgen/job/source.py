@@ -14,7 +14,6 @@ from gfgen.job.reader import ParsedJobs, read_jobs, source_name
 from gfgen.job.spec import JobSpec
 
 MAX_IDS = 10
-"""Messages name this many jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,6 @@ class JobSpec:
 
     In a request over HTTP, `name` stands for the file until admission."""
     lora_files: list[str] | None = field(default=None, hash=False)
-    """Their absolute paths."""
     reuse: float | str | None = None
     """The share of its steps that run no transformer, or "if-late"."""
     deadline_s: float | None = None

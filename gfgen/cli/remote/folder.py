@@ -37,8 +37,6 @@ class RunFolder:
     def __init__(self, folder: Path, *, name: str) -> None:
         self._folder, self._name = folder, name
 
-    # Status -----------------------------------------------------------------------------------
-
     def standing(self) -> Standing:
         holder, record = holder_of(self._folder), read_live(self._folder)
         if holder is None:
@@ -76,8 +74,6 @@ class RunFolder:
             recent=record.get("recent", ()),
         )
 
-    # Requests ---------------------------------------------------------------------------------
-
     def cancel(self, patterns: Sequence[str]) -> Cancelled:
         self._check_lives()
         if len(json.dumps(list(patterns))) > MAX_REQUEST_BYTES:
@@ -102,8 +98,6 @@ class RunFolder:
             self._check_lives()
             time.sleep(LOOK_S)
         raise RunError(f"{self._name}: its run took the request and did not answer within {ANSWER_S:g} s")
-
-    # Job files --------------------------------------------------------------------------------
 
     def submit(self, source: JobSource) -> Submitted:
         self._check_lives()
@@ -147,7 +141,6 @@ _KEPT = (
     *("state", "pid", "started_at", "written_at", "watched"),
     *("counts", "ends_at", "ranks", "jobs", "recent"),
 )
-"""Of a live record."""
 
 
 def selected_jobs(source: JobSource) -> ParsedJobs:

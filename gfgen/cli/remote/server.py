@@ -49,8 +49,6 @@ class Server:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._opener = build_opener(_NoRedirects())
 
-    # Status -----------------------------------------------------------------------------------
-
     def standing(self) -> Standing:
         state = self._call("GET", "/v1/state")
         if state.get("object") != "state":
@@ -76,8 +74,6 @@ class Server:
             jobs=rows,
             recent=[_recent_row(job) for job in reversed(state["finished"][:10])],
         )
-
-    # Requests ---------------------------------------------------------------------------------
 
     def cancel(self, patterns: Sequence[str]) -> Cancelled:
         open_jobs = list(self._open_jobs())
@@ -123,8 +119,6 @@ class Server:
                 raise type(error)(f"{error}; {taken}") from None
         ids = ", ".join(answer["id"] for answer in answers[:3]) + (", ..." if len(answers) > 3 else "")
         return Submitted(len(specs), f"{self._url} accepted {counted(len(specs), 'job')}: {ids}", (), answers)
-
-    # HTTP -------------------------------------------------------------------------------------
 
     def _call(
         self,

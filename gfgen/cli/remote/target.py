@@ -24,18 +24,14 @@ class Cancelled:
     ids: Sequence[str]
     num_cancelled: int
     unmatched: Sequence[str]
-    """Patterns of no open job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
     num_jobs: int
     text: str
-    """What became of them."""
     problems: Sequence[str] = ()
-    """Of those that were left out."""
     answer: Any = None
-    """What the server says of them."""
 
 
 class Target(Protocol):

@@ -26,7 +26,6 @@ MAX_THUMBNAILS = 3_000
 """About 30 MB of HTML; later jobs have a link alone."""
 MAX_SLOWEST = 3
 STATUSES = ("failed", "cancelled", "done")
-"""In the order of the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +170,6 @@ def _short(path: Path) -> str:
     """The path from the current folder, if it is inside of it."""
     path = path.resolve()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-# The page ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 REDRAW_S = 0.1
 TICK_S = 0.5
-"""Bars are redrawn at this interval without events, to update the times."""
 FORECAST_S = 0.5
 CHEAP_FORECAST_JOBS = 64
 """With more open jobs, forecasts are limited to one per FORECAST_S."""
@@ -217,9 +216,6 @@ class BarProgress(Observer):
         for handler in logging.getLogger("gfgen").handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:
                 self._redirected.append((handler, handler.setStream(AboveBars(board, self._lock))))
-
-
-# --- What is shown -----------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -28,7 +28,6 @@ class SimulatedMemory:
 
     jobs: Sequence[AdmittedJob]
     weights: Mapping[Path, int]
-    """Bytes of weights by model."""
     room_bytes: int | None = None
 
     @classmethod

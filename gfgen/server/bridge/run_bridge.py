@@ -53,11 +53,9 @@ interpreter lock, wakes a few hundred times per second at most."""
 MAX_UNSENT = 200_000
 """Unread notes after which a front counts as hung."""
 OPEN_JOBS_S = 60.0
-"""Timeout for the first front to send OpenJobIds."""
 MAX_AT_ONCE = 8
 """Jobs and events that one turn of the loop takes from the front; each costs tens of microseconds."""
 MAX_ROWS = 200
-"""Jobs per progress report."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ DEATHS_WINDOW_S = 60.0
 BIND_S = 5.0
 """How long to wait for the port of a killed server, whose front the kernel kills too (lifeline.py)."""
 DRAIN_S = 10.0
-"""Timeout for the front to end after the run."""
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -39,7 +39,6 @@ IDEMPOTENCY_KEY = {
     "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS, "pattern": "^[!-~]+$"},
     "description": "A repeated request with the same key creates nothing new.",
 }
-"""OpenAPI description of the header."""
 MESSAGES = "messages"
 """Name of the field that holds a conversation, whose parts may have a picture."""
 _UPLOAD = re.compile(r"files\[(?P<name>[A-Za-z_][A-Za-z0-9_]{0,99})\](?P<item>\[\])?")
@@ -75,11 +74,9 @@ class Body:
     picture: bytes | None
     fingerprint: str
     filename: str | None = None
-    """Of an uploaded file."""
     uploads: Mapping[str, list[Upload]] = field(default_factory=dict)
     """Files for arguments of the pipeline, by argument."""
     jobs: bytes | None = None
-    """A JSON array of jobs, in place of fields."""
 
 
 async def read_body(

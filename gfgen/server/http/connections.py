@@ -35,7 +35,6 @@ def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
     keeps its window closed, for `unread_s`.
     """
     num_open: Counter[str] = Counter()
-    """By address."""
 
     class Connection(HttpToolsProtocol):
         _header_timer: asyncio.TimerHandle | None = None

@@ -20,7 +20,6 @@ from gfgen.server.protocol.problems import ApiError
 
 EventKind = Literal["image_generation", "image_edit"]
 WAIT_S = 0.25
-"""Longest time after which all pictures of a request are looked at again."""
 _leaving: set[asyncio.Task[list[str]]] = set()
 """Cancellations for clients that have left; the event loop itself keeps no reference to a task."""
 

@@ -101,9 +101,6 @@ async def delete_file(service: Service, file_id: JobId) -> Response:
     return schemas.FileDeleted(id=file_id).response()
 
 
-# Batches --------------------------------------------------------------------------------------------
-
-
 def uploaded_batch(content: bytes, *, most_bytes: int) -> dict[str, Any] | None:
     """The fields of a request that names an uploaded file; None if the content is a job file."""
     if len(content) > most_bytes or b"input_file_id" not in content:

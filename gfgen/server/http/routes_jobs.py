@@ -51,9 +51,6 @@ Purge = Annotated[bool, Query(description="Remove the job even if it was cancell
 _CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
 
 
-# Creating -------------------------------------------------------------------------------------------
-
-
 @videos.post(
     "",
     response_model=schemas.Video,
@@ -94,9 +91,6 @@ async def create_video_and_wait(request: Request, service: Service) -> Response:
 @videos.get("/characters/{job_id}", include_in_schema=False)
 async def change_video() -> Response:
     raise ApiError(501, "videos are made from text and a picture: POST /v1/videos", code="not_supported")
-
-
-# Reading --------------------------------------------------------------------------------------------
 
 
 @videos.get("", response_model=schemas.VideoList, responses=responses(400), summary="List videos")
@@ -150,8 +144,6 @@ async def follow_job(
     _stored(service, job_id)
     return job_stream(service, job_id, last_event_id)
 
-
-# Files ----------------------------------------------------------------------------------------------
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _FILE: dict[str, Any] = {
@@ -210,8 +202,6 @@ async def get_preview(service: Service, job_id: JobId) -> Response:
     return Response(content, media_type="image/webp", headers={"Cache-Control": "no-store"})
 
 
-# Changing, cancelling and removing ------------------------------------------------------------------
-
 _CANCEL = responses(400, 404, 503, 507)
 
 
@@ -264,9 +254,6 @@ async def delete_job(service: Service, job_id: JobId, purge: Purge = False) -> R
     """Cancels an open job, which stays as cancelled; removes a completed or failed one with its file. A
     cancelled job stays, so that a repeated request removes nothing; `purge` removes it too."""
     return await _delete(service, job_id, purge=purge)
-
-
-# Parts ----------------------------------------------------------------------------------------------
 
 
 async def results(request: Request, service: JobService, ids: Sequence[str]) -> None:

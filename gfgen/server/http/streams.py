@@ -35,7 +35,6 @@ class StateFeed:
         self._seen: schemas.LiveState | None = None
         """The state to which the next change refers; None while there are no readers."""
         self.number = 0
-        """Of the last change."""
         self.num_readers = 0
         self.updates = Notifier()
 

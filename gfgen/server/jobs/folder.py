@@ -29,7 +29,6 @@ class JobFolder:
         self.path = path
         self.inputs, self._thumbnails = path / _INPUTS_NAME, path / _THUMBNAILS_NAME
         self._pictures = asyncio.Semaphore(1)
-        """Limits how many pictures are decoded at the same time."""
 
     def result(self, facts: JobFacts) -> Path:
         return self.path / facts.file

@@ -23,7 +23,6 @@ from gfgen.system.wording import counted
 logger = logging.getLogger(__name__)
 
 RETRY_S = 5.0
-"""Pause before a failed write to the store is retried."""
 _ENDED: dict[str, Ended] = {"done": "completed", "failed": "failed", "cancelled": "cancelled"}
 
 

@@ -33,7 +33,6 @@ from gfgen.server.protocol.validation import checked, opened
 _NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos or /v1/jobs"
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
 MAX_UPLOADS = 32
-"""Files for arguments of a pipeline, in one request."""
 _VIDEO_WORDS = {"num_frames": "frames", "num_inference_steps": "steps"}
 _IMAGE_WORDS = {"num_inference_steps": "steps"}
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
@@ -52,7 +51,6 @@ class Upload:
     suffix: str = ""
     """That of a video's name; empty for a picture."""
     is_item: bool = False
-    """Whether the argument gets a list."""
 
     @classmethod
     def of(cls, name: str | None, content: bytes, *, is_item: bool) -> Upload:
@@ -73,7 +71,6 @@ class RequestedJob:
     batch_id: str | None = None
     custom_id: str | None = None
     must_be: schemas.MediaKind | None = None
-    """The kind that the endpoint produces."""
     words: Mapping[str, str] | None = None
     """The request's name of a job file field, where they differ."""
     ignored: list[str] | None = None
@@ -88,9 +85,6 @@ class RequestedJob:
 def new_id(kind: str) -> str:
     """An unguessable id that is a valid file name."""
     return f"{kind}_{secrets.token_hex(12)}"
-
-
-# Endpoints ---------------------------------------------------------------------------------------
 
 
 def video_job(
@@ -341,9 +335,6 @@ def checked_picture(content: bytes, *, param: str) -> str:
         raise ApiError(422, f"{param}: {error}", param=param, code="invalid_image") from None
 
 
-# Admission ------------------------------------------------------------------------------------------
-
-
 def admitted(requested: Sequence[RequestedJob], admit: Admit) -> list[tuple[RequestedJob, AdmittedJob]]:
     """Each request with its admitted job; raises ApiError if the model or this machine cannot do one."""
     jobs, problems = admit([one.spec for one in requested])
@@ -442,9 +433,6 @@ def resumed_spec(facts: JobFacts, spec: Mapping[str, Any], *, inputs: Path, now:
 
 def media_kind(job: AdmittedJob) -> schemas.MediaKind:
     return "video" if job.info.file.endswith(".mp4") else "image"
-
-
-# Helpers --------------------------------------------------------------------------------------------
 
 
 def _job_words(

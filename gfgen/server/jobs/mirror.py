@@ -72,8 +72,6 @@ class RunMirror:
         self._max_open = max_open
         self._is_forecast_due = True
 
-    # Notes from the run -----------------------------------------------------------------------------
-
     def apply(self, note: Any) -> None:
         """Apply one note; job outcomes do not come here (service.py)."""
         match note:
@@ -128,8 +126,6 @@ class RunMirror:
 
     def _set_policy(self, **values: str | None) -> None:
         self.policy = self.policy.model_copy(update=values)
-
-    # Tasks ------------------------------------------------------------------------------------------
 
     def _dispatched(self, dispatch: Dispatch) -> None:
         record = self.find(dispatch.task.job_id)
@@ -216,8 +212,6 @@ class RunMirror:
         )
         self._is_forecast_due = True
 
-    # Jobs -------------------------------------------------------------------------------------------
-
     def find(self, job_id: str) -> ServedJob | None:
         """The job while it is open and shortly after its end."""
         return self.records.get(job_id) or self.recent.get(job_id)
@@ -285,8 +279,6 @@ class RunMirror:
             record.changed()
         if is_new and record.updates.has_waiters:
             record.event("queued", now, position=place, predicted_start_at=rounded(starts_at))
-
-    # Responses -------------------------------------------------------------------------------------
 
     def state(self, owner: str | None = None) -> schemas.LiveState:
         """The whole state, with the jobs of one owner or of all.

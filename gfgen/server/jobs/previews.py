@@ -116,8 +116,6 @@ class Previews:
                     return os.open(self._fds / number, os.O_RDONLY)
         return None
 
-    # Colours ----------------------------------------------------------------------------------------
-
     def _pipeline(self, checkpoint: Path) -> str | None:
         if checkpoint not in self._pipelines:
             try:

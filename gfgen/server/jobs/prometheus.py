@@ -75,8 +75,6 @@ class ServerMetrics(Collector):
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
-    # Counters ---------------------------------------------------------------------------------------
-
     def dispatched(self, dispatch: Dispatch, model: str) -> None:
         if dispatch.task.index > 1 and dispatch.source not in (None, dispatch.layout):
             self._migrations.labels(model).inc()
@@ -112,8 +110,6 @@ class ServerMetrics(Collector):
 
     def answered(self, method: str, route: str, status: int, took_s: float) -> None:
         self._request_s.labels(method, route, str(status)).observe(took_s)
-
-    # Gauges -----------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
         mirror = self.mirror

@@ -15,9 +15,7 @@ from gfgen.snapshot import RunningTask
 TIMELINE_S = 120.0
 MAX_BARS = 600
 GAP_S = 0.25
-"""Largest pause between two tasks within one bar."""
 USE_S = 60
-"""Window of a rank's utilisation, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,10 +28,8 @@ class RankLane:
     queue: list[int] = field(default_factory=list)
     """Numbers of its dispatches; the first one runs."""
     begun_at: float = 0.0
-    """Start of the first of its dispatches."""
     busy_by_second: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     bar_key: str = ""
-    """Its last bar."""
 
     def utilisation(self, now: float, *, since: float) -> float:
         """Busy share of the last minute; a running task counts up to now."""
@@ -57,11 +53,9 @@ class RankLanes:
         self._started_at = started_at
         self._running: dict[int, Dispatch] = {}
         self._owners: dict[int, str | None] = {}
-        """Of running dispatches."""
         self._bars: dict[str, schemas.TimelineBar] = {}
         """Oldest first. A bar is replaced when it changes, so an identical object is an unchanged bar."""
         self._owner_of: dict[str, str | None] = {}
-        """By bar."""
 
     def at(self, time_s: float) -> float:
         return self._started_at + time_s
@@ -73,8 +67,6 @@ class RankLanes:
     def node_of(self, rank: int) -> str | None:
         lane = self._lanes.get(rank)
         return None if lane is None else lane.node
-
-    # Events -----------------------------------------------------------------------------------------
 
     def node_joined(self, node: str, ranks: range) -> None:
         self._lanes |= {rank: RankLane(rank, node) for rank in ranks}
@@ -170,8 +162,6 @@ class RankLanes:
 
     def _set(self, bar: schemas.TimelineBar, **values: float | int | None) -> None:
         self._bars[bar.key] = bar.model_copy(update=values)
-
-    # What is shown ----------------------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:

@@ -19,7 +19,6 @@ MAX_EVENTS = 600
 _SAME = ("model", "prompt", "steps", "seed", "priority", "tag", "batch_id", "custom_id", "owner")
 """Facts that a response has under the same name."""
 SHOWN_PROMPT_CHARS = 300
-"""Length to which the live state shortens prompts."""
 
 
 class Notifier:

@@ -63,11 +63,9 @@ class JobService:
         """Paths of this server and its models; clients do not see them."""
         self.previews = Previews()
         self.on_end: Callable[[ServedJob], None] = lambda record: None
-        """Called with each job that has ended."""
         self.owner: str | None = None
         """The key whose jobs are seen; None sees all."""
         self.owners = tuple(owners)
-        """The names of the keys."""
         self._num_reserved: Counter[str | None] = Counter()
         """Jobs that are being written to the store, by owner."""
 
@@ -78,8 +76,6 @@ class JobService:
         service = copy.copy(self)
         service.owner, service.uploads = owner, self.uploads.seen_by(owner)
         return service
-
-    # Requests ---------------------------------------------------------------------------------------
 
     def check_ready(self) -> RunInfo:
         if self.mirror.status != "ready" or self.mirror.run_info is None:
@@ -286,8 +282,6 @@ class JobService:
     def set_policy(self, policy: str) -> None:
         self.mirror.policy_asked(policy)
         self.send(SetPolicy(policy))
-
-    # Responses --------------------------------------------------------------------------------------
 
     def job(self, job_id: str) -> ServedJob | None:
         """The job, from memory or from the store; None if there is no such job, or it is another key's."""

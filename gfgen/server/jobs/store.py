@@ -29,7 +29,6 @@ VERSION = 2
 BUSY_S = 10.0
 """SQLite lock timeout: a front that was killed may still hold the file for a moment."""
 KEPT_REQUESTS_S = 86400.0
-"""How long an Idempotency-Key is kept."""
 MAX_GROUP = 256
 NEARLY_FULL_BYTES = 10**8
 FULL_BYTES = 10**6
@@ -85,7 +84,6 @@ CREATE INDEX requests_by_age ON requests (created_at);
 CREATE TABLE lives (number INTEGER PRIMARY KEY AUTOINCREMENT, began_at REAL NOT NULL);
 """
 _OWNERS = "ALTER TABLE jobs ADD COLUMN owner TEXT; ALTER TABLE batches ADD COLUMN owner TEXT;"
-"""What version 1 lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +210,6 @@ class Store:
         self._writer.close()
         self._reader.close()
 
-    # Writing ----------------------------------------------------------------------------------------
-
     async def accept(
         self,
         jobs: Sequence[NewJob],
@@ -306,8 +302,6 @@ class Store:
         if self._logged_error is not None or free_bytes < NEARLY_FULL_BYTES:
             await self._do(lambda db: db.execute("UPDATE lives SET began_at = began_at").rowcount)
 
-    # Reading ----------------------------------------------------------------------------------------
-
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
         return [(_facts(facts), json.loads(spec)) for facts, spec in rows]
@@ -390,8 +384,6 @@ class Store:
     def _with_status(self, job_ids: Iterable[str], statuses: str) -> set[str]:
         sql = f"SELECT id FROM jobs WHERE status IN ({statuses}) AND id IN (SELECT value FROM json_each(?))"
         return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)),))}
-
-    # The writing thread -----------------------------------------------------------------------------
 
     def _begin_life(self, began_at: float) -> int:
         """A unique number: the next one, or the time if a full disk does not allow the insert."""

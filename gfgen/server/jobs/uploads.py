@@ -20,7 +20,6 @@ _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 
 class _KeptFile(schemas.UploadedFile):
     owner: str | None = None
-    """Name of the key that it came with."""
 
     @property
     def public(self) -> schemas.UploadedFile:

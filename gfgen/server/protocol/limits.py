@@ -26,21 +26,14 @@ class ServerLimits:
     json_bytes: int = 2**20
     """Size of one request without its picture, except for job files; beyond it: 413."""
     header_s: float = 15.0
-    """Timeout for a request's headers."""
     body_s: float = 120.0
-    """Timeout for its body."""
     unread_s: float = 60.0
     """Timeout for a client that does not read what it was sent."""
     wrong_key_s: float = 1.0
-    """Wait before the response to a wrong key."""
     link_s: float = 86400.0
-    """How long signed links to files are valid."""
     waiting_s: float = 3600.0
-    """Timeout for a request that waits for its result."""
     keep_s: float = 7 * 86400.0
-    """Retention of ended jobs and their files."""
     retention_s: float = 30.0
-    """Interval between two searches for expired jobs."""
     keep_bytes: int = 100 * 10**9
     """Total size of finished files; beyond it the oldest are removed."""
 
@@ -48,19 +41,14 @@ class ServerLimits:
 @dataclass(frozen=True, slots=True)
 class ApiOptions:
     strict: bool = False
-    """Refuse fields that are unknown or that the model does not use, in place of ignoring them."""
     served_names: tuple[str, ...] = ()
     """Further names of models, as ALIAS=MODEL."""
     path_prefix: str = ""
     """As --root-path: the path of this server behind a proxy, "" or with a leading slash."""
     public_url: str | None = None
-    """The URL under which clients reach this server."""
     allowed_origins: tuple[str, ...] = ()
-    """Sites whose pages may send requests; "*" stands for all."""
     access_log: bool = False
-    """Log a line for each request."""
     webhook_url: str | None = None
-    """Where every job is sent at its end."""
     webhook_hosts: tuple[str, ...] = ()
     """HOST or HOST:PORT of webhooks that jobs may name themselves."""
     webhook_secret: str | None = field(default=None, repr=False)

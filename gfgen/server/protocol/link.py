@@ -62,7 +62,6 @@ class RunInfo:
     """The ranks are up; the server accepts jobs from now on."""
 
     admit: Admit
-    """For new jobs."""
     admit_again: Admit
     """For jobs that were accepted earlier: ignores temporary shortages."""
     models: tuple[ServedModel, ...]
