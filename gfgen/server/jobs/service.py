@@ -111,10 +111,6 @@ class JobService:
         async with self._reserved(len(requested)):
             try:
                 jobs = await self._admitted(requested, run_info)
-            except BaseException:  # a thread may still write a picture; the next start removes it (front.py)
-                self._drop_pictures(requested)
-                raise
-            try:
                 await self._accept(jobs, batch_id=None, key=key)
             except KeyTakenError as taken:
                 self._drop_pictures(requested)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -91,15 +90,8 @@ Unused = Annotated[Any, Field(description="Accepted and ignored.", exclude=True)
 """A field of OpenAI's API without a meaning here; `model_dump` leaves it out."""
 
 
-def _no_stream(value: bool | None) -> None:
-    if value:
-        raise PydanticCustomError("no_stream", "streaming is not supported; leave it out")
-
-
 NoStream = Annotated[
-    bool | None,
-    AfterValidator(_no_stream),
-    Field(description="Only false: streaming is not supported.", exclude=True),
+    Literal[False] | None, Field(description="Only false: streaming is not supported.", exclude=True)
 ]
 
 
