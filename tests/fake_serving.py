@@ -29,7 +29,7 @@ from fake_worker import STATE_BYTES, FakeWorker
 from fault_plan import FaultFolder, Faults, ScriptedError
 
 from gfgen import log
-from gfgen.cli.serve import Served, ServeOptions, serve_on, settings_of
+from gfgen.cli.serve import ServeOptions, serve_on
 from gfgen.cluster import ray_cluster
 from gfgen.cluster.actor import versions_here
 from gfgen.cluster.member import Ended, MemberOptions, Ready
@@ -56,6 +56,7 @@ from gfgen.runtime.processes.starting import wait_ready
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
+from gfgen.server.protocol.link import FrontSettings
 from gfgen.server.protocol.served_model import served_model
 from gfgen.session.ranks import AskedRanks, Ranks
 from gfgen.session.session import Session
@@ -235,10 +236,9 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         lookahead_s=0.002,
         host="127.0.0.1",
         port=port,
-        api_key=key,
-        keys=keys,
-        limits=limits,
-        api=api,
+        front=FrontSettings(
+            (folder / "out").absolute(), key, is_loopback=True, limits=limits, version="1", api=api, keys=keys
+        ),
     )
     chosen.output_dir.mkdir(parents=True, exist_ok=True)
     (folder / "faults").mkdir(exist_ok=True)
@@ -253,7 +253,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         _ = session.signals
         chooser = stack.enter_context(contextlib.closing(SwitchableChooser(None)))
         bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
-        supervisor = Supervisor(listener, settings_of(chosen), bridge)
+        supervisor = Supervisor(listener, chosen.front, bridge)
         supervisor.start()
         stack.callback(supervisor.stop)
         if nodes:
@@ -261,7 +261,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         else:
             wait_ready(stack.enter_context(session.pool), session.signals)
         models = [served_model(model, created=1) for model in MODELS.values()]
-        serve_on(session, bridge, chooser, Served(admit_fakes, admit_fakes, models))
+        serve_on(session, bridge, chooser, models, admit=admit_fakes, admit_again=admit_fakes)
 
 
 def _pool(ranks: int, folder: Path) -> WorkerPool:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from one_job import parse_job
 from PIL import Image
 
 from gfgen.errors import JobError
-from gfgen.job.reader import parse_job, read_job_stream
+from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import (
     JobSpec,
     canonical_spec,

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from one_job import parse_job
 from PIL import Image
 
 from gfgen.errors import InputError, JobFileError, Problem
 from gfgen.job import images, inputs, reader
 from gfgen.job.fields import FIELDS
-from gfgen.job.reader import ParsedJobs, due_at, parse_job, passed_deadlines, read_job_stream, read_jobs
+from gfgen.job.reader import ParsedJobs, due_at, passed_deadlines, read_job_stream, read_jobs
 from gfgen.job.spec import JobSpec
 
 JOBS = Path(__file__).parent.parent / "jobs"

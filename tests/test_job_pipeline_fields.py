@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from one_job import parse_job
 from PIL import Image
 
 from gfgen.errors import InputError, JobError, Problem
-from gfgen.job.reader import parse_job, read_jobs, to_mapping
+from gfgen.job.reader import read_jobs, to_mapping
 from gfgen.job.shared import parse_overrides
 from gfgen.job.spec import JobSpec, default_seed, input_files, spec_hash
 from gfgen.models.families.pictures import load_video

@@ -10,10 +10,11 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from one_job import parse_job
 
 from gfgen.errors import Problem
 from gfgen.job.fields import FIELDS
-from gfgen.job.reader import ParsedJobs, parse_job, read_job_stream, to_mapping
+from gfgen.job.reader import ParsedJobs, read_job_stream, to_mapping
 from gfgen.job.spec import JobSpec, spec_hash
 
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

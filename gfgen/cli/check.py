@@ -83,7 +83,6 @@ class _Memory:
     """Bytes that the jobs take at least: of each GPU, or of main memory."""
 
     weights: Mapping[str, int]
-    """By model, with the copies of those that LoRAs change; zero if the size is not known."""
     largest_job: int
     room: int | None
     is_gpu: bool
@@ -176,10 +175,8 @@ class _Report:
     prediction: _Prediction | None
     logged: Sequence[tuple[str, str]]
     nodes: Mapping[str, Ranks]
-    """With --ray."""
 
     def lines(self) -> Iterator[str]:
-        """The report as text."""
         counts, (changed, again) = self._counts(), self._made_again()
         jobs, num_problems = counted(len(self.found.parsed.specs), "job"), len(self.found.problems)
         problems = counted(num_problems, "problem") if num_problems else "no problem"
@@ -251,7 +248,6 @@ class _Report:
         return {status: counts[status] for status in STATUSES} | {"colliding": self.found.num_colliding}
 
     def _made_again(self) -> tuple[list[str], dict[str, str]]:
-        """Ids of changed jobs, and of the others that are made again with the reason."""
         statuses = self._statuses
         changed = [job_id for job_id, (status, _) in statuses.items() if status == "changed"]
         return changed, {job_id: why for job_id, (status, why) in statuses.items() if status == "again"}

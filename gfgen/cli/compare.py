@@ -259,7 +259,6 @@ def compare(
 
 
 def _check_policies(texts: Sequence[str], ranked: Ranks | None) -> None:
-    """Raises InputError or PolicyError for a policy that cannot run here; loads no model."""
     if ranked is not None and ranked.devices.ranks_per_gpu > 1 and any(map(is_stock, texts)):
         raise InputError("--ranks-per-gpu: diffusers' own ranks cannot share a GPU; leave it out")
     for text in texts:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -55,8 +54,6 @@ def predicted_times(
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A workload from the times of a profile."""
-
     jobs: tuple[AdmittedJob, ...]
     profile: Profile
 
@@ -99,7 +96,7 @@ def on_workers(
     if workload is not None:
         specs, profile = [job.info.asked for job in workload.jobs], workload.profile
     if policies or not specs:
-        with _StartedWorkers(found, model, output, ranks, profile) as bench:
+        with _started_workers(found, model, output, ranks, profile) as bench:
             if specs:
                 bench.warm_up(specs, steps=WARM_UP_STEPS)
             else:
@@ -132,33 +129,27 @@ def _outside(text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: 
     return PolicyRun(text, outcomes, note=f"{text}: {way}")
 
 
+@contextlib.contextmanager
+def _started_workers(
+    model: ResolvedModel, name: str, output: Path, ranks: Ranks, profile: Profile | None
+) -> Iterator[_StartedWorkers]:
+    with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
+        options = SessionOptions(output_dir=Path(folder), ranks=ranks, policy=load_policy("auto"), model=name)
+        with Session(options) as session:
+            session.load(admitted(calibration_jobs(name), model), are_all_needed=True)
+            yield _StartedWorkers(model, name, session, profile)
+
+
+@dataclass(frozen=True, slots=True)
 class _StartedWorkers:
-    def __init__(
-        self, model: ResolvedModel, name: str, output: Path, ranks: Ranks, profile: Profile | None
-    ) -> None:
-        self._model, self._name, self._output, self._ranks = model, name, output, ranks
-        self._profile = profile
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> _StartedWorkers:
-        with contextlib.ExitStack() as stack:
-            files = tempfile.TemporaryDirectory(prefix="files-", dir=self._output)
-            self._folder = Path(stack.enter_context(files))
-            options = SessionOptions(
-                output_dir=self._folder, ranks=self._ranks, policy=load_policy("auto"), model=self._name
-            )
-            self._session = stack.enter_context(Session(options))
-            jobs = admitted(calibration_jobs(self._name), self._model)
-            self._session.load(jobs, are_all_needed=True)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._stack.__exit__(*raised)
+    _model: ResolvedModel
+    _name: str
+    _session: Session
+    _profile: Profile | None
 
     def run(self, text: str, specs: Sequence[JobSpec]) -> tuple[Sequence[JobOutcome], Summary]:
         watch, jobs = OutcomeRecorder(), admitted(specs, self._model)
-        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+        with tempfile.TemporaryDirectory(dir=self._session.options.output_dir) as folder:
             options = replace(self._session.options, output_dir=Path(folder), policy=load_policy(text))
             progress = make_progress(quiet=True, log_json=False)
             summary = self._session.run(
@@ -171,8 +162,9 @@ class _StartedWorkers:
     def warm_up(self, specs: Sequence[JobSpec], *, steps: int) -> None:
         """Run a short job of each class on each rank, on each pair of ranks, and on all ranks together."""
         examples = {spec.tag: spec for spec in specs}.values()
-        for degree in sorted({1, min(2, self._ranks.num_ranks), self._ranks.num_ranks}):
-            text, copies = f"legacy,degree={degree}", self._ranks.num_ranks // degree
+        num_ranks = self._session.options.ranks.num_ranks
+        for degree in sorted({1, min(2, num_ranks), num_ranks}):
+            text, copies = f"legacy,degree={degree}", num_ranks // degree
             jobs = [
                 replace(spec, id=f"{spec.id}-{copy}", steps=steps, arrival_s=0.0)
                 for spec in examples

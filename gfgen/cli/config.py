@@ -19,13 +19,11 @@ from gfgen.errors import InputError, nearest
 
 LOCAL_NAME = "gfgen.toml"
 NOT_SET = frozenset({"prompt", "help", "version", "yes"})
-"""Options that belong to one call."""
 _OTHER_VARIABLES = ("GFGEN_CACHE", "GFGEN_COMPLETE")
 """Variables of no option: the folder of caches, and shell completion (click)."""
 
 
 def config_paths() -> tuple[Path, ...]:
-    """The files in the order in which they count."""
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return Path(LOCAL_NAME), home / "gfgen" / "config.toml"
 
@@ -62,12 +60,10 @@ class ConfigFile:
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in a table, without the tables inside of it."""
     return {name.replace("_", "-"): value for name, value in table.items() if not isinstance(value, dict)}
 
 
 def read_files() -> Sequence[ConfigFile]:
-    """Raises InputError for a file that cannot be read or is not TOML."""
     found = []
     for path in config_paths():
         if not path.exists():
@@ -94,7 +90,6 @@ def name_of(option: click.Option) -> str:
 
 
 def with_variables(command: click.Command, name: str) -> click.Command:
-    """The command, whose options read environment variables, too."""
     if isinstance(command, click.Group):
         for each, below in command.commands.items():
             with_variables(below, f"{name} {each}")
@@ -145,7 +140,7 @@ def config(ctx: click.Context, *, as_json: bool) -> int:
 
     Files are ./gfgen.toml and ~/.config/gfgen/config.toml. Each option is a line, such as policy = "srtf".
     In a table such as [run] it holds for that command. Variables are GFGEN_POLICY or GFGEN_RUN_POLICY.
-    The exit code is 2 if an option refuses a value, or if no command has it.
+    The exit code is 2 if no command has an option.
     """
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
@@ -154,7 +149,7 @@ def config(ctx: click.Context, *, as_json: bool) -> int:
     _check_names(files, commands)
     found = {name: dict(_settings(name, command, files)) for name, command in commands.items()}
     found = {name: settings for name, settings in found.items() if settings}
-    faults = [*_unknown_variables(commands), *_refusals(commands, found)]
+    faults = list(_unknown_variables(commands))
     if as_json:
         listed = {name: {text: {"value": value, "from": where} for text, (value, where) in each.items()}
                   for name, each in found.items()}  # fmt: skip
@@ -186,7 +181,6 @@ def _commands(group: click.Group, ctx: click.Context, above: str = "") -> Iterat
 
 
 def _check_names(files: Sequence[ConfigFile], commands: Mapping[str, click.Command]) -> None:
-    """Raises InputError for a name that no command has."""
     known = {text: None for command in commands.values() for text in options_of(command)}
     tables = {name.partition(" ")[0]: None for name in commands}
     for file in files:
@@ -206,25 +200,6 @@ def _unknown_variables(commands: Mapping[str, click.Command]) -> Iterator[str]:
         is_ours = name.startswith("GFGEN_") and not name.startswith("GFGEN_TEST_")
         if is_ours and name not in known and name not in _OTHER_VARIABLES:
             yield f"{name}: {_hint(name, known)}"
-
-
-def _refusals(
-    commands: Mapping[str, click.Command], found: Mapping[str, Mapping[str, tuple[Any, str]]]
-) -> Iterator[str]:
-    """A line for each value that its option refuses."""
-    refused: dict[str, None] = {}
-    for name, settings in found.items():
-        command = commands[name]
-        with click.Context(command, info_name=name) as ctx:
-            for text, (value, where) in settings.items():
-                option = options_of(command)[text]
-                if where in _variables(option):
-                    value = option.value_from_envvar(ctx)
-                try:
-                    option.type_cast_value(ctx, _value(option, value))
-                except click.BadParameter as error:
-                    refused[f"{where}: {text}: {error.message.rstrip('.')}"] = None
-    yield from refused
 
 
 def _variables(option: click.Option) -> Sequence[str]:

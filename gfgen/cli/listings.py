@@ -76,7 +76,6 @@ def models(ctx: click.Context, *, pipelines: bool) -> None:
 
 
 def _pipelines() -> dict[str, tuple[str, str]]:
-    """Result and output kind of each pipeline class that was tried."""
     text = resources.files("gfgen.models.families").joinpath("pipelines.json").read_text()
     return {name: (result, kind) for name, (result, kind) in json.loads(text).items()}
 
@@ -173,12 +172,10 @@ def _facts(model: str, geometry: Geometry, trial: Trial) -> dict[str, Any]:
 
 
 def _weights(checkpoint: Path) -> dict[str, int]:
-    """Bytes of weights on a CPU rank and on a GPU."""
     return {"cpu": footprint(checkpoint).on(1), "cuda": sum(device_bytes(checkpoint).values())}
 
 
 def _told(facts: Mapping[str, Any]) -> str:
-    """A line for each fact."""
     tried, degrees = facts["tried"], facts["ranks_per_step"]
     size = f"{tried['width']}x{tried['height']}" + (
         f"x{tried['frames']}" if facts["output"] == "video" else ""

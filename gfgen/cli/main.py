@@ -94,7 +94,9 @@ def cli(ctx: click.Context, *, debug: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: turns every GfgenError into one line and an exit code."""
-    _stand_in_for_missing_streams()
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: 2>&-
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     try:
@@ -116,23 +118,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _log_end(error: GfgenError) -> None:
-    """Log the error that ended the command, with an event and exit code in JSON."""
     event = "stopped" if isinstance(error, InterruptedRunError) else "failed"
     fields = log.fields(event=event, exit_code=error.exit_code)
     extra = fields if log.is_json() else fields | log.FILE_ONLY
     logging.getLogger(__name__).error("%s", error, extra=extra)
-
-
-def _stand_in_for_missing_streams() -> None:
-    """Open the null device for each closed stream (`2>&-`).
-
-    Otherwise the next opened file would get its number, and the output meant for the stream.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            fd = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(fd, True)
-            setattr(sys, name, os.fdopen(fd, mode, encoding="utf-8", errors="backslashreplace"))
 
 
 def _let_go_of_closed_streams() -> None:
@@ -146,10 +135,6 @@ def _let_go_of_closed_streams() -> None:
 
 
 def _invoke(arguments: list[str]) -> int:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise InputError("the current folder was removed; change to another one") from None
     try:
         result: Any = cli.main(args=arguments, prog_name="gfgen", standalone_mode=False)
     except click.exceptions.Exit as end:

@@ -39,8 +39,6 @@ LOOKAHEAD_MS = 1e3 * LOOKAHEAD_S
 
 
 class FiniteRange(click.FloatRange):
-    """Refuses `nan` and `inf`."""
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
@@ -113,7 +111,6 @@ def taken_as(name: str, kind: type[Any], *options: Option) -> Option:
 
 
 def all_of(*options: Option) -> Option:
-    """A decorator that adds several options, in this order."""
 
     def add(command: Command) -> Command:
         for option in reversed(options):
@@ -171,13 +168,8 @@ def max_step_time_option(default: str | None) -> Option:
     )
 
 
-# Ranks ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions(AskedRanks):
-    """The ranks that the command line asks for."""
-
     gpus: str | None = None
 
     def found(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
@@ -216,7 +208,6 @@ def _show_only(gpus: str) -> None:
 
 
 def _tell_of_graphs(where: str) -> None:
-    """Log that --graphs or --no-graphs has no effect."""
     context = click.get_current_context()
     if context.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
         word = "--graphs" if context.params["graphs"] else "--no-graphs"
@@ -305,13 +296,8 @@ def rank_options(*more: Option, ranks_help: str = RANKS_HELP) -> Option:
     )
 
 
-# Logs -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOptions:
-    """What a run or a server logs, and where."""
-
     quiet: bool = False
     verbose: bool = False
     log_json: bool = False
@@ -322,7 +308,6 @@ class LogOptions:
         return "debug" if self.verbose or _is_debug() else "warning" if self.quiet else "info"
 
     def configure(self, *, file: Path | None) -> None:
-        """Log to standard error, and to a file if there is one."""
         file_level = "debug" if _is_debug() else "info"
         log.configure(level=self.level, as_json=self.log_json, file=file, file_level=file_level)
 
@@ -353,13 +338,8 @@ def _is_debug() -> bool:
     return bool(context.obj and context.obj["debug"])
 
 
-# Jobs -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """The jobs that the command line asks for."""
-
     jobs: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()

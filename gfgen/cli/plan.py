@@ -125,7 +125,6 @@ def plan(
 
 
 _Found = tuple[Plan, Profile, str | None, str | None]
-"""A plan, its profile, and what to say of a closer profile and of memory."""
 
 
 def _of_one_machine(
@@ -167,7 +166,6 @@ def _of_nodes(
 
 
 def _most_shared(profile: Profile, nodes: Nodes) -> str | None:
-    """Say that tasks use fewer ranks than a node has; None if they can use all."""
     if nodes.num_ranks <= profile.num_ranks:
         return None
     return f"A step uses at most {counted(profile.num_ranks, 'rank')} here: the profile has no times of more."

@@ -152,11 +152,7 @@ def profile(
     click.echo(f"wrote {counted(len(made.rows), 'row')} to {path}")
 
 
-# What to measure ------------------------------------------------------------------------------
-
-
 def _widest(options: Ranks) -> int:
-    """The most ranks that can share a layout."""
     return max(map(len, options.devices.islands))
 
 
@@ -230,11 +226,7 @@ def _predicted_s(todo: Sequence[Measurement], costs: CostModel, options: Ranks) 
     return math.fsum(profiling.predicted_s(entry, costs, num_ranks=num_ranks) for entry in todo)
 
 
-# Measuring ------------------------------------------------------------------------------------
-
-
 def _measure(todo: Sequence[Measurement], unfinished: _Unfinished, costs: CostModel, options: Ranks) -> None:
-    """Measure and keep each entry. Raises InterruptedRunError when a signal comes first."""
     if not todo:
         return
     with contextlib.ExitStack() as stack:
@@ -262,7 +254,6 @@ def _measure(todo: Sequence[Measurement], unfinished: _Unfinished, costs: CostMo
 def _record_forwards(
     pool: WorkerPool, jobs: Sequence[AdmittedJob], options: Ranks, signals: SignalPipe
 ) -> None:
-    """Warm up and record CUDA graphs, as before a run."""
     sizes = [size for size in (1, 2, 4, 8) if size <= _widest(options)]
     for item, answer in warm_up(pool, warm_ups(jobs, sizes), signals):
         if answer.reason is not None:
@@ -270,8 +261,6 @@ def _record_forwards(
 
 
 class _Progress:
-    """A bar on a terminal, otherwise a log line per measurement."""
-
     def __init__(self, total: int) -> None:
         self._total = total
         self._board = Board(sys.stderr, num_slots=0) if has_cursor(sys.stderr) else None
@@ -281,7 +270,7 @@ class _Progress:
             logger.info("%d of %d: %s, %s left", number + 1, self._total, entry.key, in_words(left_s))
             return
         text = f"{number}/{self._total}, {on_clock(left_s)} left"
-        self._board.draw([Line("profile", number, self._total, (f"{text}: {entry.key}", text))])
+        self._board.draw([Line("profile", number, self._total, f"{text}: {entry.key}")])
 
     def close(self) -> None:
         if self._board is not None:

@@ -174,7 +174,7 @@ def run(
     cluster.check({"--gpus": ranks.gpus is not None})
     first = watch or (Path(jobs.jobs[0]) if jobs.jobs and jobs.jobs[0] != "-" else None)
     output_dir = output or default_folder(Path("outputs"), name, first)
-    check_written(source.paths if source else (), output_dir, {"--trace": trace, "--log-file": logs.log_file})
+    check_written(source.paths if source else (), {"--trace": trace, "--log-file": logs.log_file})
     logs.configure(file=logs.log_file)
     if output is None and output_dir.name != name:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
@@ -340,7 +340,6 @@ def _run(
 def _end_hooks(
     summary: Summary, options: RunOptions, *, status: Literal["done", "failed", "stopped"]
 ) -> None:
-    """Finish the commands of --on-file, then run that of --on-done."""
     if options.on_file is not None:
         if status == "stopped":
             options.on_file.stop()
@@ -351,7 +350,6 @@ def _end_hooks(
 
 
 def _name_of(jobs: JobOptions, watch: Path | None) -> str:
-    """The default name of the output folder."""
     if watch is not None:
         return resolved(watch).name
     if not jobs.jobs:
@@ -360,7 +358,6 @@ def _name_of(jobs: JobOptions, watch: Path | None) -> str:
 
 
 def _check_watching(jobs: JobOptions, others: Mapping[str, bool]) -> None:
-    """Raises UsageError for JOBS, and for options that need them."""
     if jobs.jobs:
         raise click.UsageError("give either JOBS or --watch DIR, a folder of job files")
     given = jobs.given or next((name for name, is_given in others.items() if is_given), None)

@@ -20,15 +20,11 @@ from gfgen.cluster.member import MemberOptions
 from gfgen.cluster.ray_cluster import LOCAL, RayCluster
 from gfgen.cluster.ray_node import RayOptions
 from gfgen.errors import InputError, Problem
-from gfgen.job.formats import SUFFIXES
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
 from gfgen.job.source import JobSource
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.files import resume
 from gfgen.runtime.files.inbox import WATCHED_NAME
-from gfgen.runtime.files.journal import JOURNAL_NAME
-from gfgen.runtime.files.lock import LOCK_NAME
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
     SIMULATED,
@@ -45,34 +41,21 @@ from gfgen.session.session import SessionOptions
 
 logger = logging.getLogger(__name__)
 
-_SUFFIXES = (*SUFFIXES, ".bmp")
-"""Of outputs, and of images that jobs begin with."""
 
-
-def check_written(files: Sequence[Path], output_dir: Path, written: Mapping[str, Path | None]) -> None:
-    """Check the job files, and that no option names a file that has another purpose."""
-    named: dict[Path, str] = {}
-    for file in files:
-        if _is_record(file, output_dir):
-            raise InputError(f"{file}: is a record of the runs in {output_dir}, not a job file")
-        named[file] = "the job file itself"
+def check_written(files: Sequence[Path], written: Mapping[str, Path | None]) -> None:
+    named = {resolved(file): "the job file itself" for file in files}
     for option, path in written.items():
         if path is None:
             continue
-        what = next((what for other, what in named.items() if _is_same(path, other)), None)
-        what = what or ("a file of the run itself" if _is_record(path, output_dir) else None)
-        what = what or (
-            "a picture or a video by its name" if resolved(path).suffix.lower() in _SUFFIXES else None
-        )
-        if what is not None:
+        if (what := named.get(resolved(path))) is not None:
             raise InputError(f"{option} {path}: is {what}; name another file")
-        named[path] = f"the file of {option}, too"
+        named[resolved(path)] = f"the file of {option}, too"
 
 
 def check_watched(folder: Path, output_dir: Path) -> None:
     if not folder.is_dir():
         raise InputError(f"--watch {folder}: there is no such folder; make it, then put job files into it")
-    if _is_same(folder, output_dir):
+    if resolved(folder) == resolved(output_dir):
         raise InputError(f"--watch {folder}: this is also the output folder; name another with --output")
 
 
@@ -92,15 +75,11 @@ class RunOptions(SessionOptions):
     skip_invalid: bool = False
     overwrite: bool = False
     failed: bool = False
-    """Take only jobs that failed before."""
     on_file: FileHook | None = None
     on_done: str | None = None
-    """The shell command for the end of the run."""
     hook_timeout_s: float = 60.0
     retries: int = 0
-    """How often jobs that failed run again at the end."""
     force: bool = False
-    """Make finished jobs again."""
     cluster: RayCluster | None = None
 
 
@@ -168,9 +147,7 @@ class KnownJobs:
         if entry.get("spec_hash") != job.info.spec_hash or entry.get("file") not in (None, job.info.file):
             return "changed", ""
         if entry.get("status") != "done":
-            return "again", f"it {entry.get('status')}" if entry.get(
-                "status"
-            ) == "failed" else "it was cancelled"
+            return "again", "it failed" if entry.get("status") == "failed" else "it was cancelled"
         path = self._options.output_dir / job.info.file
         if not path.exists():
             return "again", "its file is gone"
@@ -178,7 +155,6 @@ class KnownJobs:
 
 
 def _by_file(jobs: Sequence[AdmittedJob]) -> Mapping[str | None, list[AdmittedJob]]:
-    """The jobs by job file; None if there is only one."""
     groups: dict[str | None, list[AdmittedJob]] = {}
     for job in jobs:
         line = job.spec.line
@@ -210,23 +186,7 @@ def admit_jobs(
 
 
 def has_bar(options: RunOptions) -> bool:
-    """Whether bars may show how far long files are."""
     return has_cursor(sys.stderr) and not (options.logs.quiet or options.logs.log_json)
-
-
-def _is_record(path: Path, output_dir: Path) -> bool:
-    """Whether runs keep this file in their output folder."""
-    kept = [output_dir / name for name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME, LOCK_NAME)]
-    if any(_is_same(path, record) for record in kept):
-        return True
-    return resolved(output_dir / resume.FOLDER) in (resolved(path), *resolved(path).parents)
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    try:
-        return path.samefile(other)
-    except OSError:  # one of them is not there yet
-        return resolved(path) == resolved(other)
 
 
 def resolved(path: Path) -> Path:
@@ -237,13 +197,8 @@ def resolved(path: Path) -> Path:
         return path
 
 
-# The cluster --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """The cluster that the command line asks for."""
-
     ray: str | None = None
     shared: bool = False
     ray_nodes: int | None = None

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
@@ -48,8 +47,8 @@ from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.devices import parse_memory
 from gfgen.runtime.core.memory_check import check_addresses
-from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.live import write_live
 from gfgen.runtime.predict.choosers import SwitchableChooser
@@ -66,6 +65,7 @@ from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.packages import SERVING, check_packages
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import descriptors
+from gfgen.system.machine import versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -76,7 +76,6 @@ DEFAULTS = ServerLimits()
 DEFAULT_JOB_BOUNDS = JobBounds(pixels=2048 * 2048, frames=257, steps=200)
 """Accept all that the models are made for: Wan2.2 in 1280x720 with 121 frames, Qwen-Image in 2048x2048."""
 MAX_STEP_TIME = "10m"
-_SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,34 +84,19 @@ class ServeOptions(SessionOptions):
     waits_for_space: bool = True
     host: str
     port: int
-    api_key: str | None
-    keys: Mapping[str, str] = field(default_factory=dict)
-    limits: ServerLimits
-    api: ApiOptions = field(default_factory=ApiOptions)
+    front: FrontSettings
     models: tuple[str, ...] = (DEFAULT_MODEL,)
     loras: Mapping[str, ServedLora] = field(default_factory=dict)
-    log_level: str = "info"
-    log_json: bool = False
-    log_file: Path | None = None
     cluster: RayCluster | None = None
-    """Whose nodes have the ranks."""
 
 
 class _Size(click.ParamType[int]):
-    """Bytes, as 500M or 20G; at least one."""
+    """Bytes, as 500M or 20G."""
 
     name = "size"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        text = str(value).strip().lower().removesuffix("b")
-        factor = _SIZES.get(text[-1:], 1)
-        try:
-            size = int(float(text[:-1] if text[-1:] in _SIZES else text) * factor)
-        except (ValueError, OverflowError):  # of nan; of inf
-            size = 0
-        if size < 1:
-            self.fail(f"{value!r}: a size like 500M or 20G is accepted", param, ctx)
-        return size
+        return parse_memory(str(value), option="" if param is None else param.opts[0])
 
 
 class _Pattern(click.ParamType[str]):
@@ -357,17 +341,22 @@ def serve(
         grace_s=grace,
         host=host,
         port=port,
-        api_key=api_key,
-        keys=keys,
-        limits=limits,
-        api=api,
+        front=FrontSettings(
+            output_dir=output.absolute(),
+            api_key=api_key,
+            keys=keys,
+            is_loopback=_is_loopback(host),
+            limits=limits,
+            version=versions().get("gfgen", "unknown"),
+            api=api,
+            log_level=logs.level,
+            log_json=logs.log_json,
+            log_file=None if logs.log_file is None else logs.log_file.absolute(),
+        ),
         job_bounds=replace(bounds, step_s=max_step_time),
         model=model,
         models=models or (DEFAULT_MODEL,),
         loras=find_loras(loras),
-        log_level=logs.level,
-        log_json=logs.log_json,
-        log_file=logs.log_file,
     )
     serve_models(options)
     return 0
@@ -391,7 +380,7 @@ def serve_models(options: ServeOptions) -> None:
         _ = session.signals  # caught from here on, so that the HTTP process is always stopped
         chooser = stack.enter_context(contextlib.closing(SwitchableChooser(options.policy.choose)))
         bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
-        supervisor = Supervisor(listener, settings_of(options), bridge)
+        supervisor = Supervisor(listener, options.front, bridge)
         supervisor.start()
         stack.callback(supervisor.stop)
         with contextlib.suppress(OSError):  # then gfgen status needs the URL
@@ -413,19 +402,10 @@ def serve_models(options: ServeOptions) -> None:
             logger.info("%s", text, extra=log.fields(event="server_stopped"))
             return
         models = [served_model(model, created=int(time.time())) for model in found]
-        serve_on(session, bridge, chooser, Served(loaded, loaded.again, models))
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    admit: Admit
-    admit_again: Admit
-    """For jobs that were admitted before."""
-    models: Sequence[ServedModel]
+        serve_on(session, bridge, chooser, models, admit=loaded, admit_again=loaded.again)
 
 
 def usual_jobs(models: Sequence[str], admit: Admit) -> Sequence[AdmittedJob]:
-    """The default job of each model; none for a model that needs more than a prompt."""
     specs = [
         JobSpec(id=f"usual-{number}", prompt="as usual", model=name) for number, name in enumerate(models)
     ]
@@ -437,17 +417,21 @@ def serve_on(
     session: Session,
     bridge: RunBridge,
     chooser: SwitchableChooser,
-    served: Served,
+    models: Sequence[ServedModel],
     *,
-    watchers: Sequence[Observer] = (),
+    admit: Admit,
+    admit_again: Admit,
 ) -> None:
-    """Run the control loop on ready ranks, first with the jobs of the store, until the stop."""
+    """Run the control loop on ready ranks, first with the jobs of the store, until the stop.
+
+    `admit_again` is for jobs that were admitted before.
+    """
     options, clock = session.options, Clock()
     device = options.ranks.gpu_name or options.ranks.devices.kind
     info = RunInfo(
-        admit=served.admit,
-        admit_again=served.admit_again,
-        models=tuple(served.models),
+        admit=admit,
+        admit_again=admit_again,
+        models=tuple(models),
         device=device,
         num_ranks=session.num_own_ranks,
         policy=options.policy.name,
@@ -466,27 +450,11 @@ def serve_on(
     logger.info("ready: %s (%s), policy %s", ranks, device, options.policy.name)
     arrivals = Arrivals(bridge, observers=[bridge], requests=bridge, chooser=chooser, on_turn=bridge.turned)
     with contextlib.closing(bridge):
-        observers = [LineProgress(), *watchers]
-        summary = session.run(todo, observers=observers, arrivals=arrivals, clock=clock)
+        summary = session.run(todo, observers=[LineProgress()], arrivals=arrivals, clock=clock)
     num_open = summary.num_unfinished
     some = "1 job is open and continues" if num_open == 1 else f"{num_open} jobs are open and continue"
     text = f"{some} at the next start" if num_open else "no job is open"
     logger.info("stopped; %s", text, extra=log.fields(event="server_stopped", open=num_open))
-
-
-def settings_of(options: ServeOptions) -> FrontSettings:
-    return FrontSettings(
-        output_dir=options.output_dir.absolute(),
-        api_key=options.api_key,
-        keys=options.keys,
-        is_loopback=_is_loopback(options.host),
-        limits=options.limits,
-        version=_own_version(),
-        api=options.api,
-        log_level=options.log_level,
-        log_json=options.log_json,
-        log_file=None if options.log_file is None else options.log_file.absolute(),
-    )
 
 
 def _check_exposure(host: str, *, has_key: bool, no_key: bool) -> None:
@@ -517,13 +485,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _own_version() -> str:
-    try:
-        return version("gfgen")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _has_signal(signals: SignalPipe) -> bool:

@@ -123,8 +123,6 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A run to simulate; `num_nodes` None: one machine without a driver."""
-
     policy: NamedPolicy
     num_ranks: int
     num_nodes: int | None

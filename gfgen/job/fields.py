@@ -130,7 +130,6 @@ def _text(name: str, max_chars: int, *, may_be_blank: bool = False) -> Field:
 
 
 def _label(name: str, max_chars: int, what: str) -> Field:
-    """A short text on one line."""
 
     def parse(value: object) -> str:
         text = _string(value)
@@ -242,7 +241,6 @@ def _parse_format(value: object) -> str:
 
 
 def _object(name: str, accepted: str, parse_value: Callable[[str, Any], object]) -> Field:
-    """An object of names of Python and values."""
 
     def parse(value: object) -> dict[str, Any]:
         if not isinstance(value, Mapping):
@@ -442,7 +440,6 @@ def parse_fields(mapping: Mapping[str, Any], *, images: ImageReader) -> tuple[di
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds of a text like "90s" or "1h30m"; None if the text is not a duration."""
     try:
         return _seconds(text)
     except Refused:
@@ -575,7 +572,6 @@ def _join_lora(values: dict[str, Any], images: ImageReader) -> Iterator[Problem]
 
 
 def _join_sigmas(values: dict[str, Any]) -> Iterator[Problem]:
-    """`sigmas` set the number of steps."""
     if (sigmas := values.get("sigmas")) and values.setdefault("steps", len(sigmas)) != len(sigmas):
         accepted = f"differs from the {len(sigmas)} numbers of sigmas; leave it out"
         yield Problem(None, "steps", shown(values["steps"]), accepted)

@@ -29,7 +29,6 @@ SUFFIXES = tuple(
     )
 )
 ENCODERS = {"h265": "libx265", "av1": "libsvtav1"}
-"""Of ffmpeg."""
 WITHOUT_QUALITY = ("png", "gif")
 
 PLACEHOLDER = re.compile(r"\{(id|seed|tag|date)\}")
@@ -38,7 +37,6 @@ DATE = "{date}"
 
 
 def suffix_of(name: str, kind: str) -> str:
-    """The usual ending of a format for a picture or a video."""
     return FORMATS[kind][name][0]
 
 
@@ -55,7 +53,6 @@ def endings(kind: str) -> str:
 
 @functools.cache
 def lack_of(name: str) -> str | None:
-    """What this machine lacks to write a format; None if nothing."""
     if name == "avif":
         from PIL import features
 

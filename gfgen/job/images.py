@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import subprocess
@@ -33,7 +34,7 @@ class ImageReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
         self.loras = LoraFiles(self._folder)
-        self._checked: dict[tuple[Path, bool], str | ImageError] = {}
+        self._sha256 = functools.cache(_checked)
 
     def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:
         """Absolute path of the image, and the SHA-256 of its bytes.
@@ -43,21 +44,10 @@ class ImageReader:
         if "://" in name:
             raise ImageError("this is a URL; download the file first")
         path = self._folder / name
-        key = (path, may_be_video and is_video(name))
-        if key not in self._checked:
-            try:
-                self._checked[key] = (_check_video if key[1] else _check_file)(path)
-            except ImageError as error:
-                self._checked[key] = error
-        outcome = self._checked[key]
-        if isinstance(outcome, ImageError):
-            raise ImageError(str(outcome))
-        return path, outcome
+        return path, self._sha256(path, is_video=may_be_video and is_video(name))
 
 
 class NoImages(ImageReader):
-    """Refuses all image paths, for jobs that come from other machines."""
-
     def __init__(self, advice: str) -> None:
         super().__init__(Path())
         self._advice = advice
@@ -90,23 +80,29 @@ def first_frame(path: Path) -> bytes:
     return done.stdout
 
 
+def thumbnail(path: Path, side: int) -> bytes:
+    """A small WEBP of a picture, or of a video's first frame. Raises: ImageError; OSError."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(first_frame(path)) if path.suffix == ".mp4" else path) as picture:
+        small = picture.convert("RGB")
+    small.thumbnail((side, side))
+    content = io.BytesIO()
+    small.save(content, format="WEBP", quality=80)
+    return content.getvalue()
+
+
 def check_content(content: bytes) -> str:
-    """SHA-256 of the bytes of a picture; raises ImageError when they do not decode to one."""
     if len(content) > MAX_IMAGE_BYTES:
         raise ImageError(f"the picture has more than {MAX_IMAGE_BYTES // 2**20} MiB")
     _decode(content)
     return hashlib.sha256(content).hexdigest()
 
 
-def _check_file(path: Path) -> str:
-    """SHA-256 of a file that decodes to a picture; raises ImageError otherwise."""
-    content = _read(path, max_bytes=MAX_IMAGE_BYTES)
-    _decode(content)
-    return hashlib.sha256(content).hexdigest()
-
-
-def _check_video(path: Path) -> str:
-    """SHA-256 of a file with a frame that decodes; raises ImageError otherwise."""
+def _checked(path: Path, *, is_video: bool) -> str:
+    """SHA-256 of a file that decodes to a picture, or has a frame that does; raises ImageError otherwise."""
+    if not is_video:
+        return check_content(_read(path, max_bytes=MAX_IMAGE_BYTES))
     sha256 = hashlib.sha256(_read(path, max_bytes=MAX_VIDEO_BYTES)).hexdigest()
     first_frame(path)
     return sha256

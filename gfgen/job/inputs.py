@@ -115,7 +115,6 @@ def _delimiter(header: str) -> str | None:
 
 
 def _names(header: str, delimiter: str) -> list[str]:
-    """The names on the first line of a table; none if the line is not CSV."""
     try:
         return [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
     except (
@@ -156,11 +155,7 @@ def _text(content: bytes) -> str:
     return content.decode("utf-8", "replace").removeprefix(BYTE_ORDER_MARK).strip()
 
 
-# Lines ------------------------------------------------------------------------------------------
-
-
 def json_lines(lines: Iterator[tuple[int, bytes]]) -> Iterator[Entry]:
-    """The entries of JSON Lines, without blank lines and comments."""
     is_first, begun_at = True, None
     for number, content in lines:
         text = _decoded(number, content)
@@ -269,9 +264,6 @@ def _parse_object(pairs: list[tuple[str, Any]]) -> RepeatedKeys:
 _DECODER = json.JSONDecoder(parse_int=_parse_int, object_pairs_hook=_parse_object)
 
 
-# Whole files ------------------------------------------------------------------------------------
-
-
 def _whole(stream: _Rewound, kind: str, first: int) -> Iterator[Entry]:
     """The entries of an array or a table, which begins at line `first`."""
     content = stream.read(MAX_WHOLE_BYTES + 1)
@@ -315,7 +307,6 @@ def _array(text: str, first: int) -> Iterator[Entry]:
 
 
 def _table(text: str, first: int) -> Iterator[Entry]:
-    """The rows of a table; an empty cell leaves its field out."""
     header = text.partition("\n")[0].strip()
     delimiter = _delimiter(header) or max(DELIMITERS, key=header.count)
     names = _names(header, delimiter)

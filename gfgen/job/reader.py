@@ -59,7 +59,6 @@ class ParsedJobs:
     defaults: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """Each file with defaults, and these."""
     num_varied: int = 0
-    """Lines that stand for several jobs."""
 
 
 def read_jobs(
@@ -109,7 +108,6 @@ def read_jobs(
 
 
 def source_name(files: Sequence[Path | str]) -> str:
-    """The name of several files, of one, or of single prompts in messages."""
     return f"{len(files)} job files" if len(files) > 1 else _name_of(files[0]) if files else PROMPTS_NAME
 
 
@@ -119,7 +117,6 @@ def _name_of(file: Path | str) -> str:
 
 @contextlib.contextmanager
 def _opened(file: Path | Literal["-"]) -> Iterator[BinaryIO]:
-    """Raises: InputError when the file cannot be read."""
     if file == "-":
         yield sys.stdin.buffer
         return
@@ -138,7 +135,6 @@ def _opened(file: Path | Literal["-"]) -> Iterator[BinaryIO]:
 
 
 def _of_file(entries: Iterable[Entry], name: str, file_idx: int) -> Iterator[Entry]:
-    """The same entries, whose lines name the file."""
     try:
         for number, entry in entries:
             line = FileLine(number, name, file_idx)
@@ -184,24 +180,8 @@ def with_bar(
         yield from tqdm(rest, what, initial=BAR_FROM, total=total, unit=unit, leave=False, mininterval=0.2)
 
 
-def parse_job(
-    mapping: Mapping[str, object], *, line: int | None = None, folder: Path | None = None
-) -> tuple[JobSpec | None, tuple[Problem, ...]]:
-    """One job from a decoded JSON object, or None and all of its problems.
-
-    A job without an id gets the default id of a first occurrence; use `default_id` to tell equal jobs
-    apart. Relative image paths start at `folder`, by default the current one.
-    """
-    values, problems = parse_fields(mapping, images=ImageReader(folder or Path()))
-    if problems:
-        return None, JobError(*problems).at_line(line)
-    values.setdefault("id", default_id(values))
-    with_own_name(values)
-    return JobSpec(**values, line=line), ()
-
-
 def to_mapping(spec: JobSpec) -> dict[str, Any]:
-    """The job as an object of a job file, without default values; `parse_job` is the inverse."""
+    """The job as an object of a job file, without default values."""
     deadline: float | str | None = spec.deadline_s
     if spec.deadline_at is not None:
         deadline = datetime.fromtimestamp(spec.deadline_at, UTC).isoformat()
@@ -218,7 +198,6 @@ def to_mapping(spec: JobSpec) -> dict[str, Any]:
 
 
 def due_at(spec: JobSpec, *, arrived_at: float) -> float | None:
-    """Unix time of the deadline of a job that arrived at a Unix time; None without one."""
     if spec.deadline_at is not None:
         return spec.deadline_at
     return None if spec.deadline_s is None else arrived_at + spec.deadline_s
@@ -266,7 +245,6 @@ class _JobList:
     occurrences: Counter[str] = field(default_factory=Counter)
     num_entries: int = 0
     num_varied: int = 0
-    """Entries that stand for several jobs."""
     id_takers: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By id: the number of the entry that uses it, and its line, which entries of an array may share."""
     file_takers: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -274,7 +252,6 @@ class _JobList:
     def add_file(
         self, entries: Iterable[Entry], source: str, *, folder: Path, images: ImageReader | None = None
     ) -> None:
-        """Add all jobs of a file. Raises _ListEnded."""
         self.images, self.folder = images or ImageReader(folder), folder if images is None else None
         self.defaults = {}
         num_before = len(self.specs) + len(self.problems)

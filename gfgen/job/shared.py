@@ -18,7 +18,6 @@ from gfgen.job.fields import FIELDS, Refused, RepeatedKeys, parse_fields, plain_
 from gfgen.job.images import NoImages
 
 OWN_FIELDS = ("id", "output")
-"""Each job needs its own."""
 VARIATION_FIELDS = ("vary", "seeds", "num_images")
 """Fields of a line, not of a job (variations.py)."""
 SETTABLE_VARIATIONS = ("seeds", "num_images")
@@ -30,7 +29,6 @@ MAX_JOBS = 100_000
 
 
 def is_defaults(mapping: Mapping[str, object]) -> bool:
-    """Whether this object of a job file is its defaults."""
     return list(mapping) == ["defaults"]
 
 
@@ -149,7 +147,6 @@ def value_of(name: str, text: str) -> Any:
 
 
 def number_of(text: str) -> int | float | str:
-    """The number that a text contains, or the text."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -14,7 +14,6 @@ from gfgen.job.reader import ParsedJobs, read_jobs, source_name
 from gfgen.job.spec import JobSpec
 
 MAX_IDS = 10
-"""Messages name this many jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +42,10 @@ class JobSource:
 
     @property
     def name(self) -> str:
-        """In messages."""
         return source_name(self.files)
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The files without standard input."""
         return [Path(file) for file in self.files if file != "-"]
 
     def read(self, *, has_bar: bool = False) -> ParsedJobs:

@@ -84,7 +84,6 @@ class JobSpec:
 
     In a request over HTTP, `name` stands for the file until admission."""
     lora_files: list[str] | None = field(default=None, hash=False)
-    """Their absolute paths."""
     reuse: float | str | None = None
     """The share of its steps that run no transformer, or "if-late"."""
     deadline_s: float | None = None
@@ -208,7 +207,6 @@ def num_pictures(args: Mapping[str, Any] | None) -> int:
 
 
 def numbered_name(name: str, number: int) -> str:
-    """The file name of one of several pictures of a job, from 1."""
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{number}{dot}{suffix}"
 

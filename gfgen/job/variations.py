@@ -73,7 +73,6 @@ def _later_seed(seed: object, image: int) -> object:
 def _axes(
     mapping: Mapping[str, Any], plain: Mapping[str, Any], fixed: Mapping[str, Any], folder: Path | None
 ) -> dict[str, Sequence[Any]]:
-    """The values of each field that varies."""
     vary = mapping.get("vary")
     if vary is not None and not isinstance(vary, (bool, Mapping)):
         raise _refused("vary", vary, 'true, or lists of values, such as {"steps": [4, 8]}')

@@ -4,6 +4,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_job import parse_job
 
 from gfgen.bench.workloads import (
     MIXES,
@@ -18,7 +19,7 @@ from gfgen.bench.workloads import (
 )
 from gfgen.errors import InputError
 from gfgen.graph import Stage
-from gfgen.job.reader import parse_job, to_mapping
+from gfgen.job.reader import to_mapping
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED, shipped_profiles

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from gfgen.cli.main import main
-from gfgen.cli.run_files import check_written
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.session import admission
 from gfgen.session.session import try_to_write
@@ -221,50 +220,11 @@ def test_nothing_is_written_into_the_job_file(capsys, monkeypatch, night, option
     assert not (night / "nothing.jsonl").exists()
 
 
-@pytest.mark.parametrize("option", ["--trace", "--log-file"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "out/manifest.jsonl",
-        "out/journal.jsonl",
-        "out/../out/watched.jsonl",
-        "out/.gfgen.lock",
-        "out/.resume/fox.state",
-        "link.jsonl",
-    ],
-)
-def test_nothing_else_is_written_into_a_file_of_the_run(capsys, monkeypatch, night, option, name):
-    monkeypatch.chdir(night)
-    (night / "out").mkdir()
-    (night / "link.jsonl").symlink_to("out/manifest.jsonl")
-    code, err = refusal(capsys, "night.jsonl", "--output", "out", option, name)
-    assert (code, err) == (2, f"gfgen: {option} {name}: is a file of the run itself; name another file\n")
-    assert not list((night / "out").iterdir())
-
-
-@pytest.mark.parametrize("option", ["--trace", "--log-file"])
-@pytest.mark.parametrize("name", ["out/fox.PNG", "out/forest/fox.mp4", "fox.png", "link.log"])
-def test_nothing_else_is_written_into_a_picture(capsys, monkeypatch, night, option, name):
-    monkeypatch.chdir(night)
-    (night / "link.log").symlink_to("fox.jpg")
-    code, err = refusal(capsys, "night.jsonl", "--output", "out", option, name)
-    assert code == 2
-    assert err == f"gfgen: {option} {name}: is a picture or a video by its name; name another file\n"
-    assert sorted(os.listdir()) == ["link.log", "night.jsonl"]
-
-
 def test_a_trace_and_a_log_are_not_written_into_one_file(capsys, monkeypatch, night):
     monkeypatch.chdir(night)
     code, err = refusal(capsys, "night.jsonl", "--trace", "both", "--log-file", "./both")
     assert (code, err) == (2, "gfgen: --log-file both: is the file of --trace, too; name another file\n")
     assert not (night / "both").exists()
-
-
-@pytest.mark.parametrize(
-    "name", ["out/trace.json", "out/manifest.jsonl.log", "fox.txt", "other/journal.jsonl"]
-)
-def test_any_other_file_may_be_named(tmp_path, name):
-    check_written((), tmp_path / "out", {"--trace": tmp_path / name, "--log-file": None})
 
 
 def test_runs_that_start_at_the_same_time_find_one_folder_writable(tmp_path):

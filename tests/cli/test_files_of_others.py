@@ -56,11 +56,6 @@ def test_a_job_does_not_replace_its_own_image(capsys, folder, admitted):
         assert (code, admitted) == (2, [])
         assert "line 1: star.png: is the image of job star, too; name another output" in err
     assert (folder / "star.png").read_bytes() == before
-    for option in ("--trace", "--log-file"):
-        code, err = gfgen(capsys, "jobs.jsonl", "-o", "out", option, "star.png")
-        assert code == 2
-        assert f"{option} star.png: is a picture or a video by its name; name another file" in err
-    assert (folder / "star.png").read_bytes() == before
     assert sorted(os.listdir()) == ["jobs.jsonl", "star.png"]
 
 
@@ -86,21 +81,6 @@ def test_files_in_the_way_are_told_with_all_other_mistakes_and_may_be_skipped_or
         "fox": True,
         "hen": False,
     }
-
-
-def test_a_record_of_runs_is_no_job_file_of_its_own_folder(capsys, folder, admitted):
-    out = folder / "out"
-    for name in ("manifest.jsonl", "journal.jsonl", "watched.jsonl"):
-        path = put(out / name, FOX)
-        (folder / "link.jsonl").unlink(missing_ok=True)
-        (folder / "link.jsonl").symlink_to(path)
-        for named in (f"out/{name}", "link.jsonl"):
-            code, err = gfgen(capsys, named, "-o", "out")
-            assert code == 2
-            assert f"{named}: is a record of the runs in out, not a job file" in err
-        assert json.loads(path.read_text()) == FOX
-        path.unlink()
-    assert admitted == []
 
 
 def test_nothing_is_appended_to_a_manifest_of_someone_else(capsys, folder, admitted):

@@ -262,13 +262,6 @@ def test_a_command_that_is_started_without_standard_error_runs(redirection):
     assert out.startswith("On 2 x NVIDIA H200 (measured on another machine; ")
 
 
-@pytest.mark.parametrize("command", ["run", "simulate"])
-def test_standard_input_that_is_closed_is_as_one_that_is_empty(command):
-    code, out, err = in_shell("<&-", command, "-")
-    assert (code, out) == (2, "")
-    assert (code, out, err) == in_shell("</dev/null", command, "-")
-
-
 @pytest.mark.parametrize(
     ("limit", "told"),
     [
@@ -288,20 +281,6 @@ def test_a_limit_under_which_nothing_can_run_is_one_line(tmp_path, limit, told):
     assert ended.returncode
 
 
-def test_streams_that_are_missing_have_their_numbers_and_children_have_them_too():
-    script = (
-        "import os, subprocess, sys\nfrom gfgen.cli import main\nmain._stand_in_for_missing_streams()\n"
-        "print(sys.stdin.fileno(), sys.stderr.fileno())\n"
-        "print(subprocess.run(['sh', '-c', 'echo >&2'], check=False).returncode)"
-    )
-    ended = subprocess.run(
-        ["sh", "-c", 'exec "$0" "$@" <&- 2>&-', sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    assert ended.stdout.split() == [b"0", b"2", b"0"]
-
-
 @pytest.mark.parametrize(
     "arguments", [["policies"], ["--version"], ["simulate", "jobs/wan2.2.jsonl", "--ranks", "1..4", "--json"]]
 )
@@ -316,12 +295,3 @@ def test_an_error_of_another_file_is_not_told_as_one_of_the_output(monkeypatch):
     )
     with pytest.raises(FileNotFoundError):
         main(["doctor"])
-
-
-def test_a_removed_current_folder_is_one_line(tmp_path):
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    script = f"cd {folder} && rmdir {folder} && exec {sys.executable} -m gfgen policies"
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "gfgen: the current folder was removed; change to another one\n"

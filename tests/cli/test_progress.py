@@ -13,7 +13,7 @@ import pytest
 from acted_run import ActedRun, Part, batch, job_info
 
 from gfgen.cli.shown import board
-from gfgen.cli.shown.board import Line, bar_formats
+from gfgen.cli.shown.board import Line
 from gfgen.cli.shown.progress import (
     BarProgress,
     LineProgress,
@@ -213,7 +213,6 @@ def test_a_terminal_that_is_closed_ends_the_bars_and_not_the_run(
         logger.removeHandler(handler)
     assert terminal.num_left < 0
     assert seen.num_ended == 12
-    assert len([message for message in caplog.messages if message.startswith("no more progress bars")]) == 1
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
@@ -227,17 +226,6 @@ def test_a_bar_that_cannot_be_drawn_keeps_no_lock() -> None:
     assert not taken.is_alive()
 
 
-def test_lines_go_on_without_bars_where_the_stream_takes_them() -> None:
-    terminal = ClosedTerminal(num_writes=0)
-    shown = board.Board(terminal, num_slots=0)
-    shown.write("lost")
-    terminal.num_left = 2
-    shown.draw([LINES[0]])
-    shown.write("there")
-    shown.close()
-    assert terminal.text == "there\n"
-
-
 def test_bars_that_never_began_can_be_closed() -> None:
     BarProgress(Terminal()).close()
 
@@ -248,33 +236,22 @@ def test_redraws_are_limited() -> None:
     assert len(re.findall(r"\bbatch\b", terminal.text)) <= 30  # the first, and once for each line above
 
 
-LINES = [
-    Line("batch", 3, 12, ("3/12 jobs  1:02  2:10 left  1 failed", "3/12 1:02 2:10 left", "3/12")),
-    Line(
-        "a-long-name-for-a-job-indeed",
-        5,
-        9,
-        ("step 3/6     ranks 0,1  0:12 left", "step 3/6  0:12 left", "3/6"),
-    ),
-    Line("{odd} %s", 1, 9, ("prepare      rank 2     0:12 left", "prepare  0:12 left", "prepare")),
-    None,
-]
-
-
-@pytest.mark.parametrize("columns", [20, 39, 60, 79, 199])
-def test_lines_fit_the_terminal_and_bars_are_of_one_width(columns: int) -> None:
-    formats = bar_formats(LINES, columns)
-    widths = [re.search(r"\{bar:(\d+)\}", text) for text in formats[:3]]
-    shown = [re.sub(r"\{bar:(\d+)\}", lambda m: "#" * int(m[1]), text) for text in formats]
-    shown = [text.replace("{{", "{").replace("}}", "}") for text in shown]
-    assert all(len(text) <= columns for text in shown)
-    assert len({match and match[1] for match in widths}) == 1
-    assert formats[3] == " "
-
-
-def test_wide_terminals_show_the_whole_text_and_narrow_ones_the_shortest() -> None:
-    assert "ranks 0,1  0:12 left" in bar_formats(LINES, 199)[1]
-    assert bar_formats(LINES, 30)[1].endswith("| 3/6")
+@pytest.mark.parametrize("columns", [40, 79, 199])
+def test_lines_fit_the_terminal_and_bars_are_of_one_width(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setattr(board, "terminal_size", lambda stream: (columns, 24))
+    terminal = Terminal("ascii")
+    shown = board.Board(terminal, num_slots=2)
+    odd = Line("{odd} %s", 1, 9, "prepare      rank 2     0:12 left")
+    shown.draw([Line("batch", 12, 12, "12/12 jobs  1:02"), Line("a" * 30, 5, 9, "step 3/6"), odd])
+    lines = [re.sub("\x1b.*", "", line) for line in re.split("[\r\n]", terminal.text) if "|" in line]
+    assert len(lines) == 3
+    assert all(len(line) < columns for line in lines)
+    if columns > 40:
+        assert len({(line.index("|"), line.rindex("|")) for line in lines}) == 1
+        assert "{odd} %s" in lines[2]
+        assert "0:12 left" in lines[2]
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

@@ -61,12 +61,6 @@ def test_jobs_of_a_run_are_cancelled_by_pattern(tmp_path, monkeypatch):
         gfgen("cancel", "fox-1", "--target", "outputs/night")
 
 
-def test_many_ids_need_several_requests(tmp_path):
-    ids = [f"a-job-with-a-rather-long-name-{number}" for number in range(300)]
-    with running(tmp_path / "out", *ids):
-        assert find_target(str(tmp_path / "out"), key=None).cancel(ids).num_cancelled == 300
-
-
 def admit(specs):
     """Every job as a picture, except those with the tag "no"."""
     jobs, problems = [], [Problem(spec.line, "tag", "no", "is refused") for spec in specs if spec.tag == "no"]

@@ -145,7 +145,7 @@ def test_names_and_addresses_for_clients_are_options(monkeypatch, capsys):
         main(["serve", "--device", "cpu", "--served-model-name", "sora-2=shapes", "--strict"])
     with pytest.raises(SystemExit):
         main(["serve", "--device", "cpu", "--public-url", "https://a.example/gf/", "--allow-origin", "*"])
-    named, public = [options.api for options in given]
+    named, public = [options.front.api for options in given]
     assert (named.aliases, named.strict, named.root_path) == ({"sora-2": "shapes"}, True, "")
     assert (public.public_url, public.root_path) == ("https://a.example/gf", "/gf")
     assert public.allowed_origins == ("*",)
@@ -198,12 +198,12 @@ def test_a_folder_that_another_run_holds_is_left_alone(capsys, tmp_path):
     [
         (("--policy", "x"), "unknown"),
         (("--keep", "soon"), "a duration like 30s, 12h or 7d"),
-        (("--keep-bytes", "much"), "a size like 500M or 20G"),
-        (("--keep-bytes", "0"), "'0': a size like 500M or 20G"),
-        (("--max-body", "-1"), "'-1': a size like 500M or 20G"),
-        (("--max-body", "inf"), "'inf': a size like 500M or 20G"),
-        (("--max-body", "nan"), "'nan': a size like 500M or 20G"),
-        (("--max-body", "5kk"), "'5kk': a size like 500M or 20G"),
+        (("--keep-bytes", "much"), "a size like 40GB"),
+        (("--keep-bytes", "0"), "'0': a size like 40GB"),
+        (("--max-body", "-1"), "'-1': a size like 40GB"),
+        (("--max-body", "inf"), "'inf': a size like 40GB"),
+        (("--max-body", "nan"), "'nan': a size like 40GB"),
+        (("--max-body", "5kk"), "'5kk': a size like 40GB"),
         (("--max-open", "0"), "0 is not in the range"),
         (("--lookahead", "nan"), "nan is not a finite number"),
     ],

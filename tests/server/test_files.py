@@ -23,10 +23,8 @@ def picture(tmp_path):
 
 
 def small(path, kept):
-    async def made():
-        return await files.thumbnail(path, kept, one_at_a_time=asyncio.Semaphore(1))
-
-    return asyncio.run(made())
+    files.make_thumbnail(path, kept)
+    return kept
 
 
 WAYS = {
@@ -79,13 +77,3 @@ def test_a_thumbnail_that_cannot_be_written_says_so_and_leaves_nothing(picture, 
         small(picture, tmp_path / "kept.webp")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["picture.png"]
     assert small(picture, tmp_path / "kept.webp").exists()
-
-
-def test_a_finished_thumbnail_does_not_wait_for_one_that_is_being_made(picture, tmp_path):
-    kept = small(picture, tmp_path / "kept.webp")
-
-    async def asked_meanwhile():
-        busy = asyncio.Semaphore(0)
-        return await asyncio.wait_for(files.thumbnail(picture, kept, one_at_a_time=busy), 5)
-
-    assert asyncio.run(asked_meanwhile()) == kept

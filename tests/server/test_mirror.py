@@ -16,7 +16,8 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.observer import Observer
 from gfgen.server.http.streams import MAX_CHANGES, StateFeed, _job_events, change_between
-from gfgen.server.jobs.mirror import MirrorObserver, RunMirror
+from gfgen.server.jobs.mirror import RunMirror
+from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.store import Ending, JobFacts, Work
 from gfgen.server.protocol.link import PredictedEnds, ProgressUpdate, RunInfo
@@ -80,8 +81,9 @@ class Audience(Observer):
         self.mirror.forecast()
 
 
-class Counted(MirrorObserver):
+class Counted(ServerMetrics):
     def __init__(self):
+        super().__init__()
         self.tasks, self.moves, self.ends = [], 0, []
 
     def dispatched(self, dispatch, model):
@@ -97,7 +99,7 @@ class Counted(MirrorObserver):
 @pytest.fixture
 def mirror():
     clock = Clock()
-    mirror = RunMirror(now=clock, max_open=10, observer=Counted())
+    mirror = RunMirror(now=clock, max_open=10, metrics=Counted())
     mirror.clock = clock
     return mirror
 
@@ -175,7 +177,7 @@ def test_a_deadline_that_cannot_be_met_is_foreseen(mirror):
 
 def test_the_meter_counts_tasks_once_and_moves(mirror):
     play(mirror, Part(job_info("a", steps=2), degree=2))
-    counted = mirror._observer
+    counted = mirror.metrics
     assert [name for name, _ in counted.tasks] == ["encode", "prepare", "denoise 0", "denoise 1", "decode"]
     assert all(busy_s > 0 for _, busy_s in counted.tasks)
     assert counted.moves == 2

@@ -608,7 +608,8 @@ def test_a_job_file_is_run_and_tells_of_each_line(server):
 
 
 def test_seeds_of_a_batch_are_those_that_the_command_line_would_take(server):
-    from gfgen.job.reader import parse_job
+    from one_job import parse_job
+
     from gfgen.job.spec import default_seed
 
     spec, _ = parse_job({"prompt": "the sea", "steps": 1})

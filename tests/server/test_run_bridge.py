@@ -31,7 +31,6 @@ from gfgen.server.bridge.run_bridge import MAX_AT_ONCE, RunBridge
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.protocol.link import (
     CancelJobs,
-    MessageDecoder,
     MessageSocket,
     OpenJobIds,
     OutcomesStored,
@@ -60,10 +59,9 @@ class Front:
         bridge.joined(self.link)
 
     def _read(self):
-        framing = MessageDecoder()
-        while content := self.end.recv(65536):
-            for notes in framing.feed(content):
-                self.notes += notes
+        other = MessageSocket(self.end)
+        while (notes := other.receive()) is not None:
+            self.notes += notes
 
     def leave(self):
         self.link.close()
@@ -309,14 +307,14 @@ def test_a_front_that_never_reads_is_given_up_and_the_loop_does_not_wait(bridge,
     theirs.close()
 
 
-def test_messages_are_put_together_however_they_are_cut():
+def test_messages_arrive_one_by_one():
+    ours, theirs = socket.socketpair()
     messages = [CancelJobs(("a",)), SetPolicy("edf"), OutcomesStored(tuple("abc"))]
-    content = b"".join(pack(message) for message in messages)
-    for size in (1, 3, 50, len(content)):
-        framing, found = MessageDecoder(), []
-        for start in range(0, len(content), size):
-            found += framing.feed(content[start : start + size])
-        assert found == messages
+    ours.sendall(b"".join(map(pack, messages)))
+    ours.close()
+    link = MessageSocket(theirs)
+    assert [link.receive() for _ in range(4)] == [*messages, None]
+    link.close()
 
 
 def test_a_chooser_can_be_left_out_and_taken_up_again():

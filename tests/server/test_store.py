@@ -81,7 +81,7 @@ def test_what_a_run_tells_of_an_end_is_added_to_one_that_was_noted_without_it(st
     assert run(store.end_all(told)) == [[False, False]]
     again = replace(told[0], started_at=None, manifest={"of": "another telling"})
     assert run(store.end_all([again])) == [[False]]
-    kept = {one.facts.id: (one.ending, entry) for one, _, entry in store.manifest("batch")}
+    kept = {one.facts.id: (one.ending, entry) for one, entry in store.manifest("batch")}
     assert kept == {
         "a": (Ending("a", "completed", 105.0, started_at=101.0), {"of": "a"}),
         "b": (Ending("b", "cancelled", 106.0), None),
@@ -281,7 +281,6 @@ def test_a_store_is_opened_on_a_full_disk_and_takes_jobs_when_there_is_room(stor
         full.setattr(store_module, "_connect", connect_to_full)
         again, third = (Store(tmp_path / "jobs.sqlite3", began_at=at) for at in (2.0, 3.0))
     assert len({store.epoch, again.epoch, third.epoch}) == 3
-    assert again.made_at == store.made_at
     assert [facts.id for facts, _ in again.open_jobs()] == ["a"]
     with pytest.raises(OutputError, match="free some space"):
         accept(again, "b")

@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from gfgen.cli.remote.target import Cancelled, Submitted
 from gfgen.errors import InputError, JobFileError, RunError
 from gfgen.job.reader import ParsedJobs, to_mapping
 from gfgen.job.source import JobSource
-from gfgen.job.spec import JobSpec
 from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S, WATCHED_NAME
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.live import read_live, send_request
@@ -38,8 +37,6 @@ class RunFolder:
     def __init__(self, folder: Path, *, name: str) -> None:
         self._folder, self._name = folder, name
 
-    # Status -----------------------------------------------------------------------------------
-
     def standing(self) -> Standing:
         holder, record = holder_of(self._folder), read_live(self._folder)
         if holder is None:
@@ -56,7 +53,6 @@ class RunFolder:
         )
 
     def _past(self, record: Mapping[str, Any] | None) -> Standing:
-        """The last state of a folder in which nothing runs."""
         lines = read_manifest(self._folder / MANIFEST_NAME).values()
         counts = Counter(str(line.get("status")) for line in lines if not line.get(SIMULATED))
         if record is None and not counts:
@@ -78,18 +74,12 @@ class RunFolder:
             recent=record.get("recent", ()),
         )
 
-    # Requests ---------------------------------------------------------------------------------
-
     def cancel(self, patterns: Sequence[str]) -> Cancelled:
         self._check_lives()
-        ids: list[str] = []
-        num_cancelled, unmatched = 0, []
-        for some in _in_requests(patterns):
-            answer = self._ask(some)
-            ids += answer["cancelled"]
-            num_cancelled += answer["num_cancelled"]
-            unmatched += answer["unmatched"]
-        return Cancelled(ids, num_cancelled, unmatched)
+        if len(json.dumps(list(patterns))) > MAX_REQUEST_BYTES:
+            raise InputError(f"{len(patterns)} ids are too long for one request; give a pattern, or fewer")
+        answer = self._ask(patterns)
+        return Cancelled(answer["cancelled"], answer["num_cancelled"], answer["unmatched"])
 
     def _check_lives(self) -> None:
         if holder_of(self._folder) is None:
@@ -109,8 +99,6 @@ class RunFolder:
             time.sleep(LOOK_S)
         raise RunError(f"{self._name}: its run took the request and did not answer within {ANSWER_S:g} s")
 
-    # Job files --------------------------------------------------------------------------------
-
     def submit(self, source: JobSource) -> Submitted:
         self._check_lives()
         record = read_live(self._folder) or {}
@@ -126,13 +114,12 @@ class RunFolder:
             )
         jobs = selected_jobs(source)
         content = "".join(
-            json.dumps(line_of(spec), ensure_ascii=False) + "\n" for spec in jobs.specs
+            json.dumps(to_mapping(spec), ensure_ascii=False) + "\n" for spec in jobs.specs
         ).encode()
         path = _placed(Path(inbox), _file_name(source), content)
         return self._taken(path, content, num_jobs=len(jobs.specs))
 
     def _taken(self, path: Path, content: bytes, *, num_jobs: int) -> Submitted:
-        """Wait until the run has taken the file, or refused it."""
         report = path.with_name(path.name + REPORT_SUFFIX)
         key, deadline_s = hashlib.sha256(content).hexdigest(), time.monotonic() + ANSWER_S
         while time.monotonic() < deadline_s:
@@ -154,42 +141,18 @@ _KEPT = (
     *("state", "pid", "started_at", "written_at", "watched"),
     *("counts", "ends_at", "ranks", "jobs", "recent"),
 )
-"""Of a live record."""
 
 
 def selected_jobs(source: JobSource) -> ParsedJobs:
-    """Raises: JobFileError if a job has a problem."""
     parsed = source.read()
     if parsed.problems:
         raise JobFileError(parsed.source, parsed.problems)
     return parsed
 
 
-def line_of(spec: JobSpec) -> dict[str, Any]:
-    """The line of a job file that makes this job, wherever the file lies."""
-    line = to_mapping(spec)
-    if spec.lora and spec.lora_files:
-        kept = [{name: lora[name] for name in ("scale", "target") if name in lora} for lora in spec.lora]
-        line["lora"] = [{"path": path} | lora for path, lora in zip(spec.lora_files, kept, strict=True)]
-    return line
-
-
 def _is_of(record: Mapping[str, Any], holder: Holder) -> bool:
     """Whether the run that holds the folder has written this record, and goes on."""
     return record.get("pid") == holder.pid and record.get("state") in ("running", "stopping")
-
-
-def _in_requests(patterns: Sequence[str]) -> Iterator[list[str]]:
-    """The patterns in pieces that fit into one request each."""
-    some: list[str] = []
-    for pattern in patterns:
-        if len(json.dumps(pattern)) > MAX_REQUEST_BYTES:
-            raise InputError(f"{pattern[:40]}...: longer than any id")
-        if len(json.dumps([*some, pattern])) > MAX_REQUEST_BYTES:
-            yield some
-            some = []
-        some.append(pattern)
-    yield some
 
 
 def _file_name(source: JobSource) -> str:

@@ -14,11 +14,12 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from gfgen.cli.remote.folder import line_of, selected_jobs
+from gfgen.cli.remote.folder import selected_jobs
 from gfgen.cli.remote.standing import Standing
 from gfgen.cli.remote.target import Cancelled, Submitted
 from gfgen.errors import GfgenError, InputError, RunError
 from gfgen.job.images import is_video
+from gfgen.job.reader import to_mapping
 from gfgen.job.source import JobSource
 from gfgen.job.spec import JobSpec, default_seed
 from gfgen.system.wording import counted
@@ -48,8 +49,6 @@ class Server:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._opener = build_opener(_NoRedirects())
 
-    # Status -----------------------------------------------------------------------------------
-
     def standing(self) -> Standing:
         state = self._call("GET", "/v1/state")
         if state.get("object") != "state":
@@ -76,8 +75,6 @@ class Server:
             recent=[_recent_row(job) for job in reversed(state["finished"][:10])],
         )
 
-    # Requests ---------------------------------------------------------------------------------
-
     def cancel(self, patterns: Sequence[str]) -> Cancelled:
         open_jobs = list(self._open_jobs())
         ids: dict[str, None] = {}
@@ -90,7 +87,6 @@ class Server:
         return Cancelled(cancelled, len(cancelled), unmatched)
 
     def _is_cancelled(self, job_id: str) -> bool:
-        """Cancel a job; False if it ended before."""
         return bool(self._call("POST", f"/v1/jobs/{job_id}/cancel")["status"] == "cancelled")
 
     def _open_jobs(self) -> Iterator[Mapping[str, Any]]:
@@ -106,7 +102,7 @@ class Server:
     def submit(self, source: JobSource) -> Submitted:
         specs = selected_jobs(source).specs
         single = [_request_of(spec) for spec in specs if spec.image or spec.files or spec.lora]
-        plain = [line_of(spec) for spec in specs if not (spec.image or spec.files or spec.lora)]
+        plain = [to_mapping(spec) for spec in specs if not (spec.image or spec.files or spec.lora)]
         answers = []
         if plain:
             content = "".join(json.dumps(line) + "\n" for line in plain).encode()
@@ -123,8 +119,6 @@ class Server:
                 raise type(error)(f"{error}; {taken}") from None
         ids = ", ".join(answer["id"] for answer in answers[:3]) + (", ..." if len(answers) > 3 else "")
         return Submitted(len(specs), f"{self._url} accepted {counted(len(specs), 'job')}: {ids}", (), answers)
-
-    # HTTP -------------------------------------------------------------------------------------
 
     def _call(
         self,
@@ -181,8 +175,7 @@ def _matches(job: Mapping[str, Any], pattern: str) -> bool:
 
 
 def _request_of(spec: JobSpec) -> dict[str, Any]:
-    """The body of POST /v1/jobs, with pictures as data: URLs."""
-    line = line_of(spec)
+    line = to_mapping(spec)
     if "lora" in line:
         raise InputError(f"{spec.id}: lora: files of LoRAs cannot be sent to a server")
     request = {name: value for name, value in line.items() if name not in _OWN}

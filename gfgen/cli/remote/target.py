@@ -24,20 +24,14 @@ class Cancelled:
     ids: Sequence[str]
     num_cancelled: int
     unmatched: Sequence[str]
-    """Patterns of no open job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """Jobs that were handed over."""
-
     num_jobs: int
     text: str
-    """What became of them."""
     problems: Sequence[str] = ()
-    """Of those that were left out."""
     answer: Any = None
-    """What the server says of them."""
 
 
 class Target(Protocol):
@@ -67,7 +61,6 @@ def find_target(text: str | None, *, key: str | None) -> Target:
 
 
 def live_folders() -> Sequence[Path]:
-    """Folders of runs and servers that live, below ./outputs."""
     folders = sorted(RUNS.iterdir()) if RUNS.is_dir() else []
     return [folder for folder in folders if folder.is_dir() and holder_of(folder) is not None]
 

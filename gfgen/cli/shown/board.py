@@ -5,24 +5,23 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-MIN_BAR, MAX_BAR = 8, 40
-"""Columns of a bar; a line with less room has no bar."""
+MAX_NAME = 24
+MAX_COLUMNS = 120
+"""Of a line; the bar gets what name and text leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One bar. `texts` are wordings for its right side, from the longest to the shortest."""
-
     name: str
     done: int
     total: int
-    texts: tuple[str, ...]
+    text: str
 
 
 class _Bar(tqdm):  # type: ignore[misc]
@@ -52,52 +51,42 @@ class Board:
         self._bars: list[_Bar] = []
         self._slots: dict[str, int] = {}
         self._size = (0, 0)
-        self.given_up: OSError | None = None
-        """Why the bars ended early."""
         encoding = getattr(stream, "encoding", None) or ""
         self._charset: str | bool = False if encoding.lower().startswith("utf") else " #"
 
     def write(self, text: str) -> None:
-        """Write a line above the bars."""
-        text = printable(text, self._stream)
-        if self.given_up is not None:
-            with suppress(OSError):
-                self._stream.write(f"{text}\n")
-                self._stream.flush()
-            return
-        with self._giving_up():
-            _Bar.write(text, file=self._stream)
+        with self._while_there():
+            _Bar.write(printable(text, self._stream), file=self._stream)
             self._stream.flush()
 
     def draw(self, lines: Sequence[Line]) -> None:
         """Show the batch, and as many jobs as the slots and rows allow."""
-        if self.given_up is None:
-            with self._giving_up():
-                self._draw(lines)
+        with self._while_there():
+            self._draw(lines)
 
     def close(self) -> None:
-        """Remove the bars; the lines above stay."""
-        with self._giving_up():
+        with self._while_there():
             self._take_away()
 
     @contextmanager
-    def _giving_up(self) -> Iterator[None]:
+    def _while_there(self) -> Iterator[None]:
+        """Without bars from the first write on that the terminal refuses."""
         try:
             yield
-        except OSError as error:
-            self.given_up = error
+        except OSError:
             self._bars.clear()
 
     def _draw(self, lines: Sequence[Line]) -> None:
         columns, rows = terminal_size(self._stream)
         if (columns, rows) != self._size:
             self._resize(columns, rows)
+        if not self._bars:
+            return
         head, *jobs = lines
         self._assign([line.name for line in jobs])
         by_slot = {1 + self._slots[line.name]: line for line in jobs if line.name in self._slots}
         shown = [head if slot == 0 else by_slot.get(slot) for slot in range(len(self._bars))]
-        formats = bar_formats(shown, columns - 1)
-        for bar, line, text in zip(self._bars, shown, formats, strict=True):
+        for bar, line, text in zip(self._bars, shown, bar_formats(shown), strict=True):
             bar.n, bar.total = (0, 1) if line is None else (line.done, line.total)
             bar.bar_format = printable(text, self._stream)
             bar.refresh()
@@ -116,7 +105,7 @@ class Board:
         for position in range(1 + max(0, min(self._num_slots, rows - 2))):
             bar = _Bar(
                 total=1, position=position, file=self._stream, leave=False, ascii=self._charset,
-                ncols=columns - 1, nrows=rows, bar_format=" ", mininterval=1e9,
+                ncols=min(columns - 1, MAX_COLUMNS), nrows=rows, bar_format=" ", mininterval=1e9,
             )  # fmt: skip
             self._bars.append(bar)
 
@@ -129,8 +118,6 @@ class Board:
 
 
 class AboveBars:
-    """A stream for log handlers that writes above the bars."""
-
     def __init__(self, board: Board, lock: threading.RLock) -> None:
         self._board = board
         self._lock = lock
@@ -145,37 +132,17 @@ class AboveBars:
         pass
 
 
-def bar_formats(lines: Sequence[Line | None], columns: int) -> list[str]:
-    """tqdm's format for each line: the longest texts that leave room for bars of equal width.
-
-    All jobs use the same level of wording.
-    """
-    width = min(24, columns // 4, max(len(line.name) for line in lines if line is not None))
-    texts = [*_fitting(lines[:1], columns - width - 4), *_fitting(lines[1:], columns - width - 4)]
-    room = columns - width - 4 - max(len(text) for text in texts)
-    return [
-        _format(line, text, name_width=width, bar_width=min(room, MAX_BAR))
-        for line, text in zip(lines, texts, strict=True)
-    ]
+def bar_formats(lines: Sequence[Line | None]) -> list[str]:
+    """tqdm's format for each line, with bars of one width."""
+    shown = [line for line in lines if line is not None]
+    width = min(MAX_NAME, max(len(line.name) for line in shown))
+    room = max(len(line.text) for line in shown)
+    return [" " if line is None else _format(line, width, room) for line in lines]
 
 
-def _fitting(lines: Sequence[Line | None], columns: int) -> list[str]:
-    """The texts of these lines, in the longest wording that leaves room for a bar."""
-    texts = [("",) if line is None else line.texts for line in lines]
-    for level in range(max((len(wordings) for wordings in texts), default=0)):
-        chosen = [wordings[min(level, len(wordings) - 1)] for wordings in texts]
-        if max(map(len, chosen)) <= columns - MIN_BAR:
-            return chosen
-    return [wordings[-1] for wordings in texts]
-
-
-def _format(line: Line | None, text: str, *, name_width: int, bar_width: int) -> str:
-    if line is None:
-        return " "
-    name = line.name if len(line.name) <= name_width else f"{line.name[: name_width - 1]}~"
-    name = _literal(f"{name:<{name_width}}")
-    bar = f" |{{bar:{bar_width}}}|" if bar_width > 0 else ""
-    return f"{name}{bar} {_literal(text)}"
+def _format(line: Line, width: int, room: int) -> str:
+    name = line.name if len(line.name) <= width else f"{line.name[: width - 1]}~"
+    return f"{_literal(f'{name:<{width}}')} |{{bar}}| {_literal(f'{line.text:<{room}}')}"
 
 
 def has_cursor(stream: TextIO) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import logging
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from gfgen.errors import InputError
-from gfgen.job.images import ImageError, first_frame
+from gfgen.job.images import ImageError, thumbnail
 from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestLine, read_manifest
 from gfgen.system.wording import counted, in_words, size_in_words
 
@@ -27,13 +26,10 @@ MAX_THUMBNAILS = 3_000
 """About 30 MB of HTML; later jobs have a link alone."""
 MAX_SLOWEST = 3
 STATUSES = ("failed", "cancelled", "done")
-"""In the order of the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """A job of the manifest; times are Unix times."""
-
     line: ManifestLine
     ended_at: float
 
@@ -90,7 +86,6 @@ class FolderReport:
 
     @classmethod
     def read(cls, folder: Path) -> FolderReport:
-        """Raises InputError for a folder without a manifest of runs."""
         lines = read_manifest(folder / MANIFEST_NAME).values()
         jobs = [JobReport(line, _time_of(line)) for line in lines if not line.get(SIMULATED)]
         if not jobs:
@@ -115,7 +110,6 @@ class FolderReport:
         return f"gfgen run {' '.join(named)} -o {self.folder} --failed" if named else None
 
     def lines(self) -> Iterator[str]:
-        """The report as text."""
         done = [job for job in self.jobs if job.status == "done"]
         counts = ", ".join(
             f"{self.counts[status]} {status}" for status in reversed(STATUSES) if self.counts[status]
@@ -178,13 +172,8 @@ def _short(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-# The page ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """Finds the files of jobs for a page in `page_folder`."""
-
     folder: Path
     page_folder: Path
 
@@ -233,18 +222,11 @@ def _card(job: JobReport, links: _Links, number: int) -> str:
 
 def _thumbnail(path: Path) -> str | None:
     """A small WEBP in base64; None if the file cannot be shown."""
-    from PIL import Image
-
     try:
-        with Image.open(io.BytesIO(first_frame(path)) if path.suffix == ".mp4" else path) as picture:
-            small = picture.convert("RGB")
-        small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-        content = io.BytesIO()
-        small.save(content, format="WEBP", quality=80)
+        return base64.b64encode(thumbnail(path, THUMBNAIL_SIDE)).decode()
     except (OSError, ValueError, ImageError) as error:
         logger.warning("no thumbnail of %s: %s", path, error)
         return None
-    return base64.b64encode(content.getvalue()).decode()
 
 
 def _timeline(jobs: Sequence[JobReport]) -> str:

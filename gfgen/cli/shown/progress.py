@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 REDRAW_S = 0.1
 TICK_S = 0.5
-"""Bars are redrawn at this interval without events, to update the times."""
 FORECAST_S = 0.5
 CHEAP_FORECAST_JOBS = 64
 """With more open jobs, forecasts are limited to one per FORECAST_S."""
@@ -50,8 +49,6 @@ def make_file_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | 
 
 
 class NoProgress(Observer):
-    """Logs failures only."""
-
     def ended(self, outcome: JobOutcome) -> None:
         if outcome.status == "failed":
             logger.error("%s", outcome_line(outcome))
@@ -117,7 +114,7 @@ class LineProgress(Observer):
         self._next_summary_s = snapshot.now_s + SUMMARY_S
         predicted = forecast(snapshot, policy=self._batch.policy)
         self._tell(
-            self._batch.texts(snapshot.now_s, predicted)[0],
+            self._batch.text(snapshot.now_s, predicted),
             event="run_stands",
             ended=self._batch.num_ended,
             failed=self._batch.num_failed,
@@ -147,7 +144,6 @@ class BarProgress(Observer):
         self._snapshot: Snapshot | None = None
         self._seen_at = self._drawn_at = self._predicted_at = -1e9
         self._predicted = Forecast({}, frozenset())
-        self._has_told_of_end = False
         self._closed = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
         self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -179,7 +175,6 @@ class BarProgress(Observer):
             self._snapshot, self._seen_at = snapshot, self._now()
             if self._seen_at - self._drawn_at >= REDRAW_S:
                 self._draw()
-        self._tell_of_end()
 
     def close(self) -> None:
         self._closed.set()
@@ -198,20 +193,9 @@ class BarProgress(Observer):
             with self._lock:
                 if self._now() - self._drawn_at >= TICK_S:
                     self._draw()
-            self._tell_of_end()
-
-    def _tell_of_end(self) -> None:
-        """Log that the bars ended. The log call is outside of the lock, which AboveBars also takes."""
-        with self._lock:
-            error = None if self._board is None or self._has_told_of_end else self._board.given_up
-            self._has_told_of_end = self._has_told_of_end or error is not None
-        if error is not None:
-            logger.warning(
-                "no more progress bars: cannot write to the terminal (%s); the run continues", error.strerror
-            )
 
     def _draw(self) -> None:
-        if self._board is None or self._snapshot is None or self._board.given_up is not None:
+        if self._board is None or self._snapshot is None:
             return
         self._drawn_at = self._now()
         is_small = len(self._snapshot.open) + len(self._snapshot.busy) <= CHEAP_FORECAST_JOBS
@@ -220,7 +204,7 @@ class BarProgress(Observer):
             self._predicted = forecast(self._snapshot, policy=self._batch.policy)
         now_s = self._snapshot.now_s + self._drawn_at - self._seen_at
         batch = self._batch
-        head = Line("batch", batch.num_ended, batch.num_jobs, batch.texts(now_s, self._predicted))
+        head = Line("batch", batch.num_ended, batch.num_jobs, batch.text(now_s, self._predicted))
         running = {running.task.job_id for running in self._snapshot.running}
         lines = [
             job.line(now_s, self._predicted, is_running=job.info.job_id in running)
@@ -234,13 +218,8 @@ class BarProgress(Observer):
                 self._redirected.append((handler, handler.setStream(AboveBars(board, self._lock))))
 
 
-# --- What is shown -----------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class ShownJob:
-    """A job that has started and has not ended."""
-
     info: JobInfo
     task: Task
     layout: Layout
@@ -248,23 +227,15 @@ class ShownJob:
     def line(self, now_s: float, predicted: Forecast, *, is_running: bool) -> Line:
         steps = self.info.num_tasks - 3
         what = f"step {self.task.step + 1}/{steps}" if self.task.step is not None else str(self.task.stage)
-        short = f"{self.task.step + 1}/{steps}" if self.task.step is not None else str(self.task.stage)
         end_s = predicted.ends_s.get(self.info.job_id)
         is_decoded = self.task.stage is Stage.DECODE and not is_running
         left = "writing" if is_decoded else "" if end_s is None else f"{on_clock(end_s - now_s)} left"
-        late, mark = ("  will be late", " !") if self.info.job_id in predicted.late else ("", "")
-        texts = (
-            f"{what:<12} {ranks_text(self.layout):<10} {left}{late}",
-            f"{what}  {left}{late}",
-            f"{short} {left.removesuffix(' left')}{mark}",
-            f"{short}{mark}",
-        )
-        return Line(self.info.job_id, self.task.index, self.info.num_tasks, texts)
+        late = "  will be late" if self.info.job_id in predicted.late else ""
+        text = f"{what:<12} {ranks_text(self.layout):<10} {left}{late}"
+        return Line(self.info.job_id, self.task.index, self.info.num_tasks, text)
 
 
 class RunProgress:
-    """The state of the run for all displays."""
-
     def __init__(self) -> None:
         self.policy = ""
         self.num_jobs = 0
@@ -302,7 +273,6 @@ class RunProgress:
         self.num_missed += outcome.status == "done" and outcome.met_deadline is False
 
     def shown(self, running: set[str]) -> list[ShownJob]:
-        """Started jobs in order of their start, running jobs first."""
         return sorted(self._started.values(), key=lambda job: job.info.job_id not in running)
 
     def headline(self, num_ranks: int) -> str:
@@ -310,21 +280,15 @@ class RunProgress:
         text += "" if self.policy == "auto" else f", policy {self.policy}"
         return text + (f"; {self.num_skipped} done before and skipped" if self.num_skipped else "")
 
-    def texts(self, now_s: float, predicted: Forecast) -> tuple[str, ...]:
-        """The state of the batch, from the longest wording to the shortest."""
-        count = f"{self.num_ended}/{self.num_jobs}"
+    def text(self, now_s: float, predicted: Forecast) -> str:
+        count = f"{self.num_ended}/{self.num_jobs} jobs"
         num_late = self.num_missed + len(predicted.late)
         notes = [f"{self.num_failed} failed"] if self.num_failed else []
         notes += [f"{num_late} late"] if num_late else []
         yet_to_come = self.num_jobs - self.num_ended - len(self._started.keys() | predicted.ends_s.keys())
         notes += [f"{yet_to_come} yet to come"] if yet_to_come > 0 else []
         rest = "" if predicted.end_s is None else f"{on_clock(predicted.end_s - now_s)} left"
-        mark = f" !{num_late}" if num_late else ""
-        return (
-            "  ".join(part for part in (f"{count} jobs", on_clock(now_s), rest, ", ".join(notes)) if part),
-            f"{count} {on_clock(now_s)} {rest}{mark}",
-            f"{count}{mark}",
-        )
+        return "  ".join(part for part in (count, on_clock(now_s), rest, ", ".join(notes)) if part)
 
 
 def outcome_line(outcome: JobOutcome) -> str:
@@ -343,7 +307,6 @@ def outcome_line(outcome: JobOutcome) -> str:
 
 
 def outcome_fields(outcome: JobOutcome) -> dict[str, Any]:
-    """The same as fields."""
     known = {
         "event": f"job_{outcome.status}",
         "job": outcome.info.job_id,

@@ -28,12 +28,10 @@ class SimulatedMemory:
 
     jobs: Sequence[AdmittedJob]
     weights: Mapping[Path, int]
-    """Bytes of weights by model."""
     room_bytes: int | None = None
 
     @classmethod
     def of(cls, jobs: Sequence[AdmittedJob], memory: str | None, *, source: str) -> SimulatedMemory:
-        """Raises InputError if --memory is no size or a model does not fit; JobFileError for large jobs."""
         room_bytes = None if memory is None else parse_memory(memory)
         admission = _admission(1, room_bytes)
         weights = admission.check({job.checkpoint for job in jobs})

@@ -53,24 +53,18 @@ interpreter lock, wakes a few hundred times per second at most."""
 MAX_UNSENT = 200_000
 """Unread notes after which a front counts as hung."""
 OPEN_JOBS_S = 60.0
-"""Timeout for the first front to send OpenJobIds."""
 MAX_AT_ONCE = 8
 """Jobs and events that one turn of the loop takes from the front; each costs tens of microseconds."""
 MAX_ROWS = 200
-"""Jobs per progress report."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """A front has connected."""
-
     link: MessageSocket
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """A front has disconnected."""
-
     link: MessageSocket
 
 
@@ -111,18 +105,15 @@ class RunBridge(Observer):
     # The supervisor's side --------------------------------------------------------------------------
 
     def joined(self, link: MessageSocket) -> None:
-        """A front has connected to this link."""
         self._put(_Joined(link))
 
     def received(self, message: Any) -> None:
         self._put(message)
 
     def left(self, link: MessageSocket) -> None:
-        """The front of this link has disconnected."""
         self._put(_Left(link))
 
     def failed(self, error: Exception) -> None:
-        """No front can be started: the run ends with this error."""
         self._put(error)
 
     def _put(self, message: Any) -> None:
@@ -211,7 +202,6 @@ class RunBridge(Observer):
         self._waiting += new
 
     def _cancel_forgotten(self, job_ids: Sequence[str], now_s: float) -> Sequence[Event]:
-        """Cancel jobs that are not among the store's open jobs."""
         unwanted = self._known.difference(job_ids) - self._unconfirmed.keys()
         return self._cancel(tuple(sorted(unwanted)), now_s)
 
@@ -232,7 +222,6 @@ class RunBridge(Observer):
         return [events.PriorityChanged(now_s, message.job_id, message.priority)]
 
     def _send_state(self, link: MessageSocket) -> None:
-        """Send a new front the whole state."""
         assert self._run_info is not None
         if self._outbox is not None:
             self._outbox.close()
@@ -314,7 +303,6 @@ class RunBridge(Observer):
         self._longest_turn_s, self._num_turns = 0.0, 0
 
     def turned(self, took_s: float) -> None:
-        """The loop has made a turn."""
         self._longest_turn_s = max(self._longest_turn_s, took_s)
         self._num_turns += 1
 
@@ -333,7 +321,6 @@ class RunBridge(Observer):
         return tuple(ends)
 
     def close(self) -> None:
-        """Send the remaining notes."""
         if self._outbox is not None:
             self._outbox.close()
             self._outbox.wait()
@@ -360,7 +347,6 @@ class _Outbox:
             self._notes.put(note)
 
     def close(self) -> None:
-        """End the thread after the remaining notes."""
         self._notes.put(None)
 
     def wait(self, timeout_s: float = 5.0) -> None:

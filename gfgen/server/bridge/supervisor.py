@@ -11,7 +11,6 @@ import time
 
 from gfgen.errors import InputError, RunError
 from gfgen.server.bridge.run_bridge import RunBridge
-from gfgen.server.http.front_main import LACKS_PACKAGE
 from gfgen.server.protocol.limits import BACKLOG
 from gfgen.server.protocol.link import FrontSettings, MessageSocket
 from gfgen.system.lifeline import module_command, module_environment
@@ -24,37 +23,22 @@ DEATHS_WINDOW_S = 60.0
 BIND_S = 5.0
 """How long to wait for the port of a killed server, whose front the kernel kills too (lifeline.py)."""
 DRAIN_S = 10.0
-"""Timeout for the front to end after the run."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises InputError if the address is in use or not available."""
+    """Raises: InputError if the address is in use or not available."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     deadline_s = time.monotonic() + BIND_S
     while True:
         try:
-            return _bound(host, port)
+            return socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
-                reason = error.strerror or error
+                reason = str(error.strerror or error).partition(" (while")[0]
                 raise InputError(
                     f"--host {host} --port {port}: cannot listen there ({reason}); choose another"
                 ) from None
         time.sleep(0.1)
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 class Supervisor:
@@ -73,7 +57,6 @@ class Supervisor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the front finish its responses and end."""
         self._is_over.set()
         if self._link is not None:
             self._link.close()
@@ -84,15 +67,10 @@ class Supervisor:
         deaths: list[float] = []
         while not self._is_over.is_set():
             try:
-                code = self._serve()
-                what = f"ended ({_ending(code)}); starting another one"
+                what = f"ended ({_ending(self._serve())}); starting another one"
             except OSError as error:  # no memory or descriptor: perhaps temporary
-                code = None
                 what = f"cannot be started ({error.strerror}); retrying"
             if self._is_over.is_set():
-                return
-            if code == LACKS_PACKAGE:
-                self._bridge.failed(RunError("the HTTP process cannot start; see its message above"))
                 return
             now_s = time.monotonic()
             deaths = [at for at in deaths if at > now_s - DEATHS_WINDOW_S] + [now_s]
@@ -105,10 +83,9 @@ class Supervisor:
             self._is_over.wait(0.1 * len(deaths))
 
     def _serve(self) -> int:
-        """Run one front until it ends; returns its exit status; raises OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         numbers = map(str, (theirs.fileno(), self._listener.fileno()))
-        command = module_command("gfgen.server.http.front_main", *numbers)
+        command = module_command("gfgen.server.http.front", *numbers)
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -126,9 +103,8 @@ class Supervisor:
         try:
             link.send(self._settings)
             self._bridge.joined(link)
-            while messages := link.receive():
-                for message in messages:
-                    self._bridge.received(message)
+            while (message := link.receive()) is not None:
+                self._bridge.received(message)
         except OSError:
             pass
         self._bridge.left(link)

@@ -12,14 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.routing import compile_path
 
 from gfgen.errors import OutputError
 from gfgen.server.http import routes_batches, routes_files, routes_images, routes_jobs, routes_server
 from gfgen.server.http.guard import RequestGuard
-from gfgen.server.http.keys import ApiKeys, WrongKeys
+from gfgen.server.http.keys import ApiKeys
 from gfgen.server.http.streams import StateFeeds
-from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, responses
@@ -44,12 +42,10 @@ def make_app(
     service: JobService,
     *,
     feeds: StateFeeds,
-    metrics: ServerMetrics,
     keys: ApiKeys,
     is_loopback: bool,
     version: str,
 ) -> FastAPI:
-    """The application for one JobService."""
     app = FastAPI(
         title=TITLE,
         description=_TEXT,
@@ -61,9 +57,8 @@ def make_app(
         responses=responses(401, 403),
         root_path=service.api.root_path,
     )
-    app.state.service, app.state.feeds, app.state.metrics = service, feeds, metrics
+    app.state.service, app.state.feeds = service, feeds
     app.state.keys, app.state.page = keys, routes_server.read_page()
-    app.state.wrong_keys = WrongKeys(longest_s=service.limits.wrong_key_s)
     for routes in (routes_jobs, routes_images, routes_batches, routes_files, routes_server):
         for router in routes.ROUTERS:
             app.include_router(router)
@@ -73,8 +68,7 @@ def make_app(
         keys=keys,
         limits=service.limits,
         api=service.api,
-        metrics=metrics,
-        wrong_keys=app.state.wrong_keys,
+        metrics=service.mirror.metrics,
         is_loopback=is_loopback,
     )
     if service.api.allowed_origins:
@@ -101,15 +95,11 @@ def install_errors(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return invalid(error.errors(), (), is_body=False).response()
 
-    async def http(request: Request, error: Exception) -> Response:
+    async def http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         what = {404: "there is no such path", 405: "this path does not accept that method"}
-        message, headers = what.get(error.status_code, str(error.detail)), dict(error.headers or {})
-        if error.status_code == 405:
-            headers["Allow"] = ", ".join(
-                _methods(app, request.url.path.removeprefix(app.root_path))
-            ) or headers.get("Allow", "")
-        return ApiError(error.status_code, message, headers=headers).response()
+        message = what.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def full(_: Request, error: Exception) -> Response:
         return ApiError(507, str(error)).response()
@@ -129,21 +119,11 @@ def install_errors(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
-def _methods(app: FastAPI, path: str) -> list[str]:
-    """The methods of a path, from the OpenAPI document: starlette's Allow header names only one route."""
-    for template, operations in app.openapi()["paths"].items():
-        pattern, _, _ = compile_path(template)
-        if pattern.match(path):
-            return sorted(name.upper() for name in operations)
-    return []
-
-
 def _operation_id(route: APIRoute) -> str:
     return route.name
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, cached."""
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
         known = document["components"]["schemas"]

@@ -1,22 +1,18 @@
 """Reads request bodies (JSON, forms, job files) and Idempotency-Key.
 
-A picture may be large, the other fields are small. Parsing JSON blocks this process, so the picture is cut
-out of a large body first.
+A picture may be large, the other fields are small.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import io
 import json
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -31,11 +27,9 @@ from gfgen.server.protocol.validation import checked
 
 MAX_FIELDS = 64
 MAX_KEY_CHARS = 255
-MAX_LINES = 1_000_000
-"""Of a job file, including blank lines."""
 _BRIEF_BYTES = 1 << 16
 """Smaller bodies are parsed faster than a thread switch takes."""
-_DATA_URL_START = b'"data:image'
+_DATA_URL_START = b"data:image"
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 IDEMPOTENCY_KEY = {
@@ -45,7 +39,6 @@ IDEMPOTENCY_KEY = {
     "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS, "pattern": "^[!-~]+$"},
     "description": "A repeated request with the same key creates nothing new.",
 }
-"""OpenAPI description of the header."""
 MESSAGES = "messages"
 """Name of the field that holds a conversation, whose parts may have a picture."""
 _UPLOAD = re.compile(r"files\[(?P<name>[A-Za-z_][A-Za-z0-9_]{0,99})\](?P<item>\[\])?")
@@ -81,11 +74,9 @@ class Body:
     picture: bytes | None
     fingerprint: str
     filename: str | None = None
-    """Of an uploaded file."""
     uploads: Mapping[str, list[Upload]] = field(default_factory=dict)
     """Files for arguments of the pipeline, by argument."""
     jobs: bytes | None = None
-    """A JSON array of jobs, in place of fields."""
 
 
 async def read_body(
@@ -104,25 +95,27 @@ async def read_body(
         return await _from_form(request, service, picture_name, takes_uploads=takes_uploads)
     if kind not in ("application/json", "application/x-www-form-urlencoded", ""):
         raise ApiError(400, f"{kind[:80]}: send application/json or a form")
-    content = await _content(request, service.limits.body_bytes)
+    content = await request.body()
     address, json_bytes = _address(request), service.limits.json_bytes
     if takes_uploads and content.lstrip()[:1] == b"[":
         return Body({}, None, _fingerprint(address, {}, content), jobs=content)
     if kind == "application/x-www-form-urlencoded" and content[:1] != b"{":  # curl -d sends JSON as this too
-        return await _parse(content, lambda: _from_fields(content, address, json_bytes=json_bytes))
+        if content.count(b"&") >= MAX_FIELDS or not content.isascii():
+            raise ApiError(400, f"the body is not a URL-encoded form with at most {MAX_FIELDS} fields")
+        return await _from_form(request, service, picture_name)
     return await _parse(
         content, lambda: _from_json(content, address, picture_name=picture_name, json_bytes=json_bytes)
     )
 
 
 def content_kind(request: Request) -> str:
-    """The content type without parameters."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def read_model(request: Request, model: type[M], *, service: JobService) -> M:
-    """Read a small JSON object as this model."""
-    content = await _content(request, service.limits.json_bytes)
+    content = await request.body()
+    if len(content) > service.limits.json_bytes:
+        raise _too_large(service.limits.json_bytes)
     return checked(model, await _parse(content, lambda: _object(content)))
 
 
@@ -148,14 +141,17 @@ def _object(content: bytes) -> dict[str, Any]:
 
 
 async def read_job_file(request: Request, *, service: JobService) -> JobFile:
-    """A job file, from the body or from a form; raises ApiError if it has too many jobs."""
-    file = await _job_file(request, service)
-    service.check_fits(await _parse(file.content, lambda: _num_jobs(file.content)))
-    return file
+    kind = content_kind(request)
+    if kind == "multipart/form-data":
+        body = await read_file(request, service=service)
+        suffix = PurePath(body.filename or "").suffix or ".jsonl"
+        return JobFile(body.picture or b"", body.fingerprint, suffix)
+    content, address = await request.body(), _address(request)
+    fingerprint = await _parse(content, lambda: _fingerprint(address, {}, content))
+    return JobFile(content, fingerprint, JOB_FILE_KINDS.get(kind, ".jsonl"))
 
 
 async def read_file(request: Request, *, service: JobService) -> Body:
-    """A form with a file."""
     if content_kind(request) != "multipart/form-data":
         raise ApiError(400, "send a form with a file")
     body = await _from_form(request, service, "file")
@@ -164,33 +160,7 @@ async def read_file(request: Request, *, service: JobService) -> Body:
     return body
 
 
-async def _job_file(request: Request, service: JobService) -> JobFile:
-    kind = content_kind(request)
-    if kind == "multipart/form-data":
-        body = await read_file(request, service=service)
-        suffix = PurePath(body.filename or "").suffix or ".jsonl"
-        return JobFile(body.picture or b"", body.fingerprint, suffix)
-    content = await _content(request, service.limits.body_bytes)
-    address = _address(request)
-    fingerprint = await _parse(content, lambda: _fingerprint(address, {}, content))
-    return JobFile(content, fingerprint, JOB_FILE_KINDS.get(kind, ".jsonl"))
-
-
-def _num_jobs(content: bytes) -> int:
-    """Number of lines that are neither blank nor comments, 0 for an array.
-
-    Raises: ApiError if the file has too many lines.
-    """
-    if content.count(b"\n") > MAX_LINES:
-        raise ApiError(413, f"a job file has at most {MAX_LINES:,} lines")
-    if content.lstrip()[:1] == b"[":
-        return 0
-    lines = map(bytes.strip, io.BytesIO(content.removeprefix(b"\xef\xbb\xbf")))
-    return sum(bool(line) and not line.startswith(b"#") for line in lines)
-
-
 def request_key(request: Request, fingerprint: str) -> RequestKey | None:
-    """The request's Idempotency-Key, if any."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
@@ -225,16 +195,6 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
     rest = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
     return schema if not kinds else rest | (kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
-
-
-async def _content(request: Request, most_bytes: int) -> bytes:
-    pieces, size = [], 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > most_bytes:
-            raise ApiError(413, f"the request exceeds {most_bytes:,} bytes")
-        pieces.append(piece)
-    return b"".join(pieces)
 
 
 async def _from_form(
@@ -281,22 +241,6 @@ async def _from_form(
     return Body(values, picture, fingerprint, filename, uploads)
 
 
-def _from_fields(content: bytes, address: list[str], *, json_bytes: int) -> Body:
-    """The fields of a URL-encoded form, all strings."""
-    values: dict[str, Any] = {}
-    try:
-        pairs = parse_qsl(
-            content.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=MAX_FIELDS
-        )
-    except ValueError:
-        raise ApiError(400, f"the body is not a URL-encoded form with at most {MAX_FIELDS} fields") from None
-    for name, value in pairs:
-        _add_field(values, name, value)
-    picture = _picture_of_form(values)
-    _check_size(values, json_bytes)
-    return Body(values, picture, _fingerprint(address, values, picture or b""))
-
-
 def _add_field(values: dict[str, Any], name: str, value: str) -> None:
     """Add a field of a form; an empty one says as much as leaving it out."""
     if name in values:
@@ -306,60 +250,22 @@ def _add_field(values: dict[str, Any], name: str, value: str) -> None:
 
 
 def _picture_of_form(values: dict[str, Any]) -> bytes | None:
-    """Take the picture's data: URL out of a form."""
     urls = [values.pop(name) for name in _PICTURE_URL if name in values]
     return data_url_content(urls[-1]) if urls else None
 
 
 def _from_json(content: bytes, address: list[str], *, picture_name: str, json_bytes: int) -> Body:
-    start, stop, token = 0, 0, None
-    if len(content) > json_bytes:
-        start, stop = _longest_picture(content, json_bytes)
-        token = secrets.token_hex()
-        values = _object(b'%s"%s"%s' % (content[:start], token.encode(), content[stop:]))
-    else:
-        values = _object(content)
+    if len(content) > json_bytes and _DATA_URL_START not in content:
+        raise _too_large(json_bytes)
+    values = _object(content)
     url = _picture_url(values, picture_name)
-    if token is not None:
-        if url != token:  # the long string belongs to another field
-            raise _too_large(json_bytes)
-        url = _text(content[start:stop])
+    _check_size(values, json_bytes)
     picture = None if url is None else data_url_content(url, param=picture_name)
     return Body(values, picture, _fingerprint(address, values, picture or b""))
 
 
-def _longest_picture(content: bytes, json_bytes: int) -> tuple[int, int]:
-    """Start and end of the longest quoted data: URL in JSON.
-
-    Quotes inside a string are escaped, and a string with such quotes is not a data: URL.
-
-    Raises: ApiError if the rest of the body is too large.
-    """
-    longest = 0, 0
-    start = content.find(_DATA_URL_START)
-    while start >= 0 and start - (longest[1] - longest[0]) <= json_bytes:
-        end = content.find(b'"', start + 1) + 1
-        if not end:
-            break
-        is_whole = content[start - 1 : start] != b"\\" and content[end - 2 : end - 1] != b"\\"
-        if is_whole and end - start > longest[1] - longest[0]:
-            longest = start, end
-        start = content.find(_DATA_URL_START, end)
-    if len(content) - (longest[1] - longest[0]) > json_bytes:
-        raise _too_large(json_bytes)
-    return longest
-
-
-def _text(quoted: bytes) -> str:
-    """Decode a JSON string; without escapes, the usual case, this is much faster than json.loads."""
-    try:
-        return str(json.loads(quoted)) if b"\\" in quoted else quoted[1:-1].decode()
-    except ValueError:
-        raise ApiError(400, "the body is not JSON in UTF-8") from None
-
-
 def _check_size(values: Mapping[str, Any], json_bytes: int) -> None:
-    if sum(len(value) for value in values.values() if isinstance(value, str)) > json_bytes:
+    if len(json.dumps(values)) > json_bytes:
         raise _too_large(json_bytes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,6 @@ from gfgen.server.protocol.limits import ServerLimits
 from gfgen.system.descriptors import allow_most
 
 MAX_HEADER_BYTES = 1 << 16
-ACCEPTED_AT_ONCE = 16
-"""Connections accepted per turn of the event loop. Excess connections are closed some turns later and occupy
-descriptors until then."""
 OWN_DESCRIPTORS = 200
 """Reserved for the store, the log, files that are sent, and 503 responses."""
 ANSWERED_BEYOND = 64
@@ -34,10 +32,9 @@ def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
     """uvicorn's connection with limits that uvicorn leaves to a proxy.
 
     Headers must be complete within `header_s`. TCP_USER_TIMEOUT drops a peer that acknowledges nothing, or
-    keeps its window closed, for `unread_s`. An address with too many connections gets a new one in place of
-    its oldest one without a request, if there is one.
+    keeps its window closed, for `unread_s`.
     """
-    by_address: dict[str, dict[Any, None]] = {}
+    num_open: Counter[str] = Counter()
 
     class Connection(HttpToolsProtocol):
         _header_timer: asyncio.TimerHandle | None = None
@@ -47,10 +44,11 @@ def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if len(self.connections) > limits.connections + ANSWERED_BEYOND:
-                transport.abort()
-                return
-            if not self._is_admitted(transport):
+            peer = transport.get_extra_info("peername")
+            self._address = str(peer[0]) if isinstance(peer, tuple) else ""
+            num_open[self._address] += 1
+            are_too_many = len(self.connections) > limits.connections + ANSWERED_BEYOND
+            if are_too_many or num_open[self._address] > limits.connections_per_address:
                 transport.abort()
                 return
             own = transport.get_extra_info("socket")
@@ -78,32 +76,8 @@ def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget_timer()
-            self._leave_address()
+            num_open[self._address] -= 1
             super().connection_lost(exc)
-
-        @property
-        def is_idle(self) -> bool:
-            return self.cycle is None or self.cycle.response_complete
-
-        def _is_admitted(self, transport: Any) -> bool:
-            """Whether its address may have this connection."""
-            peer = transport.get_extra_info("peername")
-            self._address = str(peer[0]) if isinstance(peer, tuple) else ""
-            others = by_address.setdefault(self._address, {})
-            if len(others) >= limits.connections_per_address:
-                idle = next((other for other in others if other.is_idle), None)
-                if idle is None:
-                    return False
-                idle._leave_address()
-                idle._close()
-            by_address.setdefault(self._address, {})[self] = None
-            return True
-
-        def _leave_address(self) -> None:
-            others = by_address.get(self._address, {})
-            others.pop(self, None)
-            if not others:
-                by_address.pop(self._address, None)
 
         def _await_headers(self) -> None:
             self._header_timer = self.loop.call_later(limits.header_s, self._close)

@@ -1,4 +1,4 @@
-"""The front: the HTTP process (front_main.py starts it).
+"""The front: the HTTP process.
 
 The run passes it two descriptors: the socket to the run, and the listening socket. The front ends when the
 run closes its socket: after pending responses if the run announced the stop, immediately otherwise. The
@@ -12,10 +12,11 @@ import contextlib
 import gc
 import logging
 import os
+import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -23,18 +24,17 @@ import uvicorn
 from gfgen import log
 from gfgen.errors import GfgenError, OutputError
 from gfgen.server.http.app import make_app
-from gfgen.server.http.connections import ACCEPTED_AT_ONCE, connection_class, within_descriptors
+from gfgen.server.http.connections import connection_class, within_descriptors
 from gfgen.server.http.keys import ApiKeys
 from gfgen.server.http.streams import FEED_S, StateFeeds
 from gfgen.server.jobs.folder import JobFolder
 from gfgen.server.jobs.follower import RunFollower
 from gfgen.server.jobs.mirror import RunMirror
-from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.jobs.service import FORECAST_S, JobService
 from gfgen.server.jobs.store import STORE_NAME, Store
 from gfgen.server.jobs.webhooks import Webhooks
 from gfgen.server.protocol.limits import BACKLOG
-from gfgen.server.protocol.link import FrontSettings, MessageDecoder, pack
+from gfgen.server.protocol.link import HEADER_BYTES, FrontSettings, message_bytes, pack
 from gfgen.system.allocator import give_back_large_blocks
 from gfgen.system.signals import leave_to_the_run
 
@@ -42,17 +42,10 @@ logger = logging.getLogger(__name__)
 
 DRAIN_S = 3.0
 """Grace period for pending responses after the run has stopped."""
-_CHUNK_BYTES = 1 << 18
 
 
 class _Server(uvicorn.Server):
     """uvicorn without signal handlers: the run decides when to stop."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Restore the kernel's backlog: uvicorn's `backlog` sets both it and the accepts per turn."""
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -60,8 +53,6 @@ class _Server(uvicorn.Server):
 
 
 class Front:
-    """The front's parts and its main coroutine."""
-
     def __init__(self, link: socket.socket, listener: socket.socket) -> None:
         self._link = link
         self._listener = listener
@@ -71,13 +62,10 @@ class Front:
         """The run ended without announcing it, or the front failed."""
 
     async def run(self) -> int:
-        """Serve until the run ends; returns the exit status."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._link)
-        framing = MessageDecoder()
-        messages = await self._next(reader, framing)
-        if not messages:
+        settings = await self._next(reader)
+        if settings is None:
             return 1
-        settings, *rest = messages
         assert isinstance(settings, FrontSettings)
         _configure_log(settings)
         store = Store(settings.output_dir / STORE_NAME, began_at=time.time())
@@ -86,7 +74,7 @@ class Front:
             gc.freeze()  # a collection that visits all imports stops this process for 65 ms
             helpers = [asyncio.create_task(work) for work in self._periodic_tasks()]
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
-            hearing = asyncio.create_task(self._hear(reader, framing, rest))
+            hearing = asyncio.create_task(self._hear(reader))
             ended, _ = await asyncio.wait({serving, hearing}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
             for error in filter(None, [task.exception() for task in ended]):
@@ -104,10 +92,8 @@ class Front:
         return 0
 
     def _prepare(self, settings: FrontSettings, store: Store) -> _Server:
-        """Create service, application and server, while the models load."""
-        metrics, limits = ServerMetrics(), within_descriptors(settings.limits)
-        mirror = RunMirror(version=settings.version, max_open=limits.open_jobs, observer=metrics)
-        metrics.mirror = mirror
+        limits = within_descriptors(settings.limits)
+        mirror = RunMirror(version=settings.version, max_open=limits.open_jobs)
         folder = JobFolder(settings.output_dir)
         service = JobService(
             store=store,
@@ -125,7 +111,6 @@ class Front:
         app = make_app(
             service,
             feeds=self._feeds,
-            metrics=metrics,
             keys=ApiKeys(settings.api_key, settings.keys, link_s=limits.link_s),
             is_loopback=settings.is_loopback,
             version=settings.version,
@@ -142,57 +127,38 @@ class Front:
                 limit_concurrency=limits.connections,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(DRAIN_S),
-                backlog=ACCEPTED_AT_ONCE,
+                backlog=BACKLOG,
             )
         )
 
-    async def _hear(self, reader: asyncio.StreamReader, framing: MessageDecoder, rest: Sequence[Any]) -> None:
-        """Apply the run's notes in order until its socket closes."""
+    async def _hear(self, reader: asyncio.StreamReader) -> None:
         assert self._service is not None
         follower = RunFollower(self._service)
-        messages: Sequence[Any] | None = rest
-        while messages is not None:
-            for notes in messages:
-                await follower.hear(notes)
-            messages = await self._next(reader, framing)
+        while (notes := await self._next(reader)) is not None:
+            await follower.hear(notes)
         self._is_lost = self._service.mirror.status != "draining"
         self._service.mirror.drain()
         self._feeds.tick()
         self._feeds.notify()
 
-    async def _next(self, reader: asyncio.StreamReader, framing: MessageDecoder) -> list[Any] | None:
-        """The next messages; None if the socket is closed."""
-        while True:
-            try:
-                content = await reader.read(_CHUNK_BYTES)
-            except ConnectionError:
-                return None
-            if not content:
-                return None
-            if messages := framing.feed(content):
-                return messages
+    async def _next(self, reader: asyncio.StreamReader) -> Any | None:
+        """The next message; None if the socket is closed."""
+        try:
+            size = message_bytes(await reader.readexactly(HEADER_BYTES))
+            return pickle.loads(await reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
 
     def _send(self, message: Any) -> None:
         assert self._writer is not None
         self._writer.write(pack(message))
 
     def _periodic_tasks(self) -> Iterator[Any]:
-        """Periodic work."""
         service = self._service
         assert service is not None
-
-        async def retention() -> None:
-            await service.remove_expired()
-
-        async def feed() -> None:
-            self._feeds.tick()
-
-        async def forecast() -> None:
-            service.mirror.forecast()
-
-        yield _repeat(FEED_S, feed)
-        yield _repeat(FORECAST_S, forecast)
-        yield _repeat(service.limits.retention_s, retention)
+        yield _repeat(FEED_S, self._feeds.tick)
+        yield _repeat(FORECAST_S, service.mirror.forecast)
+        yield _repeat(service.limits.retention_s, service.remove_expired)
 
 
 def _configure_log(settings: FrontSettings) -> None:
@@ -221,9 +187,8 @@ async def _repeat(pause_s: float, work: Callable[[], Any]) -> None:
     while True:
         await asyncio.sleep(pause_s)
         try:
-            await work()
-        except asyncio.CancelledError:
-            raise
+            if (waiting := work()) is not None:
+                await waiting
         except OutputError:
             pass  # the store has logged it
         except Exception:
@@ -245,3 +210,7 @@ def main(link_fd: int, listener_fd: int) -> None:
         code = 1
     sys.stdout.flush()
     os._exit(code)  # does not wait for threads that still read files
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3]))

@@ -16,14 +16,14 @@ import logging
 import re
 import secrets
 import time
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
+from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gfgen import log
-from gfgen.server.http.keys import Access, ApiKeys, WrongKeys
+from gfgen.server.http.keys import Access, ApiKeys, slow_down
 from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.problems import ApiError
@@ -60,10 +60,8 @@ class RequestGuard:
         is_loopback: bool,
         api: ApiOptions | None = None,
         metrics: ServerMetrics | None = None,
-        wrong_keys: WrongKeys | None = None,
     ) -> None:
         api = api or ApiOptions()
-        self._wrong_keys = wrong_keys or WrongKeys(longest_s=limits.wrong_key_s)
         self._metrics = metrics
         self._app = app
         self._keys = keys
@@ -131,11 +129,12 @@ class RequestGuard:
         kind, _, key = headers.get("authorization", "").partition(" ")
         key = key.strip() if kind.lower() == "bearer" else ""
         found = self._keys.by_key(key) if key else None
-        found = found or self._keys.by_cookie(_cookie(headers)) or self._by_signature(scope)
+        cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+        found = found or self._keys.by_cookie(cookie) or self._by_signature(scope)
         if found is not None:
             return found
         if key:
-            await self._wrong_keys.slow_down(scope)
+            await slow_down(scope, self._limits.wrong_key_s)
         raise ApiError(
             401,
             "the key is missing or wrong, or the link has expired: send a key as 'Authorization: Bearer KEY'",
@@ -166,16 +165,10 @@ class RequestGuard:
             or parts[4:] != ["content"]
         ):
             return None
-        for pair in scope.get("query_string", b"").split(b"&"):
-            name, _, value = pair.partition(b"=")
-            if name == b"signature":
-                return self._keys.by_signature(value.decode("ascii", "replace"), parts[3])
-        return None
+        return self._keys.by_signature(QueryParams(scope["query_string"]).get("signature", ""), parts[3])
 
 
 class _BoundedBody:
-    """Receives a request's body; raises ApiError if it is too large or too slow."""
-
     def __init__(self, receive: Receive, headers: Headers, limits: ServerLimits) -> None:
         self._receive = receive
         self._left = limits.body_bytes
@@ -210,8 +203,6 @@ def _too_large(limits: ServerLimits) -> ApiError:
 
 
 class _Secured:
-    """Adds the security headers and the request's id to a response."""
-
     def __init__(self, send: Send, *, request_id: str) -> None:
         self._send = send
         self.request_id = request_id
@@ -227,7 +218,6 @@ class _Secured:
 
 
 def _request_id(headers: Headers) -> str:
-    """The client's X-Request-ID, or a new one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
@@ -243,11 +233,3 @@ def _is_of_this_machine(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:  # a host name; it may start with "127."
         return False
-
-
-def _cookie(headers: Headers) -> str:
-    try:
-        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    return "" if morsel is None else morsel.value

@@ -1,4 +1,4 @@
-"""Who sends a request: API keys, the cookie and the links that are signed with them, and wrong keys."""
+"""Who sends a request: API keys, and the cookie and the links that are signed with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import hmac
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -16,12 +15,6 @@ from starlette.types import Scope
 logger = logging.getLogger(__name__)
 
 _ACCESS = "gfgen.access"
-MAX_ADDRESSES = 1024
-"""Addresses whose wrong keys are counted; the one that was silent for longest is forgotten first."""
-FORGOTTEN_S = 60.0
-"""An address without a wrong key for this long begins again."""
-FIRST_DELAY_S = 0.05
-"""Of the response to an address's first wrong key. Each further one doubles it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +34,6 @@ class Access:
 
 
 class ApiKeys:
-    """The admin key and the named keys, if there are any; `now` returns Unix time."""
-
     def __init__(
         self,
         admin_key: str | None,
@@ -64,7 +55,6 @@ class ApiKeys:
         return bool(self._keys)
 
     def by_key(self, given: str) -> Access | None:
-        """What this key gives access to; None if it is wrong."""
         if not self._keys:
             return Access()
         return self._by_key.get(_digest(given.encode("utf-8", "replace")))
@@ -99,33 +89,14 @@ class ApiKeys:
         return hmac.new(self._keys[access], f"gfgen {what}".encode(), hashlib.sha256).hexdigest()
 
 
-class WrongKeys:
-    """Slows down addresses that send wrong keys, and logs them.
+async def slow_down(scope: Scope, wait_s: float) -> None:
+    """Log a wrong key, and wait before its response.
 
     A right key is never delayed: many clients may share the address of a proxy.
     """
-
-    def __init__(self, *, longest_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._longest_s, self._now = longest_s, now
-        self._seen: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """By address: how many wrong keys in a row, and when the last one came."""
-
-    def note(self, address: str) -> float:
-        """Count a wrong key; returns how long its response is to wait."""
-        now_s = self._now()
-        number, last_s = self._seen.pop(address, (0, now_s))
-        number = 1 if now_s - last_s > FORGOTTEN_S else number + 1
-        self._seen[address] = (number, now_s)
-        while len(self._seen) > MAX_ADDRESSES:
-            self._seen.popitem(last=False)
-        if number & (number - 1) == 0:  # 1, 2, 4, 8: a flood of wrong keys is no flood of lines
-            logger.warning("wrong API key from %s (%d in a row)", address, number)
-        return float(min(self._longest_s, FIRST_DELAY_S * 2.0 ** min(number - 1, 30)))
-
-    async def slow_down(self, scope: Scope) -> None:
-        """Wait before the response to a wrong key."""
-        client = scope.get("client")
-        await asyncio.sleep(self.note(str(client[0]) if client else "unknown"))
+    client = scope.get("client")
+    logger.warning("wrong API key from %s", client[0] if client else "unknown")
+    await asyncio.sleep(wait_s)
 
 
 def _digest(value: bytes) -> bytes:

@@ -20,15 +20,12 @@ from gfgen.server.protocol.problems import ApiError
 
 EventKind = Literal["image_generation", "image_edit"]
 WAIT_S = 0.25
-"""Longest time after which all pictures of a request are looked at again."""
 _leaving: set[asyncio.Task[list[str]]] = set()
 """Cancellations for clients that have left; the event loop itself keeps no reference to a task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """The jobs of a request for a stream."""
-
     ids: Sequence[str]
     asked_for: schemas.ImageRequest
     warnings: Sequence[str]
@@ -71,8 +68,6 @@ async def picture_events(service: JobService, streamed: Streamed) -> AsyncGenera
 
 @dataclass(slots=True)
 class _Shown:
-    """The previews of one picture so far."""
-
     num_due: int = 0
     num_sent: int = 0
 
@@ -119,7 +114,6 @@ async def _completed(service: JobService, job_id: str, streamed: Streamed) -> by
 
 
 def done_job(service: JobService, job_id: str) -> StoredJob:
-    """The ended job; raises ApiError if it has no result."""
     stored = service.stored(job_id)
     if stored is None or stored.ending is None:
         raise ApiError(409, f"{job_id} was removed meanwhile", code="job_removed")

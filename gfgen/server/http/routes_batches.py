@@ -136,7 +136,6 @@ async def create_batch(
 async def _accept(
     request: Request, service: JobService, file: JobFile, *, skip_invalid: bool = False
 ) -> Response:
-    """Accept the jobs of a file as a batch."""
     models, batch_id = service.ready_models(), new_id("batch")
     key = request_key(request, file.fingerprint)
     skipped: list[Problem] = []
@@ -175,13 +174,7 @@ async def list_batches(service: Service, limit: Limit = 20, after: After = None)
     if after is not None and service.batch(after) is None:
         raise ApiError(400, f"after: there is no batch {after!r}", param="after")
     rows = service.store.batches(limit=limit + 1, after=after, owner=service.owner)
-    data = [_batch(service, row) for row in rows[:limit]]
-    return schemas.BatchList(
-        data=data,
-        first_id=data[0].id if data else None,
-        last_id=data[-1].id if data else None,
-        has_more=len(rows) > limit,
-    ).response()
+    return schemas.BatchList(**schemas.page([_batch(service, row) for row in rows], limit)).response()
 
 
 @router.get(

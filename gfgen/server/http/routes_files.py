@@ -101,9 +101,6 @@ async def delete_file(service: Service, file_id: JobId) -> Response:
     return schemas.FileDeleted(id=file_id).response()
 
 
-# Batches --------------------------------------------------------------------------------------------
-
-
 def uploaded_batch(content: bytes, *, most_bytes: int) -> dict[str, Any] | None:
     """The fields of a request that names an uploaded file; None if the content is a job file."""
     if len(content) > most_bytes or b"input_file_id" not in content:
@@ -159,7 +156,6 @@ async def create_of_upload(
 
 
 def upload_fields(row: BatchRow, made_of: schemas.BatchInput) -> dict[str, Any]:
-    """OpenAI's fields of a batch."""
     has_ended, num_failed = row.completed_at is not None, row.failed + row.cancelled + len(made_of.failures)
     return {
         **made_of.request.model_dump(),
@@ -187,7 +183,7 @@ async def _results(
 ) -> AsyncGenerator[bytes]:
     """Lines of results, or of errors; a request with several pictures is one line."""
     requests: dict[str, list[StoredJob]] = {}
-    for stored, _, _ in await asyncio.to_thread(service.store.manifest, batch_id):
+    for stored, _ in await asyncio.to_thread(service.store.manifest, batch_id):
         requests.setdefault(stored.facts.custom_id or stored.facts.id, []).append(stored)
     for custom_id, jobs in requests.items():
         line = await _result(service, custom_id, jobs, made_of.request.endpoint)

@@ -134,7 +134,6 @@ async def complete_chat(request: Request, service: Service) -> Response:
 async def chat_completion(
     service: JobService, pictures: Sequence[StoredJob], output_format: str = "png"
 ) -> schemas.ChatCompletion:
-    """The answer of a conversation, without warnings."""
     kind = files.PICTURE_FORMATS[output_format]
     urls = [f"data:{kind};base64,{await base64_of(service, stored, output_format)}" for stored in pictures]
     content = [schemas.ImagePart(image_url=schemas.ImageUrl(url=url)) for url in urls]
@@ -155,7 +154,6 @@ async def _take(
     asked_for: schemas.ImageRequest | schemas.ChatRequest,
     warnings: list[str],
 ) -> list[str]:
-    """The accepted jobs of a request; adds to the warnings."""
     models, ignored = service.ready_models(), None if service.api.strict else warnings
     requested = image_jobs(asked_for, picture=body.picture, models=models, ignored=ignored)
     ids = await service.take(requested, key=request_key(request, body.fingerprint))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
@@ -24,6 +24,7 @@ from gfgen.server.protocol.problems import ApiError, responses
 from gfgen.server.protocol.validation import opened
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T", ServedJob, StoredJob)
 
 jobs = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 videos = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -31,7 +32,6 @@ ROUTERS = (jobs, videos)
 
 
 async def _service_of(request: Request) -> JobService:
-    """The service as the request's key sees it."""
     service: JobService = request.app.state.service
     return service.seen_by(Access.of(request.scope).owner)
 
@@ -49,9 +49,6 @@ Variant = Annotated[
 Purge = Annotated[bool, Query(description="Remove the job even if it was cancelled.")]
 
 _CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
-
-
-# Creating -------------------------------------------------------------------------------------------
 
 
 @videos.post(
@@ -94,9 +91,6 @@ async def create_video_and_wait(request: Request, service: Service) -> Response:
 @videos.get("/characters/{job_id}", include_in_schema=False)
 async def change_video() -> Response:
     raise ApiError(501, "videos are made from text and a picture: POST /v1/videos", code="not_supported")
-
-
-# Reading --------------------------------------------------------------------------------------------
 
 
 @videos.get("", response_model=schemas.VideoList, responses=responses(400), summary="List videos")
@@ -150,8 +144,6 @@ async def follow_job(
     _stored(service, job_id)
     return job_stream(service, job_id, last_event_id)
 
-
-# Files ----------------------------------------------------------------------------------------------
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _FILE: dict[str, Any] = {
@@ -210,8 +202,6 @@ async def get_preview(service: Service, job_id: JobId) -> Response:
     return Response(content, media_type="image/webp", headers={"Cache-Control": "no-store"})
 
 
-# Changing, cancelling and removing ------------------------------------------------------------------
-
 _CANCEL = responses(400, 404, 503, 507)
 
 
@@ -266,11 +256,7 @@ async def delete_job(service: Service, job_id: JobId, purge: Purge = False) -> R
     return await _delete(service, job_id, purge=purge)
 
 
-# Parts ----------------------------------------------------------------------------------------------
-
-
 async def results(request: Request, service: JobService, ids: Sequence[str]) -> None:
-    """Wait until these jobs have ended; cancel them if the client disconnects first."""
     waiting = asyncio.ensure_future(service.wait(ids))
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
@@ -297,7 +283,6 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _take_video(request: Request, service: JobService, body: Body) -> tuple[list[str], list[str]]:
-    """The id of the accepted video, and warnings about ignored fields."""
     models, is_strict = service.ready_models(), service.api.strict
     asked_for, warnings = opened(schemas.VideoRequest, body.values, is_strict=is_strict)
     requested = video_job(asked_for, models=models, ignored=None if is_strict else warnings)
@@ -322,17 +307,17 @@ def _is_video(facts: JobFacts) -> bool:
 
 
 def _found(service: JobService, job_id: str, *, only_videos: bool = False) -> ServedJob:
-    record = service.job(job_id)
-    if record is None or (only_videos and not _is_video(record.facts)):
-        raise ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
-    return record
+    return _checked(service.job(job_id), job_id, only_videos=only_videos)
 
 
 def _stored(service: JobService, job_id: str, *, only_videos: bool = False) -> StoredJob:
-    stored = service.stored(job_id)
-    if stored is None or (only_videos and not _is_video(stored.facts)):
+    return _checked(service.stored(job_id), job_id, only_videos=only_videos)
+
+
+def _checked(found: T | None, job_id: str, *, only_videos: bool) -> T:
+    if found is None or (only_videos and not _is_video(found.facts)):
         raise ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
-    return stored
+    return found
 
 
 def _completed(service: JobService, job_id: str, *, only_videos: bool = False) -> StoredJob:
@@ -352,13 +337,7 @@ def _list(service: JobService, *, limit: int, order: str, after: str | None, **w
         raise ApiError(400, f"after: there is no job {after!r}", param="after")
     which["owner"] = service.owner
     stored = service.store.jobs(limit=limit + 1, is_ascending=order == "asc", after=after, **which)
-    data = [service.served(one).job() for one in stored[:limit]]
-    return schemas.JobList(
-        data=data,
-        first_id=data[0].id if data else None,
-        last_id=data[-1].id if data else None,
-        has_more=len(stored) > limit,
-    )
+    return schemas.JobList(**schemas.page([service.served(one).job() for one in stored], limit))
 
 
 def _file(service: JobService, stored: StoredJob) -> Response:

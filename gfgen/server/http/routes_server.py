@@ -11,6 +11,7 @@ from gfgen.errors import OutputError, PolicyError
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.server.http.bodies import json_body, read_model
 from gfgen.server.http.guard import COOKIE
+from gfgen.server.http.keys import slow_down
 from gfgen.server.http.routes_jobs import Service
 from gfgen.server.http.streams import state_stream
 from gfgen.server.jobs.prometheus import CONTENT_TYPE
@@ -79,9 +80,9 @@ async def ready(service: Service) -> Response:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     summary="Metrics for Prometheus",
 )
-async def metrics(request: Request, service: Service) -> Response:
+async def metrics(service: Service) -> Response:
     _check_admin(service)
-    return Response(request.app.state.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+    return Response(service.mirror.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
 @router.get(
@@ -173,7 +174,7 @@ async def open_session(request: Request, service: Service) -> Response:
     keys = request.app.state.keys
     requested = await read_model(request, schemas.SessionRequest, service=service)
     if (access := keys.by_key(requested.api_key)) is None:
-        await request.app.state.wrong_keys.slow_down(request.scope)
+        await slow_down(request.scope, service.limits.wrong_key_s)
         raise ApiError(401, "the key is wrong")
     response = Response(status_code=204)
     if keys.is_needed:

@@ -35,7 +35,6 @@ class StateFeed:
         self._seen: schemas.LiveState | None = None
         """The state to which the next change refers; None while there are no readers."""
         self.number = 0
-        """Of the last change."""
         self.num_readers = 0
         self.updates = Notifier()
 
@@ -69,8 +68,6 @@ class StateFeed:
 
 
 class StateFeeds:
-    """The feed of each owner that has asked for one."""
-
     def __init__(self, mirror: RunMirror) -> None:
         self._mirror = mirror
         self._feeds: dict[str | None, StateFeed] = {}
@@ -119,7 +116,6 @@ def _without_use(rank: schemas.Rank) -> Any:
 
 
 def state_stream(service: JobService, feed: StateFeed) -> StreamingResponse:
-    """The live state, then its changes, until the server stops; ApiError if there are too many streams."""
     return event_stream(service, lambda: _state_events(service, feed))
 
 
@@ -177,7 +173,6 @@ async def _job_events(service: JobService, record: ServedJob, seen: int) -> Asyn
 
 
 def check_streams(service: JobService) -> None:
-    """Raises ApiError if there are too many streams."""
     if service.mirror.num_streams >= service.limits.streams:
         raise ApiError(
             429,
@@ -188,7 +183,6 @@ def check_streams(service: JobService) -> None:
 
 
 def event_stream(service: JobService, events: Callable[[], AsyncGenerator[bytes]]) -> StreamingResponse:
-    """A response of these events; ApiError if there are too many streams."""
     check_streams(service)
 
     async def counted() -> AsyncGenerator[bytes]:
@@ -209,7 +203,6 @@ def event_bytes(kind: bytes, body: bytes, number: bytes | None = None) -> bytes:
 
 
 def _seen(last_event_id: str | None, epoch: int) -> int:
-    """The number in Last-Event-ID, if it comes from this process; otherwise 0."""
     first, _, second = (last_event_id or "").partition("-")
     if first == str(epoch) and second.isascii() and second.isdigit() and len(second) < 12:
         return int(second)

@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSati
 from starlette.types import Receive, Scope, Send
 
 from gfgen.errors import OutputError
-from gfgen.job.images import ImageError, first_frame
+from gfgen.job import images
 from gfgen.server.protocol.problems import ApiError
 
 logger = logging.getLogger(__name__)
@@ -67,45 +67,25 @@ class StoredFile(FileResponse):
             raise ApiError(416, f"the file has {file_size} bytes", headers=headers, param="Range") from None
 
 
-async def thumbnail(path: Path, small: Path, *, one_at_a_time: asyncio.Semaphore) -> Path:
-    """A small picture of a finished file, made on the first request and then kept as `small`.
-
-    Raises: ApiError if the file is missing or unreadable; OutputError if the thumbnail cannot be written.
-    """
-    if small.exists():
-        return small
-    async with one_at_a_time:
-        if not small.exists():
-            await asyncio.to_thread(_shrink, path, small)
-    return small
-
-
 async def picture_as(path: Path, kind: str) -> bytes:
-    """A finished picture, converted to this format; raises ApiError if it cannot be read."""
     return await asyncio.to_thread(_converted, path, kind)
 
 
-def _shrink(path: Path, small: Path) -> None:
-    from PIL import Image
-
+def make_thumbnail(path: Path, small: Path) -> None:
+    """Raises: ApiError if the file is missing or unreadable; OutputError if the disk is full."""
     try:
         path.stat()  # a missing file is not a broken video
-        with Image.open(io.BytesIO(first_frame(path)) if path.suffix == ".mp4" else path) as picture:
-            shrunk = picture.convert("RGB")
-            shrunk.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-    except ImageError:
+        content = images.thumbnail(path, THUMBNAIL_SIDE)
+    except images.ImageError:
         raise _no_picture() from None
     except OSError as error:
         raise _unreadable(error) from None
     partial = small.with_suffix(".partial")
     try:
-        try:
-            shrunk.save(partial, format="WEBP", quality=80)
-            partial.replace(small)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        partial.write_bytes(content)
+        partial.replace(small)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise OutputError(f"cannot write a thumbnail ({error.strerror}); free some space and retry") from None
 
 

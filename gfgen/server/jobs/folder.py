@@ -29,22 +29,25 @@ class JobFolder:
         self.path = path
         self.inputs, self._thumbnails = path / _INPUTS_NAME, path / _THUMBNAILS_NAME
         self._pictures = asyncio.Semaphore(1)
-        """Limits how many pictures are decoded at the same time."""
 
     def result(self, facts: JobFacts) -> Path:
         return self.path / facts.file
 
     def result_stat(self, facts: JobFacts) -> os.stat_result | None:
-        """None if the result is missing or inaccessible."""
         try:
             return self.result(facts).stat()
         except OSError:
             return None
 
     async def thumbnail(self, facts: JobFacts) -> Path:
-        return await files.thumbnail(
-            self.result(facts), self._thumbnail(facts.id), one_at_a_time=self._pictures
-        )
+        """A small picture of the result, made on the first request."""
+        small = self._thumbnail(facts.id)
+        if small.exists():
+            return small
+        async with self._pictures:
+            if not small.exists():
+                await asyncio.to_thread(files.make_thumbnail, self.result(facts), small)
+        return small
 
     async def save_input(self, requested: RequestedJob) -> RequestedJob:
         """Check the picture and the files of a request, and save them under the job's id.
@@ -80,7 +83,6 @@ class JobFolder:
         return replace(requested, spec=replace(requested.spec, files=paths, files_sha256=hashes))
 
     def _checked(self, name: str, argument: str) -> tuple[str, str]:
-        """Path and hash of a saved file; raises ApiError if it is no picture or video."""
         try:
             path, sha256 = ImageReader(self.inputs).check(name, may_be_video=True)
         except ImageError as error:
@@ -89,7 +91,6 @@ class JobFolder:
         return str(path), sha256
 
     def remove_input(self, name: str) -> None:
-        """Remove the input picture of a job, by its id, and its other files."""
         for path in (self.inputs / name, *self.inputs.glob(f"{name}.*")):
             _unlink(path)
 
@@ -97,7 +98,6 @@ class JobFolder:
         _unlink(self.path / file)
 
     def remove(self, facts: JobFacts) -> None:
-        """Remove the result and its thumbnail."""
         _unlink(self.result(facts))
         _unlink(self._thumbnail(facts.id))
 
@@ -105,12 +105,12 @@ class JobFolder:
         """Create the folders, and remove what a killed server left of cancelled, failed and unknown jobs.
 
         A damaged store may be repaired and put back later. So results are removed only if this store knows
-        that their jobs have none, and input pictures only if they are newer than the store.
+        that their jobs have none.
         """
         for folder in (self.inputs, self._thumbnails):
             folder.mkdir(exist_ok=True)
         open_ids = {facts.id for facts, _ in store.open_jobs()}
-        _clear(self.inputs, lambda ids: ids - open_ids, made_after=store.made_at)
+        _clear(self.inputs, lambda ids: ids - open_ids)
         _clear(self._thumbnails, lambda ids: ids - store.with_file(ids), suffixes=(".webp", ".partial"))
         _clear(self.path, store.without_file, suffixes=(".png", ".mp4"))
 
@@ -119,7 +119,6 @@ class JobFolder:
 
 
 def _write_picture(path: Path, content: bytes) -> None:
-    """Raises: OutputError if the disk is full; the caller removes the partial file."""
     try:
         path.write_bytes(content)
     except OSError as error:
@@ -140,19 +139,14 @@ def _clear(
     unwanted: Callable[[set[str]], set[str]],
     *,
     suffixes: tuple[str, ...] | None = None,
-    made_after: float = 0.0,
 ) -> None:
-    """Remove files that are named by a job id with one of these suffixes, or with any.
-
-    `unwanted` returns the ids; files from before `made_after` (Unix time) stay.
-    """
+    """Remove files that are named by an unwanted job id with one of these suffixes, or with any."""
     found = [(path, path.name.partition(".")[0]) for path in folder.iterdir()]
     found = [
         (path, job_id)
         for path, job_id in found
         if (suffixes is None or path.name.removeprefix(job_id) in suffixes) and _OWN_ID.fullmatch(job_id)
     ]
-    found = [(path, job_id) for path, job_id in found if path.stat().st_mtime >= made_after]
     gone = unwanted({job_id for _, job_id in found})
     for path, job_id in found:
         if job_id in gone:

@@ -23,13 +23,10 @@ from gfgen.system.wording import counted
 logger = logging.getLogger(__name__)
 
 RETRY_S = 5.0
-"""Pause before a failed write to the store is retried."""
 _ENDED: dict[str, Ended] = {"done": "completed", "failed": "failed", "cancelled": "cancelled"}
 
 
 class RunFollower:
-    """Follows the run on behalf of a service, in the front's event loop."""
-
     def __init__(self, service: JobService) -> None:
         self._service = service
         self._store, self._mirror, self._folder = service.store, service.mirror, service.folder
@@ -107,7 +104,6 @@ class RunFollower:
         await self._end_unseen([ending])
 
     async def _end_unseen(self, endings: Sequence[Ending]) -> None:
-        """Record ends of jobs that only the store knows."""
         firsts = await self._end_all(endings) if endings else []
         for ending, is_first in zip(endings, firsts, strict=True):
             if is_first and (record := self._service.job(ending.id)) is not None:

@@ -7,7 +7,6 @@ and file names are generated here.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import json
@@ -34,13 +33,10 @@ from gfgen.server.protocol.validation import checked, opened
 _NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos or /v1/jobs"
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
 MAX_UPLOADS = 32
-"""Files for arguments of a pipeline, in one request."""
 _VIDEO_WORDS = {"num_frames": "frames", "num_inference_steps": "steps"}
 _IMAGE_WORDS = {"num_inference_steps": "steps"}
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 _DATA_URL = re.compile(r"data:image/[a-z.+-]{1,20};base64,", re.IGNORECASE)
-_DECODED_AT_ONCE = 1 << 20
-"""Characters of base64 decoded per call, a multiple of 4: other threads wait during each call."""
 _MIN_TIMEOUT_S = 0.001
 _OF_FILES: Mapping[str, Any] = {"output": None, "format": None, "quality": None}
 """Fields of files, whose names and formats the server chooses."""
@@ -51,13 +47,10 @@ of them means that the model does not use it."""
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A file for an argument of a pipeline."""
-
     content: bytes
     suffix: str = ""
     """That of a video's name; empty for a picture."""
     is_item: bool = False
-    """Whether the argument gets a list."""
 
     @classmethod
     def of(cls, name: str | None, content: bytes, *, is_item: bool) -> Upload:
@@ -71,8 +64,6 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class RequestedJob:
-    """A requested job in the terms of the job file, with its picture and its origin."""
-
     spec: JobSpec
     picture: bytes | None = None
     uploads: Mapping[str, Sequence[Upload]] = field(default_factory=dict)
@@ -80,7 +71,6 @@ class RequestedJob:
     batch_id: str | None = None
     custom_id: str | None = None
     must_be: schemas.MediaKind | None = None
-    """The kind that the endpoint produces."""
     words: Mapping[str, str] | None = None
     """The request's name of a job file field, where they differ."""
     ignored: list[str] | None = None
@@ -95,9 +85,6 @@ class RequestedJob:
 def new_id(kind: str) -> str:
     """An unguessable id that is a valid file name."""
     return f"{kind}_{secrets.token_hex(12)}"
-
-
-# Endpoints ---------------------------------------------------------------------------------------
 
 
 def video_job(
@@ -175,7 +162,6 @@ def plain_job(
     uploads: Mapping[str, Sequence[Upload]],
     models: Sequence[schemas.ServedModel],
 ) -> RequestedJob:
-    """The job of a request that uses the job file's fields."""
     model = chosen_model(request.model, models, kind=None)
     values = _job_words(request, {}, leave_out=("model", "webhook"))
     kind = "image" if model.kind == "image" or request.frames == 1 else "video"
@@ -336,31 +322,17 @@ def data_url_content(url: str, *, param: str = "input_reference") -> bytes:
             "other URLs are not followed",
             param=param,
         )
-    padding = url.find("=", match.end())
-    if 0 <= padding < len(url) - 2:  # padding inside the text, which decoding in parts would accept
-        raise _not_base64(param)
     try:
-        parts = range(match.end(), len(url), _DECODED_AT_ONCE)
-        return b"".join(
-            base64.b64decode(url[start : start + _DECODED_AT_ONCE], validate=True) for start in parts
-        )
-    except (binascii.Error, ValueError):
-        raise _not_base64(param) from None
-
-
-def _not_base64(param: str) -> ApiError:
-    return ApiError(400, f"{param}: not base64", param=param)
+        return base64.b64decode(url[match.end() :], validate=True)
+    except ValueError:
+        raise ApiError(400, f"{param}: not base64", param=param) from None
 
 
 def checked_picture(content: bytes, *, param: str) -> str:
-    """SHA-256 of a picture; raises ApiError if it is not one."""
     try:
         return check_content(content)
     except ImageError as error:
         raise ApiError(422, f"{param}: {error}", param=param, code="invalid_image") from None
-
-
-# Admission ------------------------------------------------------------------------------------------
 
 
 def admitted(requested: Sequence[RequestedJob], admit: Admit) -> list[tuple[RequestedJob, AdmittedJob]]:
@@ -392,7 +364,6 @@ def _without_unused(
 def admitted_of_file(
     requested: Sequence[RequestedJob], admit: Admit
 ) -> tuple[list[tuple[RequestedJob, AdmittedJob]], Sequence[Problem]]:
-    """The requests of a batch with their admitted jobs, and the problems of the others."""
     jobs, problems = admit([one.spec for one in requested])
     by_id = {one.spec.id: one for one in requested}
     return [(by_id[job.job_id], job) for job in jobs], problems
@@ -464,13 +435,9 @@ def media_kind(job: AdmittedJob) -> schemas.MediaKind:
     return "video" if job.info.file.endswith(".mp4") else "image"
 
 
-# Helpers --------------------------------------------------------------------------------------------
-
-
 def _job_words(
     request: schemas.RequestModel, words: Mapping[str, str], *, leave_out: Sequence[str]
 ) -> dict[str, Any]:
-    """The fields of a request, under the job file's names."""
     given = request.model_dump(exclude_none=True)
     return {words.get(name, name): value for name, value in given.items() if name not in leave_out}
 

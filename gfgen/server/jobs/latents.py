@@ -90,7 +90,6 @@ def _expected(states: list[dict[str, np.ndarray | None]]) -> np.ndarray | None:
 
 
 def _differences(x_CHW: np.ndarray) -> np.ndarray:
-    """Between neighbours in a row, and in a column."""
     return np.concatenate([np.diff(x_CHW, axis=1).ravel(), np.diff(x_CHW, axis=2).ravel()])
 
 

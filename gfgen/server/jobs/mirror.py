@@ -18,6 +18,7 @@ from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.predict.forecast import predict
+from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.jobs.rank_lane import RankLanes
 from gfgen.server.jobs.served_job import ServedJob, layout_view, rounded
 from gfgen.server.jobs.store import Ending
@@ -40,38 +41,14 @@ NOTABLE_S, NOTABLE = 0.5, 0.05
 remaining time."""
 
 
-class MirrorObserver:
-    """Callbacks for metrics; each does nothing by default."""
-
-    def dispatched(self, dispatch: Dispatch, model: str) -> None:
-        """A task was submitted to ranks."""
-
-    def task_done(self, dispatch: Dispatch, model: str, busy_s: float) -> None:
-        """A task ended on all of its ranks."""
-
-    def used(self, times: events.RankTimes, node: str | None) -> None:
-        """A rank has done its part of a task."""
-
-    def served(self, owner: str | None, rank_s: float) -> None:
-        """Ranks have worked for a job of this owner."""
-
-    def rank_lost(self, rank: int, node: str | None) -> None:
-        """A worker process died."""
-
-    def ended(self, record: ServedJob) -> None:
-        """A job ended."""
-
-
 class RunMirror:
-    """Ranks, jobs, timeline and policy; `now` returns Unix time."""
-
     def __init__(
         self,
         *,
         now: Callable[[], float] = time.time,
         version: str = "",
         max_open: int = 0,
-        observer: MirrorObserver | None = None,
+        metrics: ServerMetrics | None = None,
     ) -> None:
         self.now = now
         self.began_at = now()
@@ -89,12 +66,11 @@ class RunMirror:
         self.longest_turn_s = 0.0
         """Of the control loop, since this front started."""
         self.num_turns = 0
-        self._observer = observer or MirrorObserver()
+        self.metrics = metrics or ServerMetrics()
+        self.metrics.mirror = self
         self._version = version
         self._max_open = max_open
         self._is_forecast_due = True
-
-    # Notes from the run -----------------------------------------------------------------------------
 
     def apply(self, note: Any) -> None:
         """Apply one note; job outcomes do not come here (service.py)."""
@@ -115,7 +91,7 @@ class RunMirror:
                 self.lanes.ready(note)
             case events.RankLost():
                 self.lanes.lost(note)
-                self._observer.rank_lost(note.rank, self.lanes.node_of(note.rank))
+                self.metrics.rank_lost(note.rank, self.lanes.node_of(note.rank))
             case NodeRanks():
                 self.lanes.node_joined(note.node, note.ranks)
             case NodeGone():
@@ -146,13 +122,10 @@ class RunMirror:
             record.event("stopping", self.now())
 
     def policy_asked(self, policy: str) -> None:
-        """Another policy was requested; the run reports which one decides."""
         self._set_policy(policy=policy, deciding=policy, reason=None)
 
     def _set_policy(self, **values: str | None) -> None:
         self.policy = self.policy.model_copy(update=values)
-
-    # Tasks ------------------------------------------------------------------------------------------
 
     def _dispatched(self, dispatch: Dispatch) -> None:
         record = self.find(dispatch.task.job_id)
@@ -160,7 +133,7 @@ class RunMirror:
         record = self.records.get(dispatch.task.job_id)
         if record is not None:
             self._job_dispatched(record, dispatch)
-            self._observer.dispatched(dispatch, record.facts.model)
+            self.metrics.dispatched(dispatch, record.facts.model)
 
     def _job_dispatched(self, record: ServedJob, dispatch: Dispatch) -> None:
         task, layout, at = dispatch.task, dispatch.layout, self.lanes.at(dispatch.submitted_s)
@@ -188,15 +161,15 @@ class RunMirror:
         if dispatch is None or not isinstance(event, events.TaskDone):
             return
         for each in event.times:
-            self._observer.used(each, self.lanes.node_of(each.rank))
+            self.metrics.used(each, self.lanes.node_of(each.rank))
         task, record = dispatch.task, self.find(dispatch.task.job_id)
         if record is None:
             return
         record.rank_s += event.rank_s
-        self._observer.served(record.facts.owner, event.rank_s)
+        self.metrics.served(record.facts.owner, event.rank_s)
         if record.has_ended:
             return
-        self._observer.task_done(dispatch, record.facts.model, event.busy_s)
+        self.metrics.task_done(dispatch, record.facts.model, event.busy_s)
         record.next_index, at = task.index + 1, self.lanes.at(event.ended_s)
         if task.stage in STEPS:
             record.event("step", at, step=record.step, steps=record.facts.steps)
@@ -215,7 +188,6 @@ class RunMirror:
     def _update_progress(
         self, job_id: str, next_index: int, remaining_s: float, layout: Layout | None
     ) -> None:
-        """Update a job's next task and remaining work, the input of predictions."""
         record = self.records.get(job_id)
         if record is None:
             return
@@ -240,14 +212,11 @@ class RunMirror:
         )
         self._is_forecast_due = True
 
-    # Jobs -------------------------------------------------------------------------------------------
-
     def find(self, job_id: str) -> ServedJob | None:
         """The job while it is open and shortly after its end."""
         return self.records.get(job_id) or self.recent.get(job_id)
 
     def add(self, records: Iterable[ServedJob]) -> None:
-        """Add accepted jobs."""
         num_queued = sum(record.status == "queued" for record in self.records.values())
         for position, record in enumerate(records, start=num_queued + 1):
             self.records[record.facts.id] = record
@@ -257,7 +226,6 @@ class RunMirror:
         self._is_forecast_due = True
 
     def end(self, job_id: str, ending: Ending, *, expires_at: float | None) -> ServedJob | None:
-        """A job has ended; the store already has this ending."""
         record = self.records.pop(job_id, None)
         if record is None:
             return None
@@ -268,12 +236,11 @@ class RunMirror:
             self.recent.popitem(last=False)
         for owner in {None, record.facts.owner}:
             self._finished_of(owner).appendleft(record)
-        self._observer.ended(record)
+        self.metrics.ended(record)
         self._is_forecast_due = True
         return record
 
     def remove(self, job_ids: Sequence[str]) -> None:
-        """Ended jobs were removed."""
         for job_id in job_ids:
             self.recent.pop(job_id, None)
         gone = set(job_ids)
@@ -282,7 +249,6 @@ class RunMirror:
             self._finished[owner] = deque(left, MAX_SHOWN_FINISHED)
 
     def show_finished(self, owner: str | None, jobs: Iterable[ServedJob]) -> None:
-        """Jobs of this owner, or of all, that ended before; most recent first."""
         self._finished_of(owner).extend(jobs)
 
     def _finished_of(self, owner: str | None) -> deque[ServedJob]:
@@ -314,8 +280,6 @@ class RunMirror:
         if is_new and record.updates.has_waiters:
             record.event("queued", now, position=place, predicted_start_at=rounded(starts_at))
 
-    # Responses -------------------------------------------------------------------------------------
-
     def state(self, owner: str | None = None) -> schemas.LiveState:
         """The whole state, with the jobs of one owner or of all.
 
@@ -342,7 +306,6 @@ class RunMirror:
         )
 
     def ranks(self, now: float, owner: str | None = None) -> list[schemas.Rank]:
-        """The ranks, with their tasks for one owner or for all."""
 
         def num_steps(job_id: str) -> int:
             record = self.find(job_id)
@@ -355,7 +318,6 @@ class RunMirror:
 
 
 def _shown_open(records: Sequence[ServedJob]) -> list[ServedJob]:
-    """Started jobs in the order of their start, then the queue."""
     started = [r for r in records if r.status == "in_progress"]
     queued = [r for r in records if r.status == "queued"]
     started.sort(key=lambda r: r.started_at or 0.0)

@@ -14,7 +14,6 @@ import io
 import json
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +40,12 @@ OWN_COLOURS = "vae/latent_colours.json"
 """In a checkpoint that brings them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    plan: SlabPlan
-    width: int
-    height: int
-    checkpoint: Path
-
-
 class Previews:
     """Previews of the open jobs. `run_pid` is the process that owns the slabs; by default, the parent."""
 
     def __init__(self, *, run_pid: int | None = None) -> None:
         self._fds = Path(f"/proc/{run_pid or os.getppid()}/fd")
-        self._jobs: dict[str, _Source] = {}
+        self._jobs: dict[str, AdmittedJob] = {}
         self._pipelines: dict[Path, str | None] = {}
         self._fits: dict[Path, asyncio.Task[None]] = {}
         self._colours: dict[Path, LatentColours] = {}
@@ -63,9 +54,7 @@ class Previews:
         """Know an open job; whether there are previews of it."""
         if self._pipeline(job.checkpoint) not in PIPELINES:
             return False
-        spec = job.spec
-        plan = SlabPlan.of(job.trajectory)
-        self._jobs[job.job_id] = _Source(plan, spec.width or 1, spec.height or 1, job.checkpoint)
+        self._jobs[job.job_id] = job
         return True
 
     def forget(self, job_id: str) -> None:
@@ -73,31 +62,30 @@ class Previews:
 
     async def picture(self, job_id: str, *, kind: str = "webp", is_small: bool = True) -> bytes | None:
         """The job as it looks now, small or in its size; None if there is nothing to see yet."""
-        source = self._jobs.get(job_id)
-        colours = None if source is None else await self._colours_of(source.checkpoint)
-        if source is None or colours is None:
+        job = self._jobs.get(job_id)
+        colours = None if job is None else await self._colours_of(job.checkpoint)
+        if job is None or colours is None:
             return None
-        return await asyncio.to_thread(self._draw, job_id, source, colours, kind, is_small)
+        return await asyncio.to_thread(self._draw, job, colours, kind, is_small)
 
-    def _draw(
-        self, job_id: str, source: _Source, colours: LatentColours, kind: str, is_small: bool
-    ) -> bytes | None:
+    def _draw(self, job: AdmittedJob, colours: LatentColours, kind: str, is_small: bool) -> bytes | None:
         from PIL import Image
 
-        fd = self._open_slab(job_id)
+        fd = self._open_slab(job.job_id)
         if fd is None:
             return None
+        plan, width, height = SlabPlan.of(job.trajectory), job.spec.width or 1, job.spec.height or 1
         try:
-            pixels = latent_picture(fd, source.plan, colours, width=source.width, height=source.height)
+            pixels = latent_picture(fd, plan, colours, width=width, height=height)
         except Exception as error:  # a rank writes at the same time, so anything may be read
-            logger.debug("no preview of %s: %s", job_id, error)
+            logger.debug("no preview of %s: %s", job.job_id, error)
             return None
         finally:
             os.close(fd)
         if pixels is None:
             return None
-        scale = min(1.0, SMALL_SIDE / max(source.width, source.height)) if is_small else 1.0
-        size = (max(1, round(source.width * scale)), max(1, round(source.height * scale)))
+        scale = min(1.0, SMALL_SIDE / max(width, height)) if is_small else 1.0
+        size = (max(1, round(width * scale)), max(1, round(height * scale)))
         content = io.BytesIO()
         Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(content, kind.upper(), quality=80)
         return content.getvalue()
@@ -116,10 +104,7 @@ class Previews:
                     return os.open(self._fds / number, os.O_RDONLY)
         return None
 
-    # Colours ----------------------------------------------------------------------------------------
-
     def _pipeline(self, checkpoint: Path) -> str | None:
-        """The class of a checkpoint's pipeline."""
         if checkpoint not in self._pipelines:
             try:
                 index: dict[str, Any] = json.loads((checkpoint / "model_index.json").read_bytes())
@@ -142,7 +127,6 @@ class Previews:
 
 
 async def _fit(checkpoint: Path) -> None:
-    """Fit the colours of a model into the cache."""
     command = module_command("gfgen.models.loading.colour_fit", str(checkpoint), str(_cached(checkpoint)))
     logger.info("fitting the colours of previews of %s", checkpoint.name)
     process = await asyncio.create_subprocess_exec(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,8 +20,10 @@ from prometheus_client.registry import Collector
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankTimes
-from gfgen.server.jobs.mirror import MirrorObserver, RunMirror
 from gfgen.server.jobs.served_job import ServedJob
+
+if TYPE_CHECKING:
+    from gfgen.server.jobs.mirror import RunMirror
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CLASSES = 32
@@ -32,7 +34,7 @@ _REQUEST_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5,
 _JOB_BOUNDS_S = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
-class ServerMetrics(MirrorObserver, Collector):
+class ServerMetrics(Collector):
     """The metrics of one server; `class` is a job's tag, `node` is empty on one machine."""
 
     def __init__(self) -> None:
@@ -40,79 +42,38 @@ class ServerMetrics(MirrorObserver, Collector):
         self.registry = CollectorRegistry()
         self.mirror: RunMirror | None = None
         self._classes: set[str] = set()
-        registry = self.registry
+        own = self.registry
+        by_class, by_rank = ["model", "class"], ["rank", "node"]
         self._ended = Counter(
-            "gfgen_jobs_ended", "Jobs that have ended.", ["model", "class", "status"], registry=registry
+            "gfgen_jobs_ended", "Jobs that have ended.", [*by_class, "status"], registry=own
         )
-        self._deadlines = Counter(
-            "gfgen_deadlines",
-            "Deadlines of jobs that have ended, without cancelled ones.",
-            ["model", "class", "met"],
-            registry=registry,
-        )
-        self._job_s = Histogram(
-            "gfgen_job_seconds",
-            "From a completed job's acceptance to its file.",
-            ["model", "class"],
-            buckets=_JOB_BOUNDS_S,
-            registry=registry,
-        )
-        self._task_s = Histogram(
-            "gfgen_task_seconds",
-            "Execution of tasks: stage=denoise are the steps; ranks is how many shared it.",
-            ["model", "stage", "ranks"],
-            buckets=_STEP_BOUNDS_S,
-            registry=registry,
-        )
-        self._migrations = Counter(
-            "gfgen_migrations",
-            "Tasks whose job had to move to other ranks first.",
-            ["model"],
-            registry=registry,
-        )
-        self._busy_s = Counter(
-            "gfgen_rank_busy_seconds", "Time of tasks on a rank.", ["rank", "node"], registry=registry
-        )
-        self._owner_s = Counter(
-            "gfgen_owner_rank_seconds",
-            "Time of ranks for the jobs of an API key; owner is its name, empty for the admin key.",
-            ["owner"],
-            registry=registry,
-        )
-        self._peak_bytes = Gauge(
-            "gfgen_gpu_memory_peak_bytes",
-            "Memory that torch had allocated on a rank's GPU during its last task, at its peak.",
-            ["rank", "node"],
-            registry=registry,
-        )
-        self._wait_s = Histogram(
-            "gfgen_queue_seconds",
-            "From a completed job's acceptance to its start.",
-            ["model", "class"],
-            buckets=_JOB_BOUNDS_S,
-            registry=registry,
-        )
+        text = "Deadlines of jobs that have ended, without cancelled ones."
+        self._deadlines = Counter("gfgen_deadlines", text, [*by_class, "met"], registry=own)
+        text = "From a completed job's acceptance to its file."
+        self._job_s = Histogram("gfgen_job_seconds", text, by_class, buckets=_JOB_BOUNDS_S, registry=own)
+        text = "From a completed job's acceptance to its start."
+        self._wait_s = Histogram("gfgen_queue_seconds", text, by_class, buckets=_JOB_BOUNDS_S, registry=own)
+        text = "Execution of tasks: stage=denoise are the steps; ranks is how many shared it."
+        labels = ["model", "stage", "ranks"]
+        self._task_s = Histogram("gfgen_task_seconds", text, labels, buckets=_STEP_BOUNDS_S, registry=own)
+        text = "Tasks whose job had to move to other ranks first."
+        self._migrations = Counter("gfgen_migrations", text, ["model"], registry=own)
+        self._busy_s = Counter("gfgen_rank_busy_seconds", "Time of tasks on a rank.", by_rank, registry=own)
+        text = "Time of ranks for the jobs of an API key; owner is its name, empty for the admin key."
+        self._owner_s = Counter("gfgen_owner_rank_seconds", text, ["owner"], registry=own)
+        text = "Memory that torch had allocated on a rank's GPU during its last task, at its peak."
+        self._peak_bytes = Gauge("gfgen_gpu_memory_peak_bytes", text, by_rank, registry=own)
+        text, labels = "From a request's headers to the end of its response.", ["method", "route", "status"]
         self._request_s = Histogram(
-            "gfgen_http_request_seconds",
-            "From a request's headers to the end of its response.",
-            ["method", "route", "status"],
-            buckets=_REQUEST_BOUNDS_S,
-            registry=registry,
+            "gfgen_http_request_seconds", text, labels, buckets=_REQUEST_BOUNDS_S, registry=own
         )
-        self._lost = Counter(
-            "gfgen_worker_restarts",
-            "Worker processes that died or were killed.",
-            ["rank", "node"],
-            registry=registry,
-        )
-        registry.register(self)
-        ProcessCollector(registry=registry)
+        text = "Worker processes that died or were killed."
+        self._lost = Counter("gfgen_worker_restarts", text, by_rank, registry=own)
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
-
-    # Counters ---------------------------------------------------------------------------------------
 
     def dispatched(self, dispatch: Dispatch, model: str) -> None:
         if dispatch.task.index > 1 and dispatch.source not in (None, dispatch.layout):
@@ -148,10 +109,7 @@ class ServerMetrics(MirrorObserver, Collector):
                 self._wait_s.labels(facts.model, name).observe(wait_s)
 
     def answered(self, method: str, route: str, status: int, took_s: float) -> None:
-        """A response has ended; `route` is its path as in the OpenAPI document."""
         self._request_s.labels(method, route, str(status)).observe(took_s)
-
-    # Gauges -----------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
         mirror = self.mirror

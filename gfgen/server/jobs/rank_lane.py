@@ -15,15 +15,11 @@ from gfgen.snapshot import RunningTask
 TIMELINE_S = 120.0
 MAX_BARS = 600
 GAP_S = 0.25
-"""Largest pause between two tasks within one bar."""
 USE_S = 60
-"""Window of a rank's utilisation, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class RankLane:
-    """What a rank is doing and has done."""
-
     rank: int
     node: str | None = None
     """On a cluster."""
@@ -32,10 +28,8 @@ class RankLane:
     queue: list[int] = field(default_factory=list)
     """Numbers of its dispatches; the first one runs."""
     begun_at: float = 0.0
-    """Start of the first of its dispatches."""
     busy_by_second: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     bar_key: str = ""
-    """Its last bar."""
 
     def utilisation(self, now: float, *, since: float) -> float:
         """Busy share of the last minute; a running task counts up to now."""
@@ -59,14 +53,11 @@ class RankLanes:
         self._started_at = started_at
         self._running: dict[int, Dispatch] = {}
         self._owners: dict[int, str | None] = {}
-        """Of running dispatches."""
         self._bars: dict[str, schemas.TimelineBar] = {}
         """Oldest first. A bar is replaced when it changes, so an identical object is an unchanged bar."""
         self._owner_of: dict[str, str | None] = {}
-        """By bar."""
 
     def at(self, time_s: float) -> float:
-        """Convert seconds of the run to Unix time."""
         return self._started_at + time_s
 
     @property
@@ -74,11 +65,8 @@ class RankLanes:
         return self._lanes.values()
 
     def node_of(self, rank: int) -> str | None:
-        """The node of a rank, on a cluster."""
         lane = self._lanes.get(rank)
         return None if lane is None else lane.node
-
-    # Events -----------------------------------------------------------------------------------------
 
     def node_joined(self, node: str, ranks: range) -> None:
         self._lanes |= {rank: RankLane(rank, node) for rank in ranks}
@@ -95,7 +83,6 @@ class RankLanes:
                 self._begin(lane, self.at(dispatch.submitted_s))
 
     def landed(self, event: events.TaskDone | events.TaskFailed) -> Dispatch | None:
-        """The dispatch that has ended; None if it is unknown."""
         dispatch = self._running.pop(event.dispatch, None)
         if dispatch is None:
             return None
@@ -110,7 +97,6 @@ class RankLanes:
         return dispatch
 
     def renew_ends(self, ends: Sequence[tuple[int, float]]) -> None:
-        """Update the predicted ends of running tasks."""
         for number, end_s in ends:
             if number in self._running:
                 self._running[number] = replace(self._running[number], predicted_end_s=end_s)
@@ -127,7 +113,6 @@ class RankLanes:
         self._lanes[event.rank].status = "retired" if event.is_retired else "lost"
 
     def loading(self) -> None:
-        """All ranks that live change their models."""
         for lane in self.lanes:
             lane.status = lane.status if lane.status in ("lost", "retired") else "loading"
 
@@ -178,14 +163,11 @@ class RankLanes:
     def _set(self, bar: schemas.TimelineBar, **values: float | int | None) -> None:
         self._bars[bar.key] = bar.model_copy(update=values)
 
-    # What is shown ----------------------------------------------------------------------------------
-
     @property
     def is_busy(self) -> bool:
         return bool(self._running)
 
     def running(self) -> list[RunningTask]:
-        """The running tasks with their predicted ends in Unix time."""
         return [RunningTask(d.task, d.layout, self.at(d.predicted_end_s)) for d in self._running.values()]
 
     def ranks(

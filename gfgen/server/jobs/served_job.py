@@ -16,13 +16,12 @@ from gfgen.snapshot import JobView
 
 MAX_EVENTS = 600
 """Events kept per job, for readers that connect late or reconnect."""
+_SAME = ("model", "prompt", "steps", "seed", "priority", "tag", "batch_id", "custom_id", "owner")
+"""Facts that a response has under the same name."""
 SHOWN_PROMPT_CHARS = 300
-"""Length to which the live state shortens prompts."""
 
 
 class Notifier:
-    """Wakes all waiting coroutines."""
-
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
 
@@ -51,8 +50,6 @@ class Notifier:
 
 @dataclass(frozen=True, slots=True)
 class EncodedEvent:
-    """An event of a job, ready to send."""
-
     number: int
     kind: str
     body: bytes
@@ -91,7 +88,6 @@ class ServedJob:
 
     @property
     def step(self) -> int:
-        """Number of finished denoising steps."""
         return max(0, min(self.next_index - 2, self.facts.steps))
 
     @property
@@ -147,8 +143,7 @@ class ServedJob:
         return schemas.Job(
             id=facts.id,
             object=facts.kind,
-            model=facts.model,
-            prompt=facts.prompt,
+            **{name: getattr(facts, name) for name in _SAME},
             status=self.status,
             progress=self.progress,
             **self._size(),
@@ -156,15 +151,9 @@ class ServedJob:
             completed_at=None if ending is None else int(ending.completed_at),
             expires_at=None if self.expires_at is None else int(self.expires_at),
             error=_failure(ending),
-            steps=facts.steps,
             step=self.step,
             stage="write" if self.is_writing else None if self.stage is None else self.stage.value,
             layout=None if self.layout is None else layout_view(self.layout),
-            seed=facts.seed,
-            priority=facts.priority,
-            tag=facts.tag,
-            batch_id=facts.batch_id,
-            custom_id=facts.custom_id,
             position=self.position,
             started_at=rounded(self.started_at),
             predicted_start_at=rounded(self.predicted_start_at) if self.status == "queued" else None,
@@ -176,14 +165,12 @@ class ServedJob:
             rank_s=round(self.rank_s if work is None else work.timings.get("rank_s") or 0.0, 3),
             peak_memory_mb=None if work is None else work.peak_memory_mb,
             steps_reused=None if work is None else work.steps_reused,
-            owner=facts.owner,
             content_url=url,
             thumbnail_url=None if url is None else f"{url}?variant=thumbnail",
             preview_url=f"/v1/jobs/{facts.id}/preview" if self._has_preview else None,
         )
 
     def _size(self) -> dict[str, Any]:
-        """The size of the file, or the one that it is to have."""
         facts = self.facts
         size: dict[str, Any] = {"size": facts.size, "frames": facts.frames, "fps": facts.fps}
         if self.status == "completed" and self.ending is not None and (work := self.ending.work) is not None:
@@ -203,7 +190,6 @@ class ServedJob:
         return round(self.ending.completed_at - self.ending.started_at, 3)
 
     def event(self, kind: Any, at: float, **values: Any) -> None:
-        """Append an event and wake the readers."""
         event = schemas.JobEvent(
             type=kind,
             at=round(at, 4),

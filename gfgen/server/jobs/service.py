@@ -39,8 +39,6 @@ SUBMITTED_AT_ONCE = 8
 
 
 class JobService:
-    """The jobs of this server. `send` passes a message to the run."""
-
     def __init__(
         self,
         *,
@@ -65,11 +63,9 @@ class JobService:
         """Paths of this server and its models; clients do not see them."""
         self.previews = Previews()
         self.on_end: Callable[[ServedJob], None] = lambda record: None
-        """Called with each job that has ended."""
         self.owner: str | None = None
         """The key whose jobs are seen; None sees all."""
         self.owners = tuple(owners)
-        """The names of the keys."""
         self._num_reserved: Counter[str | None] = Counter()
         """Jobs that are being written to the store, by owner."""
 
@@ -81,10 +77,7 @@ class JobService:
         service.owner, service.uploads = owner, self.uploads.seen_by(owner)
         return service
 
-    # Requests ---------------------------------------------------------------------------------------
-
     def check_ready(self) -> RunInfo:
-        """The ready run; raises ApiError with the reason if there is none."""
         if self.mirror.status != "ready" or self.mirror.run_info is None:
             raise self.not_ready()
         return self.mirror.run_info
@@ -118,10 +111,6 @@ class JobService:
         async with self._reserved(len(requested)):
             try:
                 jobs = await self._admitted(requested, run_info)
-            except BaseException:  # a thread may still write a picture; the next start removes it (front.py)
-                self._drop_pictures(requested)
-                raise
-            try:
                 await self._accept(jobs, batch_id=None, key=key)
             except KeyTakenError as taken:
                 self._drop_pictures(requested)
@@ -162,7 +151,6 @@ class JobService:
         batch_id: str | None,
         key: RequestKey | None,
     ) -> None:
-        """Store jobs and submit them to the run."""
         for url in {one.webhook for one, _ in jobs if one.webhook is not None}:
             check_webhook(url, self.api.webhook_hosts)
         now = self.now()
@@ -172,7 +160,6 @@ class JobService:
         self.submit([job for _, job in jobs])
 
     def submit(self, jobs: Sequence[AdmittedJob]) -> None:
-        """Pass accepted jobs to the run."""
         self.hidden_folders |= {str(job.checkpoint) for job in jobs}
         for job in jobs:
             if (record := self.mirror.records.get(job.job_id)) is not None:
@@ -232,7 +219,6 @@ class JobService:
         return min(60.0, max(1.0, min(ends, default=5.0)))
 
     async def cancel(self, job_ids: Iterable[str]) -> list[str]:
-        """Cancel the jobs that have not ended; returns the ids of those that this call cancelled."""
         now, mirror = self.now(), self.mirror
         endings = [
             Ending(
@@ -256,7 +242,6 @@ class JobService:
         return [ending.id for ending in cancelled]
 
     async def set_priority(self, job_id: str, priority: int) -> None:
-        """Change an open job; raises ApiError if it has ended."""
         self.check_ready()
         if not await self.store.set_priority(job_id, priority):
             raise ApiError(409, f"{job_id} has ended", code="not_open")
@@ -266,7 +251,6 @@ class JobService:
             self.send(SetPriority(job_id, priority))
 
     def note_end(self, ending: Ending) -> None:
-        """The store has recorded this end of a job."""
         self.previews.forget(ending.id)
         record = self.mirror.end(ending.id, ending, expires_at=ending.completed_at + self.limits.keep_s)
         if record is None:
@@ -276,7 +260,6 @@ class JobService:
             self.folder.remove_input(record.facts.input_file)
 
     async def remove(self, stored: Sequence[StoredJob]) -> None:
-        """Remove ended jobs and their files."""
         for one in stored:
             self.folder.remove(one.facts)
         ids = [one.facts.id for one in stored]
@@ -296,8 +279,6 @@ class JobService:
         self.mirror.policy_asked(policy)
         self.send(SetPolicy(policy))
 
-    # Responses --------------------------------------------------------------------------------------
-
     def job(self, job_id: str) -> ServedJob | None:
         """The job, from memory or from the store; None if there is no such job, or it is another key's."""
         record = self.mirror.find(job_id)
@@ -306,12 +287,10 @@ class JobService:
         return record if record is not None and self._sees(record.facts.owner) else None
 
     def stored(self, job_id: str) -> StoredJob | None:
-        """The job in the store; None if there is no such job, or it is another key's."""
         stored = self.store.job(job_id)
         return stored if stored is not None and self._sees(stored.facts.owner) else None
 
     def batch(self, batch_id: str) -> BatchRow | None:
-        """None if there is no such batch, or it is another key's."""
         row = self.store.batch(batch_id)
         return row if row is not None and self._sees(row.owner) else None
 
@@ -328,7 +307,6 @@ class JobService:
         return record
 
     async def wait(self, job_ids: Sequence[str]) -> None:
-        """Wait until all of these jobs have ended; raises ApiError if the server stops first."""
         async with asyncio.timeout(self.limits.waiting_s):
             for job_id in job_ids:
                 while (record := self.mirror.records.get(job_id)) is not None:

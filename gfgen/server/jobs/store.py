@@ -29,7 +29,6 @@ VERSION = 2
 BUSY_S = 10.0
 """SQLite lock timeout: a front that was killed may still hold the file for a moment."""
 KEPT_REQUESTS_S = 86400.0
-"""How long an Idempotency-Key is kept."""
 MAX_GROUP = 256
 NEARLY_FULL_BYTES = 10**8
 FULL_BYTES = 10**6
@@ -85,7 +84,6 @@ CREATE INDEX requests_by_age ON requests (created_at);
 CREATE TABLE lives (number INTEGER PRIMARY KEY AUTOINCREMENT, began_at REAL NOT NULL);
 """
 _OWNERS = "ALTER TABLE jobs ADD COLUMN owner TEXT; ALTER TABLE batches ADD COLUMN owner TEXT;"
-"""What version 1 lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +157,6 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """A job in the store; it is open if it has no ending."""
-
     seq: int
     facts: JobFacts
     ending: Ending | None
@@ -182,15 +178,11 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """An Idempotency-Key and the hash of its request."""
-
     key: str
     fingerprint: str
 
 
 class KeyTakenError(Exception):
-    """An earlier request with this key was accepted; `ids` are the jobs, or the batch, that it created."""
-
     def __init__(self, ids: Sequence[str], *, is_same: bool) -> None:
         super().__init__(", ".join(ids))
         self.ids = tuple(ids)
@@ -209,20 +201,14 @@ class Store:
         """The last reported reason why writes fail."""
         self.epoch = self._begin_life(began_at)
         """Unique number of this process among all that opened the store: event ids begin with it."""
-        (first_at,) = self._reader.execute("SELECT MIN(began_at) FROM lives").fetchone()
-        self.made_at = began_at if first_at is None else float(first_at)
-        """Unix time at which this store was created: it knows nothing about older files."""
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Finish the queued writes and close."""
         self._queue.put(None)
         self._thread.join()
         self._writer.close()
         self._reader.close()
-
-    # Writing ----------------------------------------------------------------------------------------
 
     async def accept(
         self,
@@ -266,7 +252,6 @@ class Store:
         return await self._do(work)
 
     async def set_priority(self, job_id: str, priority: int) -> bool:
-        """Change an open job; False if it has ended or does not exist."""
 
         def work(db: sqlite3.Connection) -> bool:
             changed = "facts = json_set(facts, '$.priority', :new), spec = json_set(spec, '$.priority', :new)"
@@ -279,7 +264,6 @@ class Store:
         return await self._do(work)
 
     async def cancel_batch(self, batch_id: str) -> None:
-        """Mark a batch as cancelled; the caller cancels its jobs."""
 
         def work(db: sqlite3.Connection) -> None:
             db.execute("UPDATE batches SET is_cancelled = 1 WHERE id = ?", (batch_id,))
@@ -287,7 +271,6 @@ class Store:
         await self._do(work)
 
     async def remove(self, job_ids: Iterable[str]) -> None:
-        """Delete ended jobs, and batches without jobs."""
         ids = [(job_id,) for job_id in job_ids]
 
         def work(db: sqlite3.Connection) -> None:
@@ -319,10 +302,7 @@ class Store:
         if self._logged_error is not None or free_bytes < NEARLY_FULL_BYTES:
             await self._do(lambda db: db.execute("UPDATE lives SET began_at = began_at").rowcount)
 
-    # Reading ----------------------------------------------------------------------------------------
-
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
-        """Facts and spec of every open job, oldest first."""
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
         return [(_facts(facts), json.loads(spec)) for facts, spec in rows]
 
@@ -341,7 +321,6 @@ class Store:
         has_ended: bool | None = None,
         owner: str | None = None,
     ) -> list[StoredJob]:
-        """Jobs in the order of acceptance, starting after job `after`."""
         tests, values = ["1"], []
         if after is not None:
             tests.append(f"seq {'>' if is_ascending else '<'} (SELECT seq FROM jobs WHERE id = ?)")
@@ -357,29 +336,23 @@ class Store:
         return [_kept(row) for row in self._reader.execute(sql, values)]
 
     def last_ended(self, limit: int, owner: str | None = None) -> list[StoredJob]:
-        """The jobs that ended last, of one owner or of all, most recent first."""
         sql = f"SELECT {_COLUMNS} FROM jobs WHERE status != 'open' AND (:owner IS NULL OR owner = :owner)"
         values = {"owner": owner, "limit": limit}
         rows = self._reader.execute(f"{sql} ORDER BY completed_at DESC LIMIT :limit", values)
         return [_kept(row) for row in rows]
 
-    def manifest(self, batch_id: str) -> list[tuple[StoredJob, dict[str, Any], dict[str, Any] | None]]:
-        """The ended jobs of a batch, each with its spec and its manifest entry, if any."""
-        sql = f"SELECT {_COLUMNS}, spec, manifest FROM jobs"
+    def manifest(self, batch_id: str) -> list[tuple[StoredJob, dict[str, Any] | None]]:
+        sql = f"SELECT {_COLUMNS}, manifest FROM jobs"
         rows = self._reader.execute(
             f"{sql} WHERE batch_id = ? AND status != 'open' ORDER BY seq", (batch_id,)
         )
-        return [
-            (_kept(columns), json.loads(spec), None if entry is None else json.loads(entry))
-            for *columns, spec, entry in rows
-        ]
+        return [(_kept(columns), None if entry is None else json.loads(entry)) for *columns, entry in rows]
 
     def batch(self, batch_id: str) -> BatchRow | None:
         sql = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?"
         return next((_batch(row) for row in self._reader.execute(sql, (batch_id,))), None)
 
     def batches(self, *, limit: int, after: str | None, owner: str | None = None) -> list[BatchRow]:
-        """Those of one owner or all, most recent first, starting after batch `after`."""
         sql = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE (:owner IS NULL OR owner = :owner)"
         if after is not None:
             sql += " AND (created_at, id) < (SELECT created_at, id FROM batches WHERE id = :after)"
@@ -411,8 +384,6 @@ class Store:
     def _with_status(self, job_ids: Iterable[str], statuses: str) -> set[str]:
         sql = f"SELECT id FROM jobs WHERE status IN ({statuses}) AND id IN (SELECT value FROM json_each(?))"
         return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)),))}
-
-    # The writing thread -----------------------------------------------------------------------------
 
     def _begin_life(self, began_at: float) -> int:
         """A unique number: the next one, or the time if a full disk does not allow the insert."""

@@ -19,10 +19,7 @@ _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 
 
 class _KeptFile(schemas.UploadedFile):
-    """The description of a file on the disk."""
-
     owner: str | None = None
-    """Name of the key that it came with."""
 
     @property
     def public(self) -> schemas.UploadedFile:
@@ -38,7 +35,6 @@ class Uploads:
         self._owner: str | None = None
 
     def seen_by(self, owner: str) -> Uploads:
-        """The files of one key."""
         uploads = copy.copy(self)
         uploads._owner = owner
         return uploads
@@ -69,19 +65,16 @@ class Uploads:
                 yield file
 
     def find(self, file_id: str) -> schemas.UploadedFile:
-        """Raises: ApiError if there is no such file."""
         file = _KeptFile.model_validate_json(self._read(file_id, ".json"))
         if self._owner not in (None, file.owner):
             raise no_file(file_id)
         return file.public
 
     def content(self, file_id: str) -> bytes:
-        """Raises: ApiError if there is no such file."""
         self.find(file_id)
         return self._read(file_id, ".jsonl")
 
     def remove(self, file_id: str) -> None:
-        """Raises: ApiError if there is no such file."""
         self.find(file_id)
         for suffix in (".json", ".jsonl"):
             (self._folder / f"{file_id}{suffix}").unlink(missing_ok=True)
@@ -102,7 +95,6 @@ class Uploads:
             return None
 
     def remove_expired(self, *, before: float, is_kept: Callable[[str], bool]) -> None:
-        """Remove files of an earlier time, except descriptions of batches that are still kept."""
         for path in self._folder.glob("*"):
             with suppress(FileNotFoundError):  # removed meanwhile
                 if path.stat().st_mtime < before and not is_kept(path.stem):

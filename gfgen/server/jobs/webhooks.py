@@ -43,8 +43,6 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class Webhooks:
-    """The deliveries of one front."""
-
     def __init__(self, options: ApiOptions, *, client: httpx.AsyncClient | None = None) -> None:
         self._url = options.webhook_url
         self._secret = secret_bytes(options.webhook_secret or "") or b""
@@ -118,7 +116,6 @@ class Webhooks:
 
 
 def check_webhook(url: str, hosts: Collection[str]) -> None:
-    """Raises ApiError for a URL of a job that this server does not allow."""
     try:
         found = urlsplit(url)
         is_allowed = url.isascii() and "\\" not in url and _is_plain(found)

@@ -16,7 +16,6 @@ _GOOD = "'openssl rand -hex 24' makes a good key"
 
 
 def check_key(key: str, *, where: str) -> None:
-    """Raises: InputError if this cannot be a key."""
     if len(key) < _MIN_CHARS:
         raise InputError(f"{where}: give at least {_MIN_CHARS} characters; {_GOOD}")
     if not (key.isascii() and key.isprintable() and key == key.strip()):

@@ -20,49 +20,35 @@ class ServerLimits:
     connections: int = 2048
     """Beyond it: 503; far beyond it connections are closed. Lower if the system grants fewer descriptors."""
     connections_per_address: int = 512
-    """Beyond it a connection without a request is closed for a new one of the same address."""
+    """Beyond it new connections of the same address are closed."""
     body_bytes: int = 64_000_000
     """Size of one request with its picture; beyond it: 413."""
     json_bytes: int = 2**20
     """Size of one request without its picture, except for job files; beyond it: 413."""
     header_s: float = 15.0
-    """Timeout for a request's headers."""
     body_s: float = 120.0
-    """Timeout for its body."""
     unread_s: float = 60.0
     """Timeout for a client that does not read what it was sent."""
-    wrong_key_s: float = 5.0
-    """Longest wait before the response to a wrong key."""
+    wrong_key_s: float = 1.0
     link_s: float = 86400.0
-    """How long signed links to files are valid."""
     waiting_s: float = 3600.0
-    """Timeout for a request that waits for its result."""
     keep_s: float = 7 * 86400.0
-    """Retention of ended jobs and their files."""
     retention_s: float = 30.0
-    """Interval between two searches for expired jobs."""
     keep_bytes: int = 100 * 10**9
     """Total size of finished files; beyond it the oldest are removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiOptions:
-    """How the HTTP interface treats its clients."""
-
     strict: bool = False
-    """Refuse fields that are unknown or that the model does not use, in place of ignoring them."""
     served_names: tuple[str, ...] = ()
     """Further names of models, as ALIAS=MODEL."""
     path_prefix: str = ""
     """As --root-path: the path of this server behind a proxy, "" or with a leading slash."""
     public_url: str | None = None
-    """The URL under which clients reach this server."""
     allowed_origins: tuple[str, ...] = ()
-    """Sites whose pages may send requests; "*" stands for all."""
     access_log: bool = False
-    """Log a line for each request."""
     webhook_url: str | None = None
-    """Where every job is sent at its end."""
     webhook_hosts: tuple[str, ...] = ()
     """HOST or HOST:PORT of webhooks that jobs may name themselves."""
     webhook_secret: str | None = field(default=None, repr=False)
@@ -75,5 +61,4 @@ class ApiOptions:
 
     @property
     def root_path(self) -> str:
-        """The path prefix, by default that of the public URL."""
         return self.path_prefix or urlsplit(self.public_url or "").path.rstrip("/")

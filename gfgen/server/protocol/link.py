@@ -35,7 +35,7 @@ from gfgen.server.protocol.schemas import ServedModel
 Admit = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
 
 _HEADER = struct.Struct("<I")
-_CHUNK_BYTES = 1 << 16
+HEADER_BYTES = _HEADER.size
 
 
 # From the run to the front ------------------------------------------------------------------------
@@ -43,8 +43,6 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """What a front needs before the models are loaded."""
-
     output_dir: Path
     api_key: str | None
     is_loopback: bool
@@ -64,7 +62,6 @@ class RunInfo:
     """The ranks are up; the server accepts jobs from now on."""
 
     admit: Admit
-    """For new jobs."""
     admit_again: Admit
     """For jobs that were accepted earlier: ignores temporary shortages."""
     models: tuple[ServedModel, ...]
@@ -78,8 +75,6 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeRanks:
-    """A node of a cluster has joined with these ranks."""
-
     node: str
     ranks: range
 
@@ -95,8 +90,6 @@ JobProgress = tuple[str, int, float, Layout | None]
 
 @dataclass(frozen=True, slots=True)
 class ProgressUpdate:
-    """The open jobs whose progress has changed."""
-
     rows: tuple[JobProgress, ...]
 
 
@@ -109,8 +102,6 @@ class PredictedEnds:
 
 @dataclass(frozen=True, slots=True)
 class LoopTimings:
-    """Duration and number of the control loop's turns since the last report."""
-
     longest_s: float
     num_turns: int
 
@@ -150,8 +141,6 @@ class SetPolicy:
 
 @dataclass(frozen=True, slots=True)
 class OutcomesStored:
-    """The store has recorded the outcomes of these jobs."""
-
     job_ids: tuple[str, ...]
 
 
@@ -159,29 +148,14 @@ class OutcomesStored:
 
 
 def pack(message: Any) -> bytes:
-    """Encode one message."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _HEADER.pack(len(body)) + body
 
 
-class MessageDecoder:
-    """Decodes messages from a stream of bytes."""
-
-    def __init__(self) -> None:
-        self._pending = bytearray()
-
-    def feed(self, content: bytes) -> list[Any]:
-        """Add received bytes; returns the messages that are complete."""
-        self._pending += content
-        messages = []
-        while len(self._pending) >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(self._pending)
-            end = _HEADER.size + length
-            if len(self._pending) < end:
-                break
-            messages.append(pickle.loads(bytes(self._pending[_HEADER.size : end])))
-            del self._pending[:end]
-        return messages
+def message_bytes(header: bytes) -> int:
+    """Size of the message that follows a header of HEADER_BYTES."""
+    (size,) = _HEADER.unpack(header)
+    return int(size)
 
 
 class MessageSocket:
@@ -189,23 +163,25 @@ class MessageSocket:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._framing = MessageDecoder()
 
     def send(self, message: Any) -> None:
-        """Send a message; blocks until there is room; raises OSError if the other end is closed."""
+        """Blocks until there is room; raises OSError if the other end is closed."""
         self._socket.sendall(pack(message))
 
-    def receive(self) -> list[Any]:
-        """The next messages; empty if the other end is closed."""
-        while True:
-            try:
-                content = self._socket.recv(_CHUNK_BYTES)
-            except OSError:
-                return []
-            if not content:
-                return []
-            if messages := self._framing.feed(content):
-                return messages
+    def receive(self) -> Any | None:
+        """The next message; None if the other end is closed."""
+        try:
+            return pickle.loads(self._exactly(message_bytes(self._exactly(HEADER_BYTES))))
+        except (OSError, EOFError):
+            return None
+
+    def _exactly(self, size: int) -> bytes:
+        content = bytearray()
+        while len(content) < size:
+            if not (piece := self._socket.recv(size - len(content))):
+                raise EOFError
+            content += piece
+        return bytes(content)
 
     def close(self) -> None:
         """Close both directions; wakes threads that wait in them."""

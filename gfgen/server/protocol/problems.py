@@ -19,7 +19,6 @@ from gfgen.errors import Problem
 from gfgen.server.protocol import schemas
 
 MAX_SHOWN = 5
-"""Problems reported per request."""
 
 _QUOTED = re.compile(r"""(['"`])~?/(?:[^'"`/\n]+/)*([^'"`/\n]+)/?\1""")
 _PLAIN = re.compile(r"""(?<![\w./~:])~?/(?:[^\s/'"`,;:()\[\]<>]+/)*([^\s/'"`,;:()\[\]<>]+)/?""")
@@ -42,8 +41,6 @@ _CODES = {
 
 
 class ApiError(Exception):
-    """An error response."""
-
     def __init__(
         self,
         status: int,

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -73,23 +72,13 @@ def _unquoted(value: object) -> object:
 
 
 Prompt = Annotated[str, JobField("prompt")]
-NegativePrompt = Annotated[str, JobField("negative_prompt")]
 Model = Annotated[str, JobField("model")]
-Size = Annotated[str, JobField("size")]
-Width = Annotated[int, JobField("width")]
-Height = Annotated[int, JobField("height")]
 Fps = Annotated[int, JobField("fps")]
 Frames = Annotated[int, JobField("frames")]
 Steps = Annotated[int, JobField("steps")]
-Guidance = Annotated[float, JobField("guidance_scale")]
-Guidance2 = Annotated[float, JobField("guidance_scale_2")]
-TrueCfg = Annotated[float, JobField("true_cfg_scale")]
 BoundaryRatio = Annotated[float, JobField("boundary_ratio")]
 FlowShift = Annotated[float, JobField("flow_shift")]
-Seed = Annotated[int, JobField("seed")]
-Deadline = Annotated[float | str, JobField("deadline")]
 Priority = Annotated[int, JobField("priority")]
-Tag = Annotated[str, JobField("tag")]
 Webhook = Annotated[
     str,
     Field(
@@ -97,20 +86,12 @@ Webhook = Annotated[
         description="URL to which the server sends the job when it has ended, on a host of --webhook-host.",
     ),
 ]
-Lora = Annotated[list[dict[str, Any]], JobField("lora")]
 Unused = Annotated[Any, Field(description="Accepted and ignored.", exclude=True)]
 """A field of OpenAI's API without a meaning here; `model_dump` leaves it out."""
 
 
-def _no_stream(value: bool | None) -> None:
-    if value:
-        raise PydanticCustomError("no_stream", "streaming is not supported; leave it out")
-
-
 NoStream = Annotated[
-    bool | None,
-    AfterValidator(_no_stream),
-    Field(description="Only false: streaming is not supported.", exclude=True),
+    Literal[False] | None, Field(description="Only false: streaming is not supported.", exclude=True)
 ]
 
 
@@ -245,6 +226,13 @@ class JobList(ResponseModel):
     has_more: bool
 
 
+def page(found: Sequence[Job] | Sequence[Batch], limit: int) -> dict[str, Any]:
+    """Fields of a list; `found` has one more than the page if there are more."""
+    data = found[:limit]
+    ends = {"first_id": data[0].id, "last_id": data[-1].id} if data else {"first_id": None, "last_id": None}
+    return {"data": data, **ends, "has_more": len(found) > limit}
+
+
 class VideoList(JobList):
     data: list[Video]  # type: ignore[assignment]  # a list of jobs that nobody appends to
 
@@ -258,12 +246,32 @@ class Deleted(ResponseModel):
     status: JobStatus
 
 
-class OpenRequest(RequestModel):
+class Generation(RequestModel):
+    """Base of the requests for pictures and videos."""
+
+    model: Model | None = Field(None, description="One of GET /v1/models. [the first one that fits]")
+    size: Annotated[str, JobField("size")] | None = None
+    width: Annotated[int, JobField("width")] | None = Field(
+        None, description="With `height`, in place of `size`."
+    )
+    height: Annotated[int, JobField("height")] | None = None
+    negative_prompt: Annotated[str, JobField("negative_prompt")] | None = None
+    guidance_scale: Annotated[float, JobField("guidance_scale")] | None = None
+    guidance_scale_2: Annotated[float, JobField("guidance_scale_2")] | None = None
+    true_cfg_scale: Annotated[float, JobField("true_cfg_scale")] | None = None
+    lora: Annotated[list[dict[str, Any]], JobField("lora")] | None = None
+    seed: Annotated[int, JobField("seed")] | None = Field(
+        None, description="Of several pictures that of the first; further ones count up."
+    )
+    deadline: Annotated[float | str, JobField("deadline")] | None = None
+    priority: Priority | None = None
+    tag: Annotated[str, JobField("tag")] | None = None
+
+
+class OpenRequest(Generation):
     """Base of the requests that clients of other servers send. Without `--strict`, validation.py removes
     unknown fields first; `extra_args` and `extra_body` hold more fields."""
 
-    width: Width | None = Field(None, description="With `height`, in place of `size`.")
-    height: Height | None = None
     user: Unused = None
     safety_identifier: Unused = None
 
@@ -272,32 +280,21 @@ class VideoRequest(OpenRequest):
     """POST /v1/videos: fields of OpenAI, vLLM-Omni and SGLang, and gfgen's own."""
 
     prompt: Prompt
-    model: Model | None = Field(None, description="One of GET /v1/models. [the first one]")
     seconds: str | float | None = Field(
         None,
         description="Length; the server converts it to frames, rounded as the model requires.",
         examples=["4"],
     )
-    size: Size | None = None
     num_frames: Frames | None = None
     fps: Fps | None = None
     num_inference_steps: Steps | None = None
-    guidance_scale: Guidance | None = None
-    guidance_scale_2: Guidance2 | None = None
     boundary_ratio: BoundaryRatio | None = None
     flow_shift: FlowShift | None = None
-    true_cfg_scale: TrueCfg | None = None
-    negative_prompt: NegativePrompt | None = None
-    lora: Lora | None = None
     num_outputs_per_prompt: int | None = Field(None, ge=1, le=1, description="One video per request.")
-    seed: Seed | None = None
-    deadline: Deadline | None = None
-    priority: Priority | None = None
-    tag: Tag | None = None
     webhook: Webhook | None = None
 
 
-class JobRequest(RequestModel):
+class JobRequest(Generation):
     """POST /v1/jobs: a job of any model with the fields of the job file.
 
     A form has pictures and videos for arguments of the pipeline as files named `files[ARGUMENT]`, or
@@ -305,31 +302,18 @@ class JobRequest(RequestModel):
     """
 
     prompt: Prompt
-    negative_prompt: NegativePrompt | None = None
-    model: Model | None = None
-    size: Size | None = None
-    width: Width | None = None
-    height: Height | None = None
     frames: Frames | None = None
     fps: Fps | None = None
     steps: Steps | None = None
-    guidance_scale: Guidance | None = None
-    guidance_scale_2: Guidance2 | None = None
     boundary_ratio: BoundaryRatio | None = None
     flow_shift: FlowShift | None = None
-    true_cfg_scale: TrueCfg | None = None
     args: Annotated[dict[str, Any], JobField("args")] | None = None
     scheduler: Annotated[dict[str, Any], JobField("scheduler")] | None = None
     sigmas: Annotated[list[float], JobField("sigmas")] | None = None
-    lora: Lora | None = None
     reuse: Annotated[float | str, JobField("reuse"), BeforeValidator(_unquoted)] | None = None
-    seed: Seed | None = None
-    deadline: Deadline | None = None
     timeout: Annotated[float | str, JobField("timeout")] | None = Field(
         None, description="The job fails if it has not ended this long from now."
     )
-    priority: Priority | None = None
-    tag: Tag | None = None
     webhook: Webhook | None = None
     vary: bool | dict[str, list[Any]] | None = Field(
         None, description="Expands choices such as {red|blue} in prompts, or lists of values, to a batch."
@@ -347,21 +331,11 @@ class JobChange(RequestModel):
 class PictureRequest(OpenRequest):
     """Base of all requests for pictures."""
 
-    model: Model | None = Field(None, description="[the first one that makes pictures]")
     n: int | None = Field(None, ge=1, le=10, description="Number of pictures. [1]")
     num_outputs_per_prompt: int | None = Field(None, ge=1, le=10, description="The same as `n`.")
-    size: Size | Literal["auto"] | None = None
+    size: Annotated[str, JobField("size")] | Literal["auto"] | None = None
     output_format: Literal["png", "jpeg", "webp"] = "png"
-    negative_prompt: NegativePrompt | None = None
     num_inference_steps: Steps | None = None
-    guidance_scale: Guidance | None = None
-    guidance_scale_2: Guidance2 | None = None
-    true_cfg_scale: TrueCfg | None = None
-    lora: Lora | None = None
-    seed: Seed | None = Field(None, description="Seed of the first picture; further ones count up.")
-    deadline: Deadline | None = None
-    priority: Priority | None = None
-    tag: Tag | None = None
     quality: Unused = None
     style: Unused = None
     background: Unused = None
@@ -404,10 +378,9 @@ class Images(ResponseModel):
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 
-class PartialImage(ResponseModel):
-    """An event of a stream of pictures: a rough preview of a picture in progress."""
+class ImageEvent(ResponseModel):
+    """Base of the events of a stream of pictures."""
 
-    type: Literal["image_generation.partial_image", "image_edit.partial_image"]
     b64_json: str
     created_at: int
     id: str = Field(description="Its job in /v1/jobs.")
@@ -415,6 +388,12 @@ class PartialImage(ResponseModel):
     size: str
     background: Literal["opaque"] = "opaque"
     quality: Literal["auto"] = "auto"
+
+
+class PartialImage(ImageEvent):
+    """An event of a stream of pictures: a rough preview of a picture in progress."""
+
+    type: Literal["image_generation.partial_image", "image_edit.partial_image"]
     partial_image_index: int = Field(description="From 0, for each picture.")
 
 
@@ -432,18 +411,11 @@ class ImageUsage(ResponseModel):
     total_tokens: int = 0
 
 
-class CompletedImage(ResponseModel):
+class CompletedImage(ImageEvent):
     """An event of a stream of pictures: a finished picture."""
 
     type: Literal["image_generation.completed", "image_edit.completed"]
-    b64_json: str
-    created_at: int
-    id: str = Field(description="Its job in /v1/jobs.")
     seed: int
-    output_format: Literal["png", "jpeg", "webp"]
-    size: str
-    background: Literal["opaque"] = "opaque"
-    quality: Literal["auto"] = "auto"
     usage: ImageUsage = ImageUsage()
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
