@@ -52,7 +52,39 @@ def test_a_notable_change_raises_the_version_and_a_small_one_does_not():
     costs.observe(small, Stage.DENOISE, ONE, 1.05)
     assert costs.version == 0
     costs.observe(small, Stage.DENOISE, ONE, 3.0)
+    assert costs.version == 0, "one slow task may be the first of a prompt's length"
+    costs.observe(small, Stage.DENOISE, ONE, 3.0)
     assert costs.version == 1
+
+
+def test_slow_first_steps_lift_neither_the_prediction_nor_the_least_time():
+    costs = CostModel()
+    small = cost_class(costs)
+    for first_s in (0.226, 0.251, 0.206):
+        for seconds in (first_s, 0.126, 0.127, 0.125):
+            costs.observe(small, Stage.DENOISE, ONE, seconds)
+    expected_s, least_s = costs.expected_s(small, Stage.DENOISE, ONE)
+    assert expected_s == pytest.approx(0.126, abs=0.001)
+    assert least_s == 0.125
+    assert costs.task_s(small, Stage.DENOISE, ONE) == expected_s
+
+
+def test_a_lasting_change_is_followed_and_old_times_are_forgotten():
+    costs = CostModel()
+    small = cost_class(costs)
+    for seconds in [0.1] * 9 + [0.2] * 5:
+        costs.observe(small, Stage.DENOISE, ONE, seconds)
+    assert costs.expected_s(small, Stage.DENOISE, ONE) == (0.2, 0.1)
+    for _ in range(4):
+        costs.observe(small, Stage.DENOISE, ONE, 0.2)
+    assert costs.expected_s(small, Stage.DENOISE, ONE) == (0.2, 0.2)
+
+
+def test_the_least_time_on_several_ranks_is_that_of_the_first_one_to_end():
+    costs = CostModel()
+    small = cost_class(costs)
+    costs.observe(small, Stage.DECODE, (1, 2, 1), 0.5, first_end_s=0.4)
+    assert costs.expected_s(small, Stage.DECODE, (1, 2, 1)) == (0.5, 0.4)
 
 
 def test_a_job_that_stays_moves_nothing():

@@ -246,6 +246,56 @@ def test_what_follows_a_task_is_decided_earlier_than_the_lookahead_says_by_a_sha
     assert cluster.state.snapshot().free_ranks == ((0, 1) if early_s < 0.0021 else (1,))
 
 
+def test_what_follows_a_task_is_decided_before_the_shortest_of_the_recent_ones_would_end():
+    cluster = Cluster(make_job("a"), lookahead_s=0.005)
+    for index, seconds in enumerate((0.1, 0.1, 0.2, 0.126, 0.126)):
+        cluster.done(cluster.begin("a", index, 0), seconds)
+    begun_s = cluster.clock.now_s
+    running = cluster.begin("a", 5, 0)
+    assert running.predicted_end_s == pytest.approx(begun_s + 0.126)
+    look_s = begun_s + 0.1 - 0.005 - 0.02 * 0.126
+    assert cluster.state.flights.next_look_s(begun_s) == pytest.approx(look_s)
+
+
+def test_what_follows_a_queued_task_is_decided_by_the_real_end_of_the_one_before_it():
+    cluster = Cluster(make_job("a", steps=6), lookahead_s=0.005)
+    for index, seconds in enumerate((0.1, 0.1, 0.3, 0.125, 0.125)):
+        cluster.done(cluster.begin("a", index, 0), seconds)
+    begun_s = cluster.clock.now_s
+    running = cluster.begin("a", 5, 0)
+    cluster.clock.advance(cluster.state.flights.next_look_s(begun_s))
+    cluster.begin("a", 6, 0)
+    cluster.done(running, 0.25)
+    ended_s = cluster.clock.now_s
+    look_s = ended_s + 0.1 - 0.005 - 0.02 * 0.125
+    assert cluster.state.flights.next_look_s(ended_s) == pytest.approx(look_s)
+
+
+def test_what_follows_a_task_that_moves_is_decided_as_if_its_state_were_there():
+    cluster = Cluster(make_job("a"), lookahead_s=0.005)
+    for index in range(3):
+        cluster.done(cluster.begin("a", index, 0))
+    begun_s = cluster.clock.now_s
+    moving = cluster.begin("a", 3, 1)
+    assert moving.predicted_end_s > begun_s + 0.1
+    assert cluster.state.flights.next_look_s(begun_s) <= begun_s + 0.1 - 0.005
+
+
+def test_a_rank_that_ends_before_the_others_gets_its_next_task_in_time():
+    cluster = Cluster(make_job("a"), lookahead_s=0.005)
+    for index in range(2):
+        cluster.done(cluster.begin("a", index, 0))
+    begun_s = cluster.clock.now_s
+    wide = cluster.begin("a", 2, 0, 1)
+    cluster.clock.advance(begun_s + 0.15)
+    times = (events.RankTimes(0, begun_s, begun_s + 0.1), events.RankTimes(1, begun_s, begun_s + 0.15))
+    cluster.state.apply(events.TaskDone(begun_s + 0.15, wide.number, times))
+    begun_s = cluster.clock.now_s
+    cluster.begin("a", 3, 0, 1)
+    look_s = begun_s + 0.1 - 0.005 - 0.02 * 0.15
+    assert cluster.state.flights.next_look_s(begun_s) == pytest.approx(look_s)
+
+
 @pytest.mark.parametrize(
     ("predicted_s", "lookahead_s", "found_s"), [(1.0, 0.005, 0.025), (6.0, 0.005, 0.030), (1.0, 0.0, 0.0)]
 )

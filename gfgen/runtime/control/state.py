@@ -172,7 +172,7 @@ class State:
         start_s = max([now_s, *[self.ranks.records[rank].free_at_s for rank in layout.ranks]])
         stays = source is None or source == layout
         move_s = 0.0 if stays else self._costs.move_s(cost_class, source, layout)
-        task_s = self._costs.expected_s(cost_class, task.stage, degrees)
+        task_s, least_s = self._costs.expected_s(cost_class, task.stage, degrees)
         switch_s = 0.0
         if record.merges_loras(task.stage) and not self.ranks.hold(layout, record.model, record.loras):
             switch_s = self._costs.switch_s(cost_class)
@@ -199,7 +199,12 @@ class State:
             late_s=late_s,
         )
         is_measured = self._costs.has_seen(cost_class, task.stage, degrees)
-        flight = self.flights.add(dispatch, is_foreseeable=is_measured, owner=record.owner)
+        flight = self.flights.add(
+            dispatch,
+            soonest_s=start_s + least_s,  # moves and switches may take less than predicted
+            is_foreseeable=is_measured,
+            owner=record.owner,
+        )
         self.ranks.take(flight)
         if task.stage is Stage.DENOISE and self.closing.closes_s < math.inf:
             self.closing.note(cost_class, degrees)
@@ -262,8 +267,12 @@ class State:
         record.progress.complete(dispatch.number, event.ended_s, is_decode=task.stage is Stage.DECODE)
         record.usage.add(task.stage, layout, event, busy_s=busy_s, rank_s=rank_s)
         self.shares.serve(record.owner, rank_s)
-        observe = self._costs.observe_switch if dispatch.switch_s else self._costs.observe
-        observe(record.cost_class, task.stage, layout.degrees, busy_s)
+        kind = record.cost_class, task.stage, layout.degrees
+        if dispatch.switch_s:
+            self._costs.observe_switch(*kind, busy_s)
+        else:
+            first_end_s = busy_s if len(event.times) == 1 else event.first_end_s
+            self._costs.observe(*kind, busy_s, first_end_s=first_end_s)
         if record.job.trajectory.reusable and task.stage is Stage.REUSE:
             record.usage.give_up(task, late_s=dispatch.late_s)
         if task.index + 1 == record.num_tasks:
@@ -290,8 +299,9 @@ class State:
                 continue  # its input or a rank is still to come
             ended_s = [rank.ended_s for rank in ranks]
             began_s = max(other.dispatch.submitted_s, job.progress.last_ended_s, *ended_s)
-            task_s = self._costs.expected_s(job.cost_class, task.stage, layout.degrees)
-            if self.flights.move_end(other, began_s + other.dispatch.switch_s + task_s):
+            task_s, least_s = self._costs.expected_s(job.cost_class, task.stage, layout.degrees)
+            end_s = began_s + other.dispatch.switch_s + task_s
+            if self.flights.move_end(other, end_s, soonest_s=began_s + least_s):
                 self.ranks.outdate(layout.ranks)
 
     def _task_failed(self, event: events.TaskFailed) -> Iterable[JobOutcome]:

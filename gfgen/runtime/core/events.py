@@ -110,6 +110,12 @@ class TaskDone(Event):
         return max([each.ended_s - each.started_s for each in self.times])
 
     @property
+    def first_end_s(self) -> float:
+        """From the start on the last rank to the end on the first one: a rank is free again then."""
+        times = self.times
+        return min([each.ended_s for each in times]) - max([each.started_s for each in times])
+
+    @property
     def rank_s(self) -> float:
         """Execution times of all ranks together."""
         return sum([each.ended_s - each.started_s for each in self.times])

@@ -32,8 +32,11 @@ MOVE_BYTES_PER_S = 2e9
 """Copy through shared memory on one core."""
 SWITCH_S = 0.05
 """Merging other LoRAs, until this run has done so."""
-_RECENT = 0.2
+_NEW_SHARE = 0.2
 """Weight of a new measurement after the first five: follows drift, damps noise."""
+_NUM_RECENT = 9
+"""Durations that an estimate rests on. Their median ignores the slow first steps of up to four new shapes of
+prompts, and follows a lasting change after five tasks."""
 _MAX_SAMPLES = 64
 _NOTABLE = 0.1
 """A smaller relative change of an estimate does not reorder jobs."""
@@ -50,7 +53,29 @@ class _Mean:
 
     def add(self, sample: float) -> None:
         self.count += 1
-        self.value += (sample - self.value) * max(_RECENT, 1 / self.count)
+        self.value += (sample - self.value) * max(_NEW_SHARE, 1 / self.count)
+
+
+class Recent:
+    """The last durations of one kind of task."""
+
+    def __init__(self) -> None:
+        self.samples: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        """More of them, all measured in this run, for a profile."""
+        self.value = 0.0
+        """The median, so that the slow first steps among them do not lift it."""
+        self.soonest_s = 0.0
+        """The shortest time after which a rank was free again."""
+        self._durations: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._first_ends: deque[float] = deque(maxlen=_NUM_RECENT)
+
+    def add(self, duration_s: float, first_end_s: float) -> None:
+        """Note the time until the task ended on its last rank, and on its first one."""
+        self._durations.append(duration_s)
+        self._first_ends.append(first_end_s)
+        ordered, size = sorted(self._durations), len(self._durations)
+        self.value = (ordered[(size - 1) // 2] + ordered[size // 2]) / 2
+        self.soonest_s = min(self._first_ends)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +86,7 @@ class CostClass:
     shape: str
     flops: Mapping[Stage, float]
     state_bytes: int
-    measured: dict[tuple[Stage, Degrees], _Mean] = field(default_factory=dict)
-    samples: dict[tuple[Stage, Degrees], deque[float]] = field(default_factory=dict)
-    """The last durations of each kind of task, for a profile."""
+    measured: dict[tuple[Stage, Degrees], Recent] = field(default_factory=dict)
     published: dict[tuple[Stage, Degrees], float] = field(default_factory=dict)
     """Estimates returned since the last notable change."""
     alone: dict[Stage, float] = field(default_factory=dict)
@@ -105,7 +128,7 @@ class CostModel:
         self._rates: dict[tuple[str, Stage], _Mean] = {}
         self._drifts: dict[tuple[str, Stage], _Mean] = {}
         """Ratios of measured to profiled durations."""
-        self._switches: dict[str, _Mean] = {}
+        self._switches: dict[str, Recent] = {}
         """Seconds to merge other LoRAs, by model."""
         self._doubts: set[UncertainEstimate] = set()
 
@@ -161,10 +184,16 @@ class CostModel:
                 )
         return published
 
-    def expected_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
-        """The same for predicting the end of a task: every measurement counts at once."""
+    def expected_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> tuple[float, float]:
+        """The same for predicting the end of a task, and the least time after which a rank of it is free.
+
+        Every measurement counts at once.
+        """
         measured = cost_class.measured.get((stage, degrees))
-        return self.task_s(cost_class, stage, degrees) if measured is None else measured.value
+        if measured is not None:
+            return measured.value, measured.soonest_s
+        estimate = self.estimate(cost_class, stage, degrees)
+        return self.task_s(cost_class, stage, degrees), max(0.0, estimate.seconds - estimate.spread_s)
 
     def estimate(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate:
         """The current estimate with its provenance."""
@@ -312,8 +341,8 @@ class CostModel:
 
     def switch_s(self, cost_class: CostClass) -> float:
         """Predicted time to merge other LoRAs into a model."""
-        mean = self._switches.get(cost_class.model)
-        return SWITCH_S if mean is None else mean.value
+        recent = self._switches.get(cost_class.model)
+        return SWITCH_S if recent is None else recent.value
 
     def observe_switch(
         self, cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: float
@@ -323,19 +352,28 @@ class CostModel:
         if usual is None:
             self.observe(cost_class, stage, degrees, max(0.0, duration_s - self.switch_s(cost_class)))
         else:
-            mean = self._switches.setdefault(cost_class.model, _Mean())
-            mean.add(max(0.0, duration_s - usual.value))
+            switch_s = max(0.0, duration_s - usual.value)
+            self._switches.setdefault(cost_class.model, Recent()).add(switch_s, switch_s)
 
-    def observe(self, cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: float) -> None:
-        """Learn from a completed task."""
+    def observe(
+        self,
+        cost_class: CostClass,
+        stage: Stage,
+        degrees: Degrees,
+        duration_s: float,
+        *,
+        first_end_s: float | None = None,
+    ) -> None:
+        """Learn from a completed task; `first_end_s` is when the first of its ranks was free, if earlier."""
         key = (stage, degrees)
         profiled = self._profiled(cost_class, stage, degrees)
-        if key not in cost_class.measured:
-            is_prior = profiled is not None and profiled.provenance is Provenance.PROFILED
-            prior = _Mean(profiled.loaded_s, count=1) if profiled and is_prior else _Mean()
-            cost_class.measured[key] = prior
-        cost_class.measured[key].add(duration_s)
-        cost_class.samples.setdefault(key, deque(maxlen=_MAX_SAMPLES)).append(duration_s)
+        measured = cost_class.measured.get(key)
+        if measured is None:
+            measured = cost_class.measured[key] = Recent()
+            if profiled is not None and profiled.provenance is Provenance.PROFILED:
+                measured.add(profiled.loaded_s, max(0.0, profiled.seconds - profiled.spread_s))
+        measured.add(duration_s, duration_s if first_end_s is None else first_end_s)
+        measured.samples.append(duration_s)
         if profiled is not None and profiled.loaded_s > 0 and self._has_degrees(cost_class, stage, degrees):
             drift = self._drifts.setdefault((cost_class.model, stage), _Mean())
             drift.add(duration_s / profiled.loaded_s)
@@ -345,7 +383,7 @@ class CostModel:
         published = cost_class.published.get(key)
         if published is None:
             return
-        if abs(cost_class.measured[key].value - published) > _NOTABLE * published:
+        if abs(measured.value - published) > _NOTABLE * published:
             for other in self._classes.values():  # a class may appear under two names
                 if other.model == cost_class.model:
                     other.published.clear()

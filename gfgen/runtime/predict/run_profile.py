@@ -58,7 +58,8 @@ def keep_measured(
 
 def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[ProfileRow]:
     for each in {id(each): each for each in classes}.values():
-        for (stage, degrees), samples in each.samples.items():
+        for (stage, degrees), recent in each.measured.items():
+            samples = recent.samples
             if stage is Stage.REUSE:  # profiles have computed tasks only
                 continue
             seconds = round(statistics.median(samples), 6)
