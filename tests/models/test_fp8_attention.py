@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,13 @@ import torch
 from gfc_fake import FakeCluster
 from test_fused import CASES, distance, forward, in_one_forward, in_turn
 
+from gfgen.errors import InputError, ModelError
 from gfgen.layout import Layout
+from gfgen.models.families import precision
+from gfgen.models.families.precision import ATTENTION, check_heads, check_precision
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.fast.fused import fuse
+from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.parallel.fp8_attention import VALUE_SCALE, fp8_attention, from_fp8, in_fp8
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import parallel_from
@@ -93,3 +99,29 @@ def test_branches_of_a_batch_attend_in_fp8_as_they_do_in_turn(case: Any) -> None
     )
     for result, wanted, exact in both:
         assert distance(result, wanted) < distance(wanted, exact) / 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_package", "says"),
+    [
+        ((8, 9), True, "a GPU cannot attend in fp8; it needs NVIDIA GPUs of compute capability 9.0 or later"),
+        ((9, 0), False, "it needs the package nvidia-cudnn-frontend"),
+    ],
+)
+def test_where_attention_in_fp8_cannot_be_is_one_line(
+    capability: tuple[int, int], has_package: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "find_spec", lambda _: "there" if has_package else None)
+    with pytest.raises(InputError) as raised:
+        check_precision(("fp8",), capability=capability, device="a GPU", option=ATTENTION)
+    assert str(raised.value).startswith(f"--attention fp8: {says}")
+    check_precision(("tiny-wan=auto",), capability=capability, device="a GPU", option=ATTENTION)
+
+
+def test_heads_that_do_not_fit_are_named(tmp_path: Path, tiny_models: Mapping[str, Path]) -> None:
+    check_heads(weightless_geometry(CONFIGS / "qwen-image"), CONFIGS / "qwen-image")
+    path = Path(shutil.copytree(tiny_models["tiny-wan"], tmp_path / "odd"))
+    config = path / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_head_dim": 160}))
+    with pytest.raises(ModelError, match="the heads of transformer, which have 160 channels; up to 128 fit"):
+        check_heads(load_geometry(path), path)
