@@ -75,15 +75,7 @@ def precision_of(asked: Sequence[str], checkpoint: Path) -> Precision:
 
 def check_layers(geometry: Geometry, checkpoint: Path) -> None:
     """Raises: ModelError for a model that cannot be in fp8; it names the layers."""
-    if isinstance(geometry, PipelineGeometry):
-        raise ModelError(
-            f"{model_name(checkpoint)}: --precision fp8 is for Wan and Qwen-Image; "
-            "its pipeline has no layers in fp8"
-        )
-    if any(checkpoint.glob(f"*/{SINGLE_FILE}.gguf")):
-        raise ModelError(
-            f"{model_name(checkpoint)}: --precision fp8 needs weights in bf16, and these are GGUF"
-        )
+    _check_family(geometry, checkpoint, PRECISION)
     for component, config, channels in _experts(checkpoint):
         for layers, width in (("attention", channels), ("feed-forward", config.get("ffn_dim", channels))):
             if width % _SIDE:
@@ -95,14 +87,23 @@ def check_layers(geometry: Geometry, checkpoint: Path) -> None:
 
 def check_heads(geometry: Geometry, checkpoint: Path) -> None:
     """Raises: ModelError for a model whose attention cannot be in fp8."""
-    if isinstance(geometry, PipelineGeometry):
-        raise ModelError(f"{model_name(checkpoint)}: --attention fp8 is for Wan and Qwen-Image")
+    _check_family(geometry, checkpoint, ATTENTION)
     for component, config, _ in _experts(checkpoint):
         if (width := config["attention_head_dim"]) > _WIDEST_HEAD:
             raise ModelError(
                 f"{model_name(checkpoint)}: --attention fp8 does not fit the heads of {component}, which "
                 f"have {width} channels; up to {_WIDEST_HEAD} fit"
             )
+
+
+def _check_family(geometry: Geometry, checkpoint: Path, option: str) -> None:
+    if isinstance(geometry, PipelineGeometry):
+        raise ModelError(
+            f"{model_name(checkpoint)}: {option} fp8 is for Wan and Qwen-Image; "
+            "its pipeline has nothing in fp8"
+        )
+    if any(checkpoint.glob(f"*/{SINGLE_FILE}.gguf")):
+        raise ModelError(f"{model_name(checkpoint)}: {option} fp8 needs weights in bf16, and these are GGUF")
 
 
 def saved_bytes(checkpoint: Path) -> Mapping[str, int]:

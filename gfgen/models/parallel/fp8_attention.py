@@ -113,7 +113,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 class _OfThread(threading.local):
-    """Plans by shapes and strides, and scales by device, of one thread."""
+    """Plans by shapes and strides, of one thread."""
 
     def __init__(self) -> None:
         self.plans: dict[object, Callable[..., Tensor]] = {}
