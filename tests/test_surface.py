@@ -54,6 +54,7 @@ def test_commands():
 
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
+        "--attention",
         "--compile",
         "--device",
         "--dry-run",
@@ -165,6 +166,7 @@ def test_options_of_serve():
         "--access-log",
         "--allow-origin",
         "--api-key",
+        "--attention",
         "--compile",
         "--device",
         "--gpus",
@@ -223,6 +225,7 @@ def test_options_of_serve():
 
 def test_options_of_the_other_commands():
     assert options_of(subcommand("profile")) == [
+        "--attention",
         "--device",
         "--dry-run",
         "--gpus",

@@ -232,12 +232,20 @@ offload_option = click.option(
     is_flag=True,
     help="On small GPUs: keep text encoders and idle experts in main memory (docs/models.md). Slower.",
 )
-precision_option = click.option(
-    "--precision",
-    multiple=True,
-    metavar="[MODEL=]fp8",
-    help="Compute transformers in fp8, of one model or of all: less time and memory, less exact "
-    "(docs/precision.md). On GPUs, for Wan and Qwen-Image. Repeatable.",
+precision_options = (
+    click.option(
+        "--precision",
+        multiple=True,
+        metavar="[MODEL=]fp8",
+        help="Compute transformers in fp8, of one model or of all: less time and memory, less exact "
+        "(docs/precision.md). On GPUs, for Wan and Qwen-Image. Repeatable.",
+    ),
+    click.option(
+        "--attention",
+        multiple=True,
+        metavar="[MODEL=]fp8",
+        help="Attention in fp8, alike: less time for many tokens, less exact. Repeatable.",
+    ),
 )
 compile_option = click.option(
     "--compile",

@@ -20,7 +20,7 @@ import click
 from gfgen.bench import profiling
 from gfgen.bench.profiling import Measurement, Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
-from gfgen.cli.options import A_MODEL, Named, RankOptions, configure_log, precision_option, rank_options
+from gfgen.cli.options import A_MODEL, Named, RankOptions, configure_log, precision_options, rank_options
 from gfgen.cli.shown.board import Board, Line, has_cursor
 from gfgen.cli.shown.prediction import known_here
 from gfgen.errors import InputError, InterruptedRunError
@@ -91,7 +91,7 @@ _LOADING_S = 15.0
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be measured and how long it takes.")
 @rank_options(
-    precision_option, ranks_help=f"Measure on 1 up to this many ranks. [{CPU_RANKS} on a CPU; all GPUs]"
+    *precision_options, ranks_help=f"Measure on 1 up to this many ranks. [{CPU_RANKS} on a CPU; all GPUs]"
 )
 def profile(
     *,

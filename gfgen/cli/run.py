@@ -32,7 +32,7 @@ from gfgen.cli.options import (
     model_option,
     offload_option,
     policy_option,
-    precision_option,
+    precision_options,
     rank_options,
     ranks_per_gpu_option,
     trust_code_option,
@@ -96,7 +96,7 @@ logger = logging.getLogger(__name__)
     help="Replace files that are already in the folder under the names of outputs, whoever made them.",
 )
 @rank_options(
-    ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option, precision_option
+    ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option, *precision_options
 )
 @cluster_options
 @policy_option

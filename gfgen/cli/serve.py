@@ -31,7 +31,7 @@ from gfgen.cli.options import (
     memory_option,
     offload_option,
     policy_option,
-    precision_option,
+    precision_options,
     rank_options,
     ranks_per_gpu_option,
     taken_as,
@@ -269,7 +269,7 @@ _limit_options = taken_as(
 )
 @_api_options
 @rank_options(
-    ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option, precision_option
+    ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option, *precision_options
 )
 @cluster_options
 @policy_option

@@ -17,7 +17,7 @@ from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.job.reader import ParsedJobs, passed_deadlines, with_bar
 from gfgen.job.source import JobSource
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.precision import FP8, check_layers, precision_of
+from gfgen.models.families.precision import FP8, check_heads, check_layers, precision_of
 from gfgen.models.families.registry import (
     DEFAULT_MODEL,
     check_name,
@@ -227,6 +227,7 @@ class Admission:
     vae_dtype: str = "auto"
     is_offloaded: bool = False
     precision: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
     trusts_code: bool = False
     known: dict[str, ResolvedModel] = field(default_factory=dict)
     unusable: dict[str, str] = field(default_factory=dict)
@@ -484,6 +485,8 @@ class Admission:
         model = resolved_model(name, has_random_weights=self.has_random_weights, trusts_code=self.trusts_code)
         if precision_of(self.precision, model.checkpoint) == FP8:
             check_layers(model.geometry, model.checkpoint)
+        if precision_of(self.attention, model.checkpoint) == FP8:
+            check_heads(model.geometry, model.checkpoint)
         return model
 
 

@@ -23,6 +23,7 @@ def made_with(ranks: Ranks, checkpoint: Path, *, kernels: KernelChoice = "own") 
         "vae_dtype": ranks.vae_dtype,
         **({} if kernels == "own" else {"kernels": kernels}),
         **({} if precision_of(ranks.precision, checkpoint) == AUTO else {"precision": FP8}),
+        **({} if precision_of(ranks.attention, checkpoint) == AUTO else {"attention": FP8}),
     }
 
 
@@ -32,9 +33,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = [
         f"{name} {old[name]} (now {new.get(name, 'none')})" for name in old if old[name] != new.get(name)
     ]
-    before, now = ({"precision": AUTO, **each} for each in (before, now))
+    before, now = ({"precision": AUTO, "attention": AUTO, **each} for each in (before, now))
     return found + [
         f"{name} {before[name]} (now {now[name]})"
-        for name in ("weights", "device", "vae_dtype", "precision")
+        for name in ("weights", "device", "vae_dtype", "precision", "attention")
         if name in before and before[name] != now[name]
     ]

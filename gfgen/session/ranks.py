@@ -12,7 +12,7 @@ from pathlib import Path
 from gfgen.errors import JobFileError
 from gfgen.gfc.cuda import compiler
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.precision import FP8, check_precision
+from gfgen.models.families.precision import ATTENTION, FP8, check_precision
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.runtime.core.admission import AdmittedJob
@@ -46,6 +46,8 @@ class Ranks:
     """Whether GPUs hold neither text encoders nor idle experts."""
     precision: tuple[str, ...] = ()
     """What --precision asks for; one that changes nothing is left out."""
+    attention: tuple[str, ...] = ()
+    """What --attention asks for, alike."""
 
     @property
     def num_ranks(self) -> int:
@@ -63,7 +65,7 @@ class Ranks:
     @property
     def profiled_as(self) -> str:
         """The name of the device in profiles: with fp8, tasks have other durations."""
-        return " ".join((self.device_name, *self.precision))
+        return " ".join((self.device_name, *self.precision, *(f"attention {x}" for x in self.attention)))
 
     @property
     def device_name(self) -> str:
@@ -85,6 +87,7 @@ class Ranks:
         words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
         words += [word for each in self.precision for word in ("--precision", each)]
+        words += [word for each in self.attention for word in ("--attention", each)]
         words += ["--trust-remote-code"] if self.trusts_code else []
         words += [] if self.compile == "auto" else ["--compile", self.compile]
         words += ["--offload"] if self.is_offloaded else []
@@ -105,6 +108,7 @@ class Ranks:
             vae_dtype=self.vae_dtype,
             is_offloaded=self.is_offloaded,
             precision=self.precision,
+            attention=self.attention,
             trusts_code=self.trusts_code,
             bounds=bounds,
             step_times=self.step_times() if has_bounded_steps else None,
@@ -126,6 +130,7 @@ class AskedRanks:
     compile: str = "auto"
     offload: bool = False
     precision: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
 
     def here(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
         """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them.
@@ -141,6 +146,7 @@ class AskedRanks:
         capability = min((gpu.capability for gpu in devices.gpus), default=None)
         device = devices.gpus[0].name if devices.gpus else "a CPU"
         check_precision(self.precision, capability=capability, device=device)
+        check_precision(self.attention, capability=capability, device=device, option=ATTENTION)
         is_offloaded = self.offload and devices.kind != CPU
         return Ranks(
             devices,
@@ -150,7 +156,10 @@ class AskedRanks:
             self.trust_remote_code,
             self.compile,
             is_offloaded,
-            self.precision if any(each.endswith(FP8) for each in self.precision) else (),
+            *(
+                asked if any(x.endswith(FP8) for x in asked) else ()
+                for asked in (self.precision, self.attention)
+            ),
         )
 
 
@@ -208,6 +217,7 @@ def ready_pool(
         has_random_weights=ranks.has_random_weights,
         vae_dtype=ranks.vae_dtype,
         precision=ranks.precision,
+        attention=ranks.attention,
         has_graphs=ranks.has_graphs,
         is_offloaded=ranks.is_offloaded,
         trusts_code=ranks.trusts_code,

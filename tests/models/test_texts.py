@@ -126,7 +126,7 @@ def test_attention_that_does_not_work_is_told_of_once_and_not_used(
 
         return plan
 
-    assert outcome(lambda *_: counted_attention._by_mask)
+    assert outcome(lambda *_: counted_attention.by_mask)
     assert not outcome(failing(ModuleNotFoundError("no cudnn", name="cudnn")))
     assert not caplog.records
     assert not outcome(lambda *_: lambda query, *_: query.new_zeros(query.shape))

@@ -54,6 +54,9 @@ def test_fp8_is_a_difference_and_nothing_else_mentions_precision(tmp_path: Path)
     assert differences(before, now) == ["precision auto (now fp8)"]
     assert differences(now, before) == ["precision fp8 (now auto)"]
     assert made_with(replace(usual, precision=("qwen-image=fp8",)), path) == before
+    attending = replace(usual, attention=("fp8",))
+    assert differences(before, made_with(attending, path)) == ["attention auto (now fp8)"]
+    assert attending.profiled_as == "NVIDIA H200 attention fp8"
     assert usual.profiled_as == "NVIDIA H200"
     assert replace(usual, precision=("fp8",)).profiled_as == "NVIDIA H200 fp8"
 
@@ -61,6 +64,8 @@ def test_fp8_is_a_difference_and_nothing_else_mentions_precision(tmp_path: Path)
 def test_ranks_on_a_cpu_refuse_fp8() -> None:
     with pytest.raises(InputError, match="--precision fp8: a CPU cannot compute in fp8"):
         AskedRanks(device="cpu", precision=("fp8",)).here()
+    with pytest.raises(InputError, match="--attention fp8: a CPU cannot attend in fp8"):
+        AskedRanks(device="cpu", attention=("fp8",)).here()
     assert AskedRanks(device="cpu", precision=("auto",)).here().precision == ()
 
 

@@ -101,7 +101,7 @@ def known_here(jobs: Sequence[AdmittedJob], ranks: Ranks) -> Profile | None:
     calibrate = not ranks.are_on_gpus and any(job.model_in() in PACKAGED for job in jobs)
     found = find_profile(ranks.profiled_as, calibrate=calibrate)
     own = None if found is None else found[1]
-    if not ranks.are_on_gpus or ranks.precision:
+    if not ranks.are_on_gpus or ranks.precision or ranks.attention:
         return own
     known = [*([own] if own else []), *shipped_profiles()]
     return first_fitting(known, jobs, num_ranks=ranks.num_ranks) or own

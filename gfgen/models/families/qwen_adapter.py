@@ -31,6 +31,7 @@ from gfgen.models.families.pictures import denormalize_latents, to_uint8
 from gfgen.models.fast import causal_vae, stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
+from gfgen.models.fast.kernels import NOTHING_IN_FP8, InFp8
 from gfgen.models.fast.prompt_memory import NUM_TEXTS
 from gfgen.models.fast.texts import forward_inputs, text_shape
 from gfgen.models.geometry.model import Geometry
@@ -41,6 +42,7 @@ from gfgen.models.loading.components import LoadPipeline, load_pipeline
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel import shared_decode
 from gfgen.models.parallel.counted_attention import is_fast
+from gfgen.models.parallel.fp8_attention import check_fp8_attention
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
 
@@ -207,15 +209,23 @@ def load_qwen_image(
     dtype: torch.dtype,
     vae_dtype: str = "auto",
     load: LoadPipeline = load_pipeline,
-    in_fp8: bool = False,
+    in_fp8: InFp8 = NOTHING_IN_FP8,
 ) -> QwenImageAdapter:
+    if in_fp8.attention:
+        check_fp8_attention(torch.device(device))
     dtypes = component_dtypes(QwenImagePipeline.__name__, vae_dtype)
     pipeline = load(
-        QwenImagePipeline, checkpoint, device=device, dtype=dtype, dtypes=dtypes, has_host_experts=in_fp8
+        QwenImagePipeline,
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        dtypes=dtypes,
+        has_host_experts=in_fp8.layers,
     )
     install(pipeline.transformer)
     if dtype != torch.float32:
-        fuse(pipeline.transformer, fp8_on=torch.device(device) if in_fp8 else None)
+        on = torch.device(device) if in_fp8.layers else None
+        fuse(pipeline.transformer, fp8_on=on, attends_in_fp8=in_fp8.attention)
         is_fast(torch.device(device), dtype)  # tries it now: no task may wait for the device
     shared_decode.install(pipeline.vae)
     if torch.device(device).type == "cuda":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gfgen.errors import ModelError, nearest
-from gfgen.models.fast.kernels import KernelChoice
+from gfgen.models.fast.kernels import NOTHING_IN_FP8, InFp8, KernelChoice
 from gfgen.models.geometry import single_file
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
@@ -133,15 +133,15 @@ def load_adapter(
     trusts_code: bool = False,
     kernels: KernelChoice = "own",
     is_offloaded: bool = False,
-    in_fp8: bool = False,
+    in_fp8: InFp8 = NOTHING_IN_FP8,
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
 
-    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of VAE_DTYPES
-    (geometry/weights.py). With random weights the directory need hold config files only. With `trusts_code`
-    the checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their
-    own. With `is_offloaded`, text encoders and idle experts are in host memory. `in_fp8` is for Wan and
-    Qwen-Image: their blocks' layers are in fp8 (linears.py).
+    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
+    VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
+    checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
+    With `is_offloaded`, text encoders and idle experts are in host memory. `in_fp8` is for Wan and
+    Qwen-Image: their blocks' layers (linears.py) and attention (fp8_attention.py).
 
     Raises: ModelError for a broken directory, or an unknown family.
     """

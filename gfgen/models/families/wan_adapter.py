@@ -30,6 +30,7 @@ from gfgen.models.families.pictures import denormalize_latents, load_image, to_u
 from gfgen.models.fast import causal_vae, stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
+from gfgen.models.fast.kernels import NOTHING_IN_FP8, InFp8
 from gfgen.models.fast.prompt_memory import NUM_TEXTS, forget_prompts, remember_prompts
 from gfgen.models.fast.rows import padded_to
 from gfgen.models.fast.texts import with_texts
@@ -40,6 +41,7 @@ from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_pipeline
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel import shared_decode
+from gfgen.models.parallel.fp8_attention import check_fp8_attention
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
 
@@ -225,26 +227,29 @@ def load_wan(
     dtype: torch.dtype,
     vae_dtype: str = "auto",
     load: LoadPipeline = load_pipeline,
-    in_fp8: bool = False,
+    in_fp8: InFp8 = NOTHING_IN_FP8,
 ) -> WanAdapter:
     """The adapter of a Wan checkpoint, its components on the device.
 
     By default the VAE stays in fp32, as on the model cards.
     """
+    if in_fp8.attention:
+        check_fp8_attention(torch.device(device))
     pipeline_class = WanImageToVideoPipeline if geometry.family == "wan-moe-i2v" else WanPipeline
     dtypes = component_dtypes(pipeline_class.__name__, vae_dtype)
     loaded = load(
-        pipeline_class, checkpoint, device=device, dtype=dtype, dtypes=dtypes, has_host_experts=in_fp8
+        pipeline_class, checkpoint, device=device, dtype=dtype, dtypes=dtypes, has_host_experts=in_fp8.layers
     )
     names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer", "transformer_2")
     parts = {name: getattr(loaded, name) for name in names}
     for transformer in filter(None, (loaded.transformer, loaded.transformer_2)):
         install(transformer)
         if dtype != torch.float32:
-            fuse(transformer, fp8_on=torch.device(device) if in_fp8 else None)
+            on = torch.device(device) if in_fp8.layers else None
+            fuse(transformer, fp8_on=on, attends_in_fp8=in_fp8.attention)
         elif device == "cpu":
             remember_prompts(transformer)
-        if in_fp8 and hasattr(transformer, "_hf_hook"):
+        if in_fp8.layers and hasattr(transformer, "_hf_hook"):
             transformer.to("cpu")  # where --offload keeps it until it is used
     shared_decode.install(loaded.vae)
     if torch.device(device).type == "cuda":

@@ -36,16 +36,18 @@ from torch import Tensor, nn
 
 from gfgen.models.fast.linears import LinearGelu, joined, quantise, takes_fp8
 from gfgen.models.fast.modulation import Modulation, fuse_modulation
-from gfgen.models.fast.rows import RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
+from gfgen.models.fast.rows import Fp8Rows, RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
+from gfgen.models.parallel.fp8_attention import E4M3, VALUE_SCALE, from_fp8
 from gfgen.models.parallel.plans import TEXT
 from gfgen.models.parallel.sequence_parallel import attend, own_length
 
 
 @torch.no_grad()
-def fuse(transformer: nn.Module, *, fp8_on: torch.device | None = None) -> None:
+def fuse(transformer: nn.Module, *, fp8_on: torch.device | None = None, attends_in_fp8: bool = False) -> None:
     """Fuse all known blocks, unless quantized; once for each instance, on the device where it stays.
 
     fp8_on: takes one block after the other to this device and into fp8 there, and then all that remains.
+    attends_in_fp8: attentions whose tokens ranks share are in fp8 (fp8_attention.py).
     """
     if getattr(transformer, "is_quantized", False):
         return
@@ -64,6 +66,11 @@ def fuse(transformer: nn.Module, *, fp8_on: torch.device | None = None) -> None:
         fuse_modulation(transformer, int8_on=fp8_on)
     if fp8_on is not None:
         transformer.to(fp8_on)
+    if attends_in_fp8:
+        for block in wan_blocks:
+            block.attn1.attends_in_fp8 = True
+        for block in qwen_blocks:
+            block.attn.attends_in_fp8 = True
 
 
 @contextmanager
@@ -192,15 +199,20 @@ def _wan_attention(attention: Any, x: Any, rotary_emb: tuple[Tensor, Tensor]) ->
     """Self-attention among the tokens of the video, shared among ranks."""
     cos, sin = (table[0, :, 0] for table in rotary_emb)
     projected = attention.to_qkv(x)
-    query, key = heads(
+    into = None
+    if getattr(attention, "attends_in_fp8", False):
+        shape = (3, *projected.shape[:2], attention.heads, cos.shape[-1])
+        into = projected.new_empty(shape, dtype=E4M3)
+    query, key, *values = heads(
         projected,
         num_heads=attention.heads,
         head_dim=cos.shape[-1],
         weights=(attention.norm_q.weight, attention.norm_k.weight),
         eps=attention.norm_q.eps,
         turns=(cos[:, 0::2], sin[:, 1::2]),
+        into=into,
     )
-    value = _last(projected, like=key)
+    value = values[0] if values else _last(projected, like=key)
     return _attended(attention, query, key, value, is_shared=True)
 
 
@@ -227,7 +239,19 @@ def _attended(attention: Any, query: Tensor, key: Tensor, value: Tensor, *, is_s
         backend=processor._attention_backend,
         parallel_config=processor._parallel_config if is_shared else None,
     )
-    projected: Tensor = attention.to_out[0](result.flatten(2, 3))
+    return _projected(attention.to_out[0], result.flatten(2, 3))
+
+
+def _projected(layer: Any, attended: Tensor) -> Tensor:
+    """The layer behind an attention, of its result [B, L, C], which may be in fp8."""
+    given: Any = attended
+    if attended.dtype == E4M3 and takes_fp8(layer):
+        num_rows = attended.numel() // attended.shape[-1]
+        scales = torch.full((num_rows, 1), 1 / VALUE_SCALE, device=attended.device)
+        given = Fp8Rows(attended, scales)
+    elif attended.dtype == E4M3:
+        given = from_fp8(attended, layer.weight.dtype, scale=VALUE_SCALE)
+    projected: Tensor = layer(given)
     return projected
 
 
@@ -310,8 +334,8 @@ def _joint_attention(
         )
     texts, pictures = zip(*attended, strict=True)
     return (
-        attention.to_add_out(batched([padded_to(padded_length, x) for x in texts])),
-        attention.to_out[0](batched(pictures)),
+        _projected(attention.to_add_out, batched([padded_to(padded_length, x) for x in texts])),
+        _projected(attention.to_out[0], batched(pictures)),
     )
 
 
@@ -327,7 +351,11 @@ def _joint_sample(
     """Attention among the tokens of one picture and its text, in this order, shared among ranks."""
     head_dim = attention.inner_dim // attention.heads
     num_text, num_picture = projected_text.shape[1], projected_picture.shape[1]
-    joint = projected_picture.new_empty((3, 1, num_picture + num_text, attention.heads, head_dim))
+    joint = torch.empty(
+        (3, 1, num_picture + num_text, attention.heads, head_dim),
+        dtype=E4M3 if getattr(attention, "attends_in_fp8", False) else projected_picture.dtype,
+        device=projected_picture.device,
+    )
     picture_turns, text_turns = rotary_emb
     text_norms = (attention.norm_added_q, attention.norm_added_k)
     for projected, norms, turns, tokens in (

@@ -1,4 +1,4 @@
-"""Which kernels the step of a pipeline without an adapter of its own uses.
+"""Which kernels the step of a pipeline without an adapter of its own uses, and what the others have in fp8.
 
     own        those of the pipeline's statements: the bits are those of diffusers
     fused      fused blocks where gfgen has them (flux.py), texts without padding (cut_texts.py)
@@ -12,9 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Literal, NamedTuple
 
 KernelChoice = Literal["own", "fused", "compiled"]
+
+
+class InFp8(NamedTuple):
+    """Which parts of the transformers of Wan or Qwen-Image are in fp8."""
+
+    layers: bool = False
+    attention: bool = False
+
+
+NOTHING_IN_FP8 = InFp8()
 
 # Per context and so per thread: ranks may be threads around one model.
 _CHOICE: ContextVar[KernelChoice] = ContextVar("kernels", default="own")

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gfgen.models.parallel.fp8_attention import VALUE_SCALE
+
 if TYPE_CHECKING:
     from gfgen.models.fast.rows import RowNorm
 
@@ -82,7 +84,7 @@ def heads(
     """x [N, >= parts C], out [parts, N, C]: rows of any stride; cos, sin [L, D/2] of any strides, or None.
 
     Each weight normalises one part, over as many channels as the weight has, and the part is turned. Every L
-    rows use the same turns.
+    rows use the same turns. In e4m3 parts without a weight get a scale, and all are saturated.
     """
     num_parts, num_rows, channels = out.shape
     width = weights[0].shape[0]
@@ -95,7 +97,8 @@ def heads(
         cos.shape[0], eps,
         CHANNELS=channels, WIDTH=width, PAIRS=head_dim // 2,
         GROUPS_BLOCK=triton.next_power_of_2(channels // width), WIDTH_BLOCK=triton.next_power_of_2(width),
-        NUM_NORMED=len(weights), HAS_TURNS=has_turns, num_warps=NUM_WARPS,
+        NUM_NORMED=len(weights), HAS_TURNS=has_turns, IN_FP8=out.element_size() == 1,
+        COPIED=VALUE_SCALE, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -201,6 +204,7 @@ def _heads(
     x_stride, part_stride, out_stride, turn_stride, pair_stride, num_turns, eps,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
     GROUPS_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, NUM_NORMED: tl.constexpr, HAS_TURNS: tl.constexpr,
+    IN_FP8: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -227,6 +231,11 @@ def _heads(
             s = tl.load(sin + turn)
             turned = tl.join(even * c - odd * s, even * s + odd * c)
             value = tl.reshape(turned, (GROUPS_BLOCK, WIDTH_BLOCK))
+        if IN_FP8:
+            value = tl.clamp(value, -448.0, 448.0)
+        tl.store(target + columns, value.to(out.dtype.element_ty), mask=inside)
+    elif IN_FP8:
+        value = tl.clamp(given.to(tl.float32) * COPIED, -448.0, 448.0)
         tl.store(target + columns, value.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(target + columns, given.to(out.dtype.element_ty), mask=inside)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gfgen.errors import ModelError
+from gfgen.models.parallel.fp8_attention import E4M3, VALUE_SCALE, in_fp8
 
 FP8_LARGEST = 448.0
 """Of e4m3."""
@@ -150,7 +151,8 @@ def heads(
     Each weight normalises one part by its root mean square, over all heads or over each one, depending on
     the weight's length. The part is turned by `turns`: cosines and sines [L, D/2] of the pairs of channels,
     the same for all samples. into: takes the result, such as a range of tokens of a larger tensor of one
-    sample; parts without a weight are copied to it. By default there is one part per weight.
+    sample; parts without a weight are copied to it. By default there is one part per weight. In e4m3 it
+    takes queries, keys and values of fp8_attention.py.
     """
     batch, length, channels = *projected.shape[:2], num_heads * head_dim
     if into is None:
@@ -196,7 +198,10 @@ def _heads_in_steps(
             value = functional.rms_norm(grouped, weight.shape, weight, eps)
             if turns is not None:
                 value = _turned(value.reshape(target.shape), *turns)
-        target.copy_(value.reshape(target.shape))
+        value = value.reshape(target.shape)
+        if target.dtype == E4M3:
+            value = in_fp8(value, scale=1.0 if idx < len(weights) else VALUE_SCALE)
+        target.copy_(value)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

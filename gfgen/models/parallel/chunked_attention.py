@@ -23,6 +23,7 @@ from torch import Tensor
 from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
+from gfgen.models.parallel.fp8_attention import like_query
 from gfgen.models.parallel.lanes import Lane, Mark
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.ring_attention import Arriving, ring_attention, start_ring
@@ -138,7 +139,7 @@ class ChunkedAttention:
             is_last = idx + 1 == len(chunks)
             if not is_last:
                 fetched.append(self._fetch(*chunks[idx + 1], is_alone=False))
-            parts.append(self._attend_to(fetched[idx]).type_as(query))
+            parts.append(like_query(self._attend_to(fetched[idx]), query))
             with self._lane.beside():
                 result[:, :, start:stop] = self._returned(parts[idx], stop - start, is_alone=is_last)
         self._lane.join(self._lane.mark())

@@ -54,7 +54,7 @@ def counted_attention(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: T
     """
     tensors = (query, key, value)
     if not is_fast(query.device, query.dtype):
-        return _by_mask(*tensors, num_tokens_B)
+        return by_mask(*tensors, num_tokens_B)
     plans = _OF_THREAD.plans
     call = (query.device, query.shape, *(x.stride() for x in tensors))
     if call not in plans:
@@ -82,7 +82,7 @@ def _works(device: torch.device) -> bool:
     return True
 
 
-def _by_mask(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor) -> Tensor:
+def by_mask(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor) -> Tensor:
     positions_L = torch.arange(query.shape[1], device=query.device)
     is_there_BL = positions_L < num_tokens_B[:, None]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -104,7 +104,7 @@ class _OfThread(threading.local):
 _OF_THREAD = _OfThread()
 
 
-def _handle(device: torch.device) -> Any:
+def handle_of(device: torch.device) -> Any:
     import cudnn
 
     handles = _OF_THREAD.handles
@@ -117,7 +117,7 @@ def _plan(query: Tensor, key: Tensor, value: Tensor) -> Attention:
     """A function for tensors of these shapes, on the current device; building it takes about 40 ms."""
     import cudnn
 
-    handle, (batch, length, num_heads, head_dim) = _handle(query.device), query.shape
+    handle, (batch, length, num_heads, head_dim) = handle_of(query.device), query.shape
     graph = cudnn.pygraph(
         handle=handle,
         io_data_type=cudnn.data_type.BFLOAT16,

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from gfgen.gfc.group import Collectives
+from gfgen.models.parallel.fp8_attention import E4M3, opened
 from gfgen.models.parallel.lanes import Lane, Mark
 
 BESIDE_RULES = ((14_000, 32), (0, 64))
@@ -105,8 +106,11 @@ def attend_with_lse(
     """Attention to these keys alone, by the kernel that torch itself would choose.
 
     A block of keys may be empty or completely masked: its part then has no weight.
+    In fp8 (fp8_attention.py) they are opened first, since cuDNN's attention in fp8 has no log-sum-exp here.
     Shapes: query [B, L, H, D], key and value [B, S, H, D], mask bool [B, 1, 1, S] or None.
     """
+    if query.dtype == E4M3:
+        query, key, value = opened(query, key, value, torch.bfloat16)
     batch, length, heads, _ = query.shape
     if key.shape[1] == 0:
         nothing = query.new_full((batch, heads, length), -math.inf, dtype=_exact(query.dtype))

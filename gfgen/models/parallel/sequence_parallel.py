@@ -29,6 +29,7 @@ from gfgen.gfc.reshard import Sizes
 from gfgen.layout import shard_bounds
 from gfgen.models.parallel.chunked_attention import Attend
 from gfgen.models.parallel.counted_attention import counted_attention
+from gfgen.models.parallel.fp8_attention import E4M3, fp8_attention
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.plans import ALL, KEYS, TEXT
 from gfgen.models.parallel.shared_attention import attention_to_shards, shared_attention
@@ -141,7 +142,7 @@ def attend(
     # block serves every degree at which its shard has the same shape.
     is_shared = torch.compiler.is_compiling() or _SHARING.get() is not None
     if parallel_config is None or not is_shared:
-        if num_tokens_B is not None:
+        if num_tokens_B is not None or query.dtype == E4M3:
             return _counted(query, key, value, attn_mask, num_tokens_B, scale=scale, backend=backend)
         result: torch.Tensor = dispatch_attention_fn(
             query, key, value, attn_mask, *args, backend=backend, scale=scale, **kwargs
@@ -177,13 +178,15 @@ def _counted(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
-    num_tokens_B: torch.Tensor,
+    num_tokens_B: torch.Tensor | None,
     *,
     scale: float | None,
     backend: object | None,
 ) -> torch.Tensor:
     unusual = [given for given in (attn_mask, scale, backend) if given is not None]
-    assert not unusual, f"{unusual} beside a number of tokens"
+    assert not unusual, f"{unusual} beside a number of tokens or fp8"
+    if num_tokens_B is None or query.dtype == E4M3:
+        return fp8_attention(query, key, value, num_tokens_B)
     return counted_attention(query, key, value, num_tokens_B)
 
 
@@ -212,8 +215,10 @@ def sharded_attention(
     """
     own: Attend = functools.partial(dispatch_attention_fn, scale=scale, backend=backend)
     sharing = _SHARING.get()
-    if num_tokens_B is not None:
-        assert sharing is None or sharing.parallel.ring.size == 1, "a number of tokens in a ring"
+    if num_tokens_B is not None or query.dtype == E4M3:
+        assert num_tokens_B is None or sharing is None or sharing.parallel.ring.size == 1, (
+            "a number of tokens in a ring"
+        )
         own = functools.partial(_counted, num_tokens_B=num_tokens_B, scale=scale, backend=backend)
     if sharing is None:
         alone: torch.Tensor = own(query, key, value, attn_mask)

@@ -29,6 +29,7 @@ from gfgen.models.parallel.chunked_attention import (
     best_num_chunks,
     head_chunks,
 )
+from gfgen.models.parallel.fp8_attention import like_query
 from gfgen.models.parallel.lanes import Lane
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.ring_attention import (
@@ -128,7 +129,7 @@ def _at_once(
         result = ring_attention(q, (k, v), arriving, mask, lane=lane, scale=scale)
     else:
         result = attend(q, k, v, mask)
-    result = result.type_as(query)
+    result = like_query(result, query)
     if ulysses.size == 1:
         return result.contiguous()
     return ulysses.tokens_from_heads(result, token_sizes=tokens, head_sizes=heads)

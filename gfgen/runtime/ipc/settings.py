@@ -29,6 +29,8 @@ class RankSettings:
     vae_dtype: str = "auto"
     precision: tuple[str, ...] = ()
     """What --precision asks for (models/families/precision.py)."""
+    attention: tuple[str, ...] = ()
+    """What --attention asks for, alike."""
     has_graphs: bool = False
     """On a GPU: whether forwards may be recorded, to be launched at once."""
     is_offloaded: bool = False
@@ -56,6 +58,7 @@ class RankSettings:
         """What must be equal for other ranks to continue a job: it decides what its tensors are like."""
         found = {name: getattr(self, name) for name in ("device", "vae_dtype", "has_random_weights")}
         found |= {"precision": list(self.precision)} if self.precision else {}
+        found |= {"attention": list(self.attention)} if self.attention else {}
         return found if self.kernels == "own" else found | {"kernels": self.kernels}
 
 

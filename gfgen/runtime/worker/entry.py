@@ -16,6 +16,7 @@ import torch
 from gfgen.models.families.adapter import Adapter
 from gfgen.models.families.precision import FP8, precision_of
 from gfgen.models.families.registry import load_adapter
+from gfgen.models.fast.kernels import InFp8
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Loading, WorkerFailed, WorkerReady
 from gfgen.runtime.ipc.settings import WorkerSettings
@@ -75,7 +76,10 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
         trusts_code=settings.ranks.trusts_code,
         kernels=settings.ranks.kernels,
         is_offloaded=settings.ranks.is_offloaded,
-        in_fp8=precision_of(settings.ranks.precision, Path(path)) == FP8,
+        in_fp8=InFp8(
+            precision_of(settings.ranks.precision, Path(path)) == FP8,
+            precision_of(settings.ranks.attention, Path(path)) == FP8,
+        ),
     )
     give_back_freed_memory()
     return adapter
