@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -44,9 +44,7 @@ def test_texts_of_several_lengths_share_a_batch(
 
 
 def _adapter(path: Path, **options: Any) -> BatchAdapter:
-    adapter = load_adapter(path, **options)
-    assert isinstance(adapter, BatchAdapter)
-    return adapter
+    return cast(BatchAdapter, load_adapter(path, **options))
 
 
 def _jobs(path: Path, prompts: Sequence[str]) -> list[JobSpec]:

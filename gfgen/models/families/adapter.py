@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -134,7 +134,6 @@ class Adapter(Protocol):
         ...
 
 
-@runtime_checkable
 class BatchAdapter(Adapter, Protocol):
     """An adapter that takes one step of several jobs in the same forwards (`--batch`)."""
 

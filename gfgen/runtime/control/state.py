@@ -331,7 +331,7 @@ class State:
         self.ranks.leave(flight, at_s=event.time_s)
         flight.is_void = flight.is_void or event.void
         record.fail_flight(flight, flight.failure or event.reason, is_lost=event.lost)
-        if event.lost or not flight.is_void:
+        if flight.dispatch.batch_end is not None:
             self.jobs.leave_batch(record)  # so that a job with which steps fail does not fail others
         return self._settle(record)
 

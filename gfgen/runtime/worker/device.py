@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -217,8 +217,7 @@ def execute(adapters: Mapping[str, Adapter], work: RankTask, parallel: Parallel 
 def execute_batch(adapters: Mapping[str, Adapter], works: Sequence[RankTask]) -> list[dict[str, Fields]]:
     """Run a step of several jobs; returns what it makes for each."""
     first = works[0]
-    adapter = adapters[first.job.start.checkpoint]
-    assert isinstance(adapter, BatchAdapter)
+    adapter = cast(BatchAdapter, adapters[first.job.start.checkpoint])
     assert first.task.step is not None
     made = adapter.denoise_batch([step_input(work.job) for work in works], step=first.task.step)
     return [{"latents": latents} for latents in made]

@@ -10,7 +10,7 @@ others, the first step of a kind is recorded before it runs, if records of such 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from gfgen.graph import Task
 from gfgen.layout import MAX_RANKS, Layout
@@ -67,8 +67,9 @@ class Forwards:
         adapter = self._adapters[start.checkpoint]
         shapes: tuple[object, ...] = (start.shape, start.trajectory.artifacts)
         if others:
-            assert isinstance(adapter, BatchAdapter)
-            texts = adapter.text_shape_of_batch([step_input(each) for each in (job, *others)])
+            texts = cast(BatchAdapter, adapter).text_shape_of_batch(
+                [step_input(each) for each in (job, *others)]
+            )
             shapes = (*shapes, len(others))
         else:
             texts = adapter.text_shape(start.spec, prompt, layout)
@@ -112,8 +113,7 @@ class Forwards:
             ):
                 with self._graphs.recording(unentered):
                     if others:
-                        assert isinstance(adapter, BatchAdapter)
-                        adapter.denoise_batch(inputs, step=step)
+                        cast(BatchAdapter, adapter).denoise_batch(inputs, step=step)
                     else:
                         adapter.denoise(*inputs[0], step=step, parallel=alone)
         except NotWorthRecordingError:
