@@ -54,6 +54,7 @@ def test_commands():
 
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
+        "--batch",
         "--compile",
         "--device",
         "--dry-run",
@@ -123,6 +124,7 @@ def test_check_has_the_options_of_run_that_decide_what_it_does():
         "--retries",
         "--verbose",
         "-v",
+        "--batch",
         "--grace",
         "--log-file",
         "--log-json",
@@ -165,6 +167,7 @@ def test_options_of_serve():
         "--access-log",
         "--allow-origin",
         "--api-key",
+        "--batch",
         "--compile",
         "--device",
         "--gpus",

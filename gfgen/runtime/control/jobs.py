@@ -127,6 +127,8 @@ class Usage:
     made: tuple[int, int, int] | None = None
     """Frames, height and width of each, if only the decode knew them."""
     given_up: GivenUp = NOTHING_GIVEN_UP
+    batch: int = 1
+    """The most jobs that its steps were computed with, itself included."""
 
     def add(self, stage: Stage, layout: Layout, event: TaskDone, *, busy_s: float, rank_s: float) -> None:
         """A task has run."""
@@ -292,6 +294,7 @@ class JobRecord:
             made=usage.made,
             num_reused=self._num_reused,
             why_reused=usage.given_up.why,
+            batch=usage.batch,
         )
 
     def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:

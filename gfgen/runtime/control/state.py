@@ -233,6 +233,8 @@ class State:
         self.ranks.take(flight)
         if task.stage is Stage.DENOISE and self.closing.closes_s < math.inf:
             self.closing.note(cost_class, degrees)
+        if batch_end is not None:
+            record.usage.batch = max(record.usage.batch, batch_end - (lead.number if lead else number) + 1)
         record.flights.append(flight)
         progress.begin(task.index, layout, dispatch.number)
         self.jobs.place(record)

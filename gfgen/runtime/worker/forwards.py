@@ -67,9 +67,8 @@ class Forwards:
         adapter = self._adapters[start.checkpoint]
         shapes: tuple[object, ...] = (start.shape, start.trajectory.artifacts)
         if others:
-            texts = cast(BatchAdapter, adapter).text_shape_of_batch(
-                [step_input(each) for each in (job, *others)]
-            )
+            inputs = [step_input(each) for each in (job, *others)]
+            texts = cast(BatchAdapter, adapter).text_shape_of_batch(inputs)
             shapes = (*shapes, len(others))
         else:
             texts = adapter.text_shape(start.spec, prompt, layout)
