@@ -154,7 +154,7 @@ lookahead_option = click.option(
 )
 batch_option = click.option(
     "--batch",
-    type=click.IntRange(1, 16),
+    type=click.IntRange(1, 8),
     default=1,
     show_default=True,
     metavar="N",

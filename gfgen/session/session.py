@@ -257,6 +257,8 @@ class Session:
                 skipped=skipped,
                 journal=self._journal(jobs, setup, stack),
             )
+            if options.batch > 1 and arrivals.intake is None and not control.state.jobs.has_batches:
+                logger.warning("--batch has no effect: no jobs that follow each other are equal")
             summary = control.run()
         state = control.state
         self.stop_signal = state.closing.stop_signal if state.jobs.records else None

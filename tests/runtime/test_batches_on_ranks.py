@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from test_elastic import following
 from test_stopped_tasks import of_kind, statuses
-from test_worker_gpu import gpu_pool, started_pool  # noqa: F401
 from test_workers import PICTURE, pixels, run
 
 from gfgen.job.spec import JobSpec

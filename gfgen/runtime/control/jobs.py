@@ -364,6 +364,11 @@ class Jobs:
         """Models of jobs that have arrived and not ended."""
         return {record.model for record in self.records.values() if record.arrived}
 
+    @property
+    def has_batches(self) -> bool:
+        """Whether some jobs take their steps together."""
+        return any(len(record.batch) > 1 for record in self.records.values())
+
     def add(self, job: AdmittedJob) -> None:
         """One more job, which arrives by its event."""
         assert job.job_id not in self.records, f"job {job.job_id} is at work"
@@ -432,6 +437,8 @@ class Jobs:
     def place(self, record: JobRecord) -> None:
         """Move the job's view to where it belongs, and those of its batch that have a leader now, or had."""
         self._place(record)
+        if len(record.batch) == 1:
+            return
         for each in record.batch:
             if not each.flights and (each.job_id in self.open) is batches.is_to_wait(each):
                 self._place(each)
