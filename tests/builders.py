@@ -86,6 +86,7 @@ def simulated_control(
     islands: Sequence[Sequence[int]] | None = None,
     intake: Callable[[Clock], Any] = lambda _: None,
     chooser: Any = None,
+    batch: int = 1,
 ) -> tuple[Control, Recorder]:
     """A control loop over simulated ranks, not yet run, and what will watch it."""
     clock, recorder = Clock(virtual=True), Recorder()
@@ -98,6 +99,7 @@ def simulated_control(
             max_degree=max_degree,
             closes_s=closes_s,
             islands=islands,
+            batch=batch,
         ),
         clock=clock,
         costs=costs,

@@ -48,6 +48,20 @@ class FaultyAdapter:
         return getattr(self._adapter, name)
 
     def denoise(self, spec: Any, *artifacts: Any, step: int, **options: Any) -> Any:
+        orders = self._begin(spec, step)
+        result = self._adapter.denoise(spec, *artifacts, step=step, **options)
+        self._end(result, orders)
+        return result
+
+    def denoise_batch(self, inputs: Any, *, step: int, **options: Any) -> Any:
+        orders = [self._begin(each.spec, step) for each in inputs]
+        results = self._adapter.denoise_batch(inputs, step=step, **options)
+        for result, own in zip(results, orders, strict=True):
+            self._end(result, own)
+        return results
+
+    def _begin(self, spec: Any, step: int) -> list[str]:
+        """Do what a prompt orders before this step; returns all its orders."""
         orders = [
             kind
             for kind, rank, at_step, times in ORDER.findall(spec.prompt)
@@ -56,12 +70,13 @@ class FaultyAdapter:
         for kind in orders:
             if kind != "nan":
                 self._faults[kind]()
-        result = self._adapter.denoise(spec, *artifacts, step=step, **options)
+        return orders
+
+    def _end(self, result: Any, orders: list[str]) -> None:
         if "nan" in orders:
             result.tensors["sample"].view(-1)[-1] = torch.nan
         if "die" in orders:  # on a GPU, which has only been told of the step
             _die()
-        return result
 
     def _is_due(self, job_id: str, kind: str, times: int) -> bool:
         count = Path(os.environ["GFGEN_TEST_FAULTS"]) / f"{job_id}.{kind}.{self._rank}"

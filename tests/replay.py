@@ -72,6 +72,7 @@ def replay(
             closes_s=header["closes_s"],
             resident=header.get("resident"),
             islands=header.get("islands"),
+            batch=header.get("batch", 1),
         ),
         clock=clock,
         costs=CostModel(profile),

@@ -55,6 +55,7 @@ def test_commands():
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
         "--attention",
+        "--batch",
         "--compile",
         "--device",
         "--dry-run",
@@ -124,6 +125,7 @@ def test_check_has_the_options_of_run_that_decide_what_it_does():
         "--retries",
         "--verbose",
         "-v",
+        "--batch",
         "--grace",
         "--log-file",
         "--log-json",
@@ -167,6 +169,7 @@ def test_options_of_serve():
         "--allow-origin",
         "--api-key",
         "--attention",
+        "--batch",
         "--compile",
         "--device",
         "--gpus",

@@ -149,6 +149,15 @@ lookahead_option = click.option(
     help="Queue the next task this long before the predicted end of the current one, plus 2% of the current "
     "task's time. With 0, gfgen waits until the task has ended.",
 )
+batch_option = click.option(
+    "--batch",
+    type=click.IntRange(1, 8),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Compute the steps of up to N equal jobs that follow each other in the file together, on one rank. "
+    "Small pictures take less time each, and differ in rounding from those without --batch.",
+)
 grace_option = click.option(
     "--grace",
     type=Duration(may_be_zero=True),

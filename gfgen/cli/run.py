@@ -22,6 +22,7 @@ from gfgen.cli.options import (
     LogOptions,
     NamedPath,
     RankOptions,
+    batch_option,
     compile_option,
     grace_option,
     job_options,
@@ -105,6 +106,7 @@ logger = logging.getLogger(__name__)
     "--skip-invalid", is_flag=True, help="Run the valid jobs of a file with errors; the exit code is 1."
 )
 @lookahead_option
+@batch_option
 @grace_option
 @max_step_time_option(None)
 @click.option("--trace", type=NamedPath(), help="Write a timeline for Perfetto or 'gfgen plot'.")
@@ -150,6 +152,7 @@ def run(
     model: str,
     skip_invalid: bool,
     lookahead: float,
+    batch: int,
     grace: float,
     trace: Path | None,
     on_file: str | None,
@@ -171,7 +174,7 @@ def run(
         )
     source = None if watch is not None else jobs.source()
     name = _name_of(jobs, watch)
-    cluster.check({"--gpus": ranks.gpus is not None})
+    cluster.check({"--gpus": ranks.gpus is not None, "--batch": batch > 1})
     first = watch or (Path(jobs.jobs[0]) if jobs.jobs and jobs.jobs[0] != "-" else None)
     output_dir = output or default_folder(Path("outputs"), name, first)
     check_written(source.paths if source else (), {"--trace": trace, "--log-file": logs.log_file})
@@ -193,6 +196,7 @@ def run(
             force=force,
             job_file=job_file_name(first, output_dir),
             lookahead_s=lookahead / 1000,
+            batch=batch,
             grace_s=grace,
             trace=trace,
             on_file=None if on_file is None else FileHook(on_file, output_dir, limit_s=hook_timeout),
@@ -438,6 +442,7 @@ _NOT_CHECKED = (
     "trace",
     "grace",
     "lookahead",
+    "batch",
     "log_file",
     "quiet",
     "verbose",

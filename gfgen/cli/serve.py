@@ -23,6 +23,7 @@ from gfgen.cli.options import (
     NamedPath,
     Option,
     RankOptions,
+    batch_option,
     compile_option,
     grace_option,
     log_options,
@@ -274,6 +275,7 @@ _limit_options = taken_as(
 @cluster_options
 @policy_option
 @lookahead_option
+@batch_option
 @grace_option
 @max_step_time_option(MAX_STEP_TIME)
 @_bound_options
@@ -301,6 +303,7 @@ def serve(
     cluster: ClusterOptions,
     policy: str,
     lookahead: float,
+    batch: int,
     grace: float,
     max_step_time: float,
     bounds: JobBounds,
@@ -324,7 +327,7 @@ def serve(
         if name not in (models or (DEFAULT_MODEL,)):
             raise InputError(f"--served-model-name {alias}={name}: {name} is not served; add --model {name}")
     _check_webhooks(api)
-    cluster.check({"--gpus": ranks.gpus is not None, "--lora": bool(loras)})
+    cluster.check({"--gpus": ranks.gpus is not None, "--batch": batch > 1, "--lora": bool(loras)})
     check_packages(SERVING)
     model = (models or (DEFAULT_MODEL,))[0]
     found = click.get_current_context().with_resource(
@@ -338,6 +341,7 @@ def serve(
         ranks=ranks.found() if found is None else found.ranks,
         policy=load_policy(policy),
         lookahead_s=lookahead / 1000,
+        batch=batch,
         grace_s=grace,
         host=host,
         port=port,

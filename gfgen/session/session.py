@@ -24,7 +24,7 @@ from gfgen.runtime.control.decider import Chooser
 from gfgen.runtime.control.flights import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
-from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.admission import AdmittedJob, check_batch
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
@@ -63,6 +63,8 @@ class SessionOptions:
     model: str = DEFAULT_MODEL
     """For jobs that name none."""
     lookahead_s: float = LOOKAHEAD_S
+    batch: int = 1
+    """The most equal jobs that take their steps together."""
     grace_s: float = GRACE_S
     """How long running steps may continue when a run stops."""
     closes_at: float | None = None
@@ -173,7 +175,10 @@ class Session:
         """
         options = self.options
         _remove_leftovers_below(options.output_dir, jobs)
-        named = {name: self.admission.find_model(name).checkpoint for name in models}
+        found = {name: self.admission.find_model(name) for name in models}
+        named = {name: model.checkpoint for name, model in found.items()}
+        families = {name: model.geometry.family for name, model in found.items()}
+        check_batch(options.batch, {job.spec.model or "": job.info.family for job in jobs} | families)
         checkpoints = {*named.values(), *(job.checkpoint for job in jobs)}
         self.residency = self.admission.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
@@ -247,6 +252,8 @@ class Session:
                 skipped=skipped,
                 journal=self._journal(jobs, setup, stack),
             )
+            if options.batch > 1 and arrivals.intake is None and not control.state.jobs.has_batches:
+                logger.warning("--batch has no effect: no jobs that follow each other are equal")
             summary = control.run()
         state = control.state
         self.stop_signal = state.closing.stop_signal if state.jobs.records else None
@@ -290,7 +297,7 @@ class Session:
 
     def _keep_measured(self, ranks: Ranks, costs: CostModel) -> None:
         """Keep the task times for the predictions of later runs, unless an option changes them."""
-        if ranks.vae_dtype == "auto" and ranks.has_graphs:
+        if ranks.vae_dtype == "auto" and ranks.has_graphs and self.options.batch == 1:
             keep_measured(
                 runs_path(ranks.profiled_as),
                 costs.classes,
@@ -325,6 +332,7 @@ class Session:
             grace_s=options.grace_s,
             resident=None if self.residency is None else self.residency.resident,
             islands=pool.islands,
+            batch=options.batch,
         )
 
     def _journal(

@@ -59,3 +59,21 @@ def mortal_pool(faulty_pool: WorkerPool) -> Iterator[WorkerPool]:
     for rank in list(faulty_pool.retired):
         faulty_pool.deaths.clear()
         faulty_pool.replace_worker(rank, is_to_blame=False)
+
+
+@pytest.fixture(scope="session")
+def started_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
+    """Three CPU ranks that imitate GPUs (tests/gpu_worker_imitation.py)."""
+    checkpoints = [tiny_models["tiny-qwen-image"], tiny_models["tiny-wan"]]
+    plan = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
+    settings = RankSettings(num_ranks=3, device="cuda", plan=plan)
+    with WorkerPool(settings, checkpoints, worker_main="gpu_worker_imitation:main") as pool:
+        yield pool
+
+
+@pytest.fixture
+def gpu_pool(started_pool: WorkerPool) -> WorkerPool:
+    """All of them ready, and no death remembered."""
+    wait_ready(started_pool)
+    started_pool.deaths.clear()
+    return started_pool

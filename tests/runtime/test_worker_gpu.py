@@ -44,7 +44,7 @@ from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.processes.child import Phase, RankProcess
 from gfgen.runtime.processes.loads import HeldModels
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.starting import wait_ready, warm_up
+from gfgen.runtime.processes.starting import warm_up
 from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.worker import device as worker_device
 from gfgen.runtime.worker import gpu
@@ -57,22 +57,6 @@ from gfgen.runtime.worker.loop import Worker
 from gfgen.session.warming import warm_ups
 
 PLAN = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
-
-
-@pytest.fixture(scope="module")
-def started_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
-    checkpoints = [tiny_models["tiny-qwen-image"], tiny_models["tiny-wan"]]
-    settings = RankSettings(num_ranks=3, device="cuda", plan=PLAN)
-    with WorkerPool(settings, checkpoints, worker_main="gpu_worker_imitation:main") as pool:
-        yield pool
-
-
-@pytest.fixture
-def gpu_pool(started_pool: WorkerPool) -> WorkerPool:
-    """All ranks ready, and no death remembered."""
-    wait_ready(started_pool)
-    started_pool.deaths.clear()
-    return started_pool
 
 
 @pytest.mark.parametrize(("num_gpus", "gpus"), [(0, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 1, 0]), (1, [0] * 3)])

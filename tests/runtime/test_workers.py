@@ -61,6 +61,7 @@ def run(
     warm_ups=None,
     watchers=(),
     grace_s=30.0,
+    batch=1,
 ):
     """Run jobs on the pool; the recorder knows what happened."""
     jobs, clock, costs, recorder = admitted(*specs), Clock(), CostModel(), Recorder()
@@ -73,6 +74,7 @@ def run(
             resident=residency.resident if residency else None,
             islands=islands,
             grace_s=grace_s,
+            batch=batch,
         ),
         clock=clock,
         costs=costs,

@@ -7,8 +7,9 @@ processes. Between calls an adapter keeps nothing of a job except caches (prompt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -48,6 +49,15 @@ class Fields:
         value = self.scalars[name]
         assert isinstance(value, int)
         return value
+
+
+class StepInput(NamedTuple):
+    """What a denoising step of one job reads."""
+
+    spec: JobSpec
+    prompt: Fields
+    condition: Fields
+    latents: Fields
 
 
 class Adapter(Protocol):
@@ -119,4 +129,22 @@ class Adapter(Protocol):
 
     def rehearse_encode(self) -> None:
         """Evaluate the text encoder once for each shape that it can get, if these are few."""
+        ...
+
+
+class BatchAdapter(Adapter, Protocol):
+    """An adapter that takes one step of several jobs in the same forwards (`--batch`)."""
+
+    def denoise_batch(
+        self, inputs: Sequence[StepInput], *, step: int, parallel: Parallel | None = None
+    ) -> list[Fields]:
+        """The artifacts `latents` after this step, one for each job.
+
+        The jobs are equal in all but prompts and seeds, and have no condition. Results differ by rounding
+        from those of `denoise`. Several jobs run without `parallel`.
+        """
+        ...
+
+    def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
+        """As `text_shape`, for these jobs together on one rank."""
         ...

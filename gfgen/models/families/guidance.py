@@ -47,14 +47,24 @@ either direction. A padded token costs as much as any other; twice as much paddi
 
 
 def predict_branches(
-    predict: Predict, prompt: Fields, *, spec: JobSpec, geometry: Geometry, parallel: Parallel | None
+    predict: Predict,
+    prompts: Sequence[Fields],
+    *,
+    spec: JobSpec,
+    geometry: Geometry,
+    parallel: Parallel | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The noise predictions for the prompt and, with guidance, for the negative prompt.
+    """The noise predictions for the prompts and, with guidance, for the negative prompts.
 
-    Every rank gets both, in this order, so all of them compute the same from it.
+    Every rank gets both, in this order, so all of them compute the same from it. A branch of several jobs is
+    one forward.
     """
     names = ("prompt_embeds", "negative_prompt_embeds") if geometry.uses_cfg(spec) else ("prompt_embeds",)
-    embeds = [prompt.tensors[name] for name in names]
+    if len(prompts) > 1:
+        assert parallel is None, "steps of several jobs run on one rank"
+        branches = [predict([prompt.tensors[name] for prompt in prompts]) for name in names]
+        return branches[0], branches[1] if len(branches) == 2 else None
+    embeds = [prompts[0].tensors[name] for name in names]
     degree = 1 if parallel is None else parallel.sequence.size
     in_batch = is_batch_faster(geometry, spec, sequence_degree=degree, embeds=embeds)
     predictions = evaluate_branches(predict, embeds, parallel, in_batch=in_batch)

@@ -23,7 +23,7 @@ from torch.nn.attention import sdpa_kernel
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import solver
-from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields
+from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields, StepInput
 from gfgen.models.families.encoders import FOR_ANY_LENGTH, text_encoder_on
 from gfgen.models.families.guidance import is_batch_faster, predict_branches
 from gfgen.models.families.outputs import keep_outputs
@@ -33,7 +33,7 @@ from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.kernels import NOTHING_IN_FP8, InFp8
 from gfgen.models.fast.prompt_memory import NUM_TEXTS
-from gfgen.models.fast.texts import forward_inputs, text_shape
+from gfgen.models.fast.texts import forward_inputs, text_shape, with_texts
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry.rules import known
@@ -93,22 +93,34 @@ class QwenImageAdapter:
         step: int,
         parallel: Parallel | None = None,
     ) -> Fields:
+        inputs = StepInput(spec, prompt, condition, latents)
+        return self.denoise_batch([inputs], step=step, parallel=parallel)[0]
+
+    @torch.no_grad()
+    def denoise_batch(
+        self, inputs: Sequence[StepInput], *, step: int, parallel: Parallel | None = None
+    ) -> list[Fields]:
+        spec = inputs[0].spec
         self._loras.merge(spec)
-        scheduler = self._scheduler(spec)
-        sample_BSC = solver.restore_state(scheduler, latents)
-        timestep = scheduler.timesteps[step]
-        inputs = self._model_inputs(spec, sample_BSC, timestep=timestep)
-        predict = functools.partial(self._predict, inputs)
+        solvers = [solver.Solver(self._scheduler(spec), each.latents, step=step) for each in inputs]
+        sample_BSC = solver.stacked([each.sample for each in solvers])
+        shared = self._model_inputs(spec, sample_BSC, timestep=solvers[0].timestep)
         predicted_BSC, unguided_BSC = predict_branches(
-            predict, prompt, spec=spec, geometry=self.geometry, parallel=parallel
+            functools.partial(self._predict, shared),
+            [each.prompt for each in inputs],
+            spec=spec,
+            geometry=self.geometry,
+            parallel=parallel,
         )
         if unguided_BSC is not None:
             predicted_BSC = _guide(predicted_BSC, unguided_BSC, scale=known(spec.true_cfg_scale))
-        sample_BSC = scheduler.step(predicted_BSC, timestep, sample_BSC, return_dict=False)[0]
-        state = solver.save_state(scheduler, sample_BSC)
-        if spec.reuse is not None:
-            keep_outputs(state, latents, [predicted_BSC], step=step)
-        return solver.detach_from(latents, state)
+        results: list[Fields] = []
+        for own, predicted in zip(solvers, predicted_BSC.chunk(len(inputs)), strict=True):
+            state = own.next_state(predicted)
+            if spec.reuse is not None:
+                keep_outputs(state, own.latents, [predicted], step=step)
+            results.append(solver.detach_from(own.latents, state))
+        return results
 
     @torch.no_grad()
     def reuse(
@@ -137,6 +149,19 @@ class QwenImageAdapter:
         return tuple(
             text_shape(transformer, each, picture_tokens=picture_tokens, degrees=layout.degrees)
             for each in forwards
+        )
+
+    def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
+        transformer = self._pipeline.transformer
+        picture_tokens = self.geometry.num_tokens(inputs[0].spec)
+        return tuple(
+            text_shape(
+                transformer,
+                [each.prompt.tensors[name] for each in inputs],
+                picture_tokens=picture_tokens,
+                degrees=(1, 1, 1),
+            )
+            for name in inputs[0].prompt.tensors
         )
 
     def evaluate_by(self, forward: Evaluator) -> None:
@@ -181,9 +206,7 @@ class QwenImageAdapter:
     def _model_inputs(
         self, spec: JobSpec, sample_BSC: torch.Tensor, *, timestep: torch.Tensor
     ) -> dict[str, Any]:
-        timestep_B = (
-            timestep.to(self.device, non_blocking=True).expand(sample_BSC.shape[0]).to(sample_BSC.dtype)
-        )
+        timestep_B = timestep.to(self.device, non_blocking=True).expand(1).to(sample_BSC.dtype)
         factor = 2 * self._pipeline.vae_scale_factor
         grid = (1, known(spec.height) // factor, known(spec.width) // factor)
         return {
@@ -196,9 +219,25 @@ class QwenImageAdapter:
         }
 
     def _predict(self, inputs: dict[str, Any], embeds: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Branches of classifier-free guidance, or one branch of several jobs."""
         transformer = self._pipeline.transformer
-        assert len(embeds) == 1 or hasattr(transformer, "modulation"), "only fused blocks ignore padding"
+        if len(embeds) > 1 and not hasattr(transformer, "modulation"):
+            return self._predict_unfused(inputs, embeds)
         return self._forward(transformer, forward_inputs(transformer, inputs, embeds))
+
+    def _predict_unfused(self, inputs: dict[str, Any], embeds: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Jobs whose texts have the same length in one forward: only fused blocks ignore padding."""
+        samples: Sequence[torch.Tensor] = inputs["hidden_states"].chunk(len(embeds))
+        results = list(samples)
+        alone = {name: x for name, x in inputs.items() if name != "attention_kwargs"}
+        for length in dict.fromkeys(text.shape[1] for text in embeds):
+            of_length = [idx for idx, text in enumerate(embeds) if text.shape[1] == length]
+            alone["hidden_states"] = solver.stacked([samples[idx] for idx in of_length])
+            texts = [embeds[idx] for idx in of_length]
+            found = self._forward(self._pipeline.transformer, with_texts(alone, texts))
+            for idx, result in zip(of_length, found.chunk(len(texts)), strict=True):
+                results[idx] = result
+        return torch.cat(results)
 
 
 def load_qwen_image(

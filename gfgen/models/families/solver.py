@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from gfgen.models.families.adapter import SAMPLE, Fields, Scalar
@@ -86,6 +87,25 @@ def restore_state(scheduler: Any, latents: Fields) -> Any:
         length = len(getattr(scheduler, name))
         setattr(scheduler, name, [latents.tensors.get(_item_name(name, idx)) for idx in range(length)])
     return latents.tensors[SAMPLE]
+
+
+class Solver:
+    """A scheduler where a job's latents have brought it, before one step."""
+
+    def __init__(self, scheduler: Any, latents: Fields, *, step: int) -> None:
+        self.scheduler, self.latents = scheduler, latents
+        self.sample = restore_state(scheduler, latents)
+        self.timestep = scheduler.timesteps[step]
+
+    def next_state(self, predicted: Any, *, pin: Callable[[Any], Any] | None = None) -> Fields:
+        """The artifact `latents` after the step; `pin` changes its sample."""
+        sample = self.scheduler.step(predicted, self.timestep, self.sample, return_dict=False)[0]
+        return save_state(self.scheduler, sample if pin is None else pin(sample))
+
+
+def stacked(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Samples of several jobs as one batch; a single one stays the same object."""
+    return samples[0] if len(samples) == 1 else torch.cat(list(samples))
 
 
 def extrapolated_step(scheduler: Any, latents: Fields, *, step: int) -> Fields:

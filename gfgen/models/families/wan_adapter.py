@@ -22,7 +22,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import solver
-from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields
+from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields, StepInput
 from gfgen.models.families.encoders import text_encoder_on
 from gfgen.models.families.guidance import predict_branches
 from gfgen.models.families.outputs import keep_outputs
@@ -121,29 +121,43 @@ class WanAdapter:
         step: int,
         parallel: Parallel | None = None,
     ) -> Fields:
+        inputs = StepInput(spec, prompt, condition, latents)
+        return self.denoise_batch([inputs], step=step, parallel=parallel)[0]
+
+    @torch.no_grad()
+    def denoise_batch(
+        self, inputs: Sequence[StepInput], *, step: int, parallel: Parallel | None = None
+    ) -> list[Fields]:
+        spec, image_BCTHW = inputs[0].spec, inputs[0].condition.tensors.get("condition")
+        assert len(inputs) == 1 or image_BCTHW is None, "jobs with images have steps of their own"
         self._loras.merge(spec)
-        scheduler = self._scheduler(spec)
-        sample_BCTHW = solver.restore_state(scheduler, latents)
-        timestep = scheduler.timesteps[step]
-        expert, scale = self._expert(spec, timestep=timestep, num_train=scheduler.config.num_train_timesteps)
-        image_BCTHW = condition.tensors.get("condition")
-        inputs = {
+        solvers = [solver.Solver(self._scheduler(spec), each.latents, step=step) for each in inputs]
+        sample_BCTHW, timestep = solver.stacked([each.sample for each in solvers]), solvers[0].timestep
+        num_train = solvers[0].scheduler.config.num_train_timesteps
+        expert, scale = self._expert(spec, timestep=timestep, num_train=num_train)
+        shared = {
             "hidden_states": self._model_input(sample_BCTHW, image_BCTHW),
             "timestep": self._model_timestep(timestep, sample_BCTHW, has_image=image_BCTHW is not None),
         }
-        predict = functools.partial(self._predict, expert, inputs)
-        predicted, unguided = predict_branches(
-            predict, prompt, spec=spec, geometry=self.geometry, parallel=parallel
+        predicted_BCTHW, unguided = predict_branches(
+            functools.partial(self._predict, expert, shared),
+            [each.prompt for each in inputs],
+            spec=spec,
+            geometry=self.geometry,
+            parallel=parallel,
         )
         if unguided is not None:
-            predicted = unguided + scale * (predicted - unguided)
-        sample_BCTHW = scheduler.step(predicted, timestep, sample_BCTHW, return_dict=False)[0]
+            predicted_BCTHW = unguided + scale * (predicted_BCTHW - unguided)
+        pin = None
         if step == known(spec.steps) - 1 and image_BCTHW is not None and self._per_token:
-            sample_BCTHW = _pin_first_frame(sample_BCTHW, image_BCTHW)
-        state = solver.save_state(scheduler, sample_BCTHW)
-        if spec.reuse is not None:
-            keep_outputs(state, latents, [predicted], step=step)
-        return solver.detach_from(latents, state)
+            pin = functools.partial(_pin_first_frame, image_BCTHW=image_BCTHW)
+        results: list[Fields] = []
+        for own, predicted in zip(solvers, predicted_BCTHW.chunk(len(inputs)), strict=True):
+            state = own.next_state(predicted, pin=pin)
+            if spec.reuse is not None:
+                keep_outputs(state, own.latents, [predicted], step=step)
+            results.append(solver.detach_from(own.latents, state))
+        return results
 
     @torch.no_grad()
     def reuse(
@@ -162,6 +176,9 @@ class WanAdapter:
 
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
         return tuple(x.shape[1] for x in prompt.tensors.values())
+
+    def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
+        return (len(inputs),)
 
     def evaluate_by(self, forward: Evaluator) -> None:
         self._forward = forward
@@ -199,7 +216,7 @@ class WanAdapter:
     def _model_timestep(
         self, timestep: torch.Tensor, sample_BCTHW: torch.Tensor, *, has_image: bool
     ) -> torch.Tensor:
-        """[B], or [B, S] where tokens differ.
+        """[1], or [1, S] where tokens differ; all samples of a batch have the same.
 
         Without an image all tokens have the same timestep. In fp32 it is given per token, as in the
         pipeline; in bf16 once, which gives equal results (measured) and saves gigabytes of modulation in
@@ -207,15 +224,15 @@ class WanAdapter:
         """
         timestep = timestep.to(self.device, non_blocking=True)
         if not self._per_token or (self._dtype != torch.float32 and not has_image):
-            return timestep.expand(sample_BCTHW.shape[0])
+            return timestep.expand(1)
         mask_BCTHW = _first_frame_mask(sample_BCTHW) if has_image else torch.ones_like(sample_BCTHW[:, :1])
         per_token = (mask_BCTHW[0][0][:, ::2, ::2] * timestep).flatten()
-        return per_token.unsqueeze(0).expand(sample_BCTHW.shape[0], -1)
+        return per_token.unsqueeze(0)
 
     def _predict(
         self, expert: Any, inputs: dict[str, torch.Tensor], embeds: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Branches of classifier-free guidance; all texts are padded to the same length."""
+        """Branches of guidance, or one branch of several jobs; all texts are padded to the same length."""
         return self._forward(expert, with_texts(inputs, embeds))
 
 

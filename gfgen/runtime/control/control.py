@@ -292,24 +292,26 @@ class Control:
         for decision in decisions:
             if self.state.holds_back(decision):
                 continue  # the policy is asked again when a file is written
-            dispatch = self.start(decision)
-            if dispatch is None:
+            started = self.start(decision)
+            if not started:
                 break  # what follows was decided for a state that did not come about
-            dispatches.append(dispatch)
+            dispatches += started
         return dispatches
 
-    def start(self, decision: Decision) -> Dispatch | None:
-        """Dispatch a decision; None when it is illegal, which is the policy's fault."""
+    def start(self, decision: Decision) -> Sequence[Dispatch]:
+        """Dispatch a decision, with its batch; none when it is illegal, which is the policy's fault."""
         try:
             dispatch = self.state.begin(decision)
         except PolicyFault as fault:
             self.decider.blame(fault)
             self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
-            return None
-        self.backend.submit(dispatch)
-        for tell in self._tell_dispatched:
-            tell(dispatch)
-        return dispatch
+            return ()
+        dispatches = [dispatch, *self.state.begin_mates(dispatch)]
+        for each in dispatches:
+            self.backend.submit(each)
+            for tell in self._tell_dispatched:
+                tell(each)
+        return dispatches
 
     def save_stopped(self) -> None:
         """Keep the state of each job that has come to its stop, at once: the others may take long to stop."""

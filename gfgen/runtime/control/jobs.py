@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
+from gfgen.runtime.control import batches
 from gfgen.runtime.control.closing import Closing
 from gfgen.runtime.control.flights import Flight
 from gfgen.runtime.control.modelturns import ModelTurns
@@ -126,6 +127,8 @@ class Usage:
     made: tuple[int, int, int] | None = None
     """Frames, height and width of each, if only the decode knew them."""
     given_up: GivenUp = NOTHING_GIVEN_UP
+    batch: int = 1
+    """The most jobs that its steps were computed with, itself included."""
 
     def add(self, stage: Stage, layout: Layout, event: TaskDone, *, busy_s: float, rank_s: float) -> None:
         """A task has run."""
@@ -166,6 +169,8 @@ class JobRecord:
     """Of the job, as a text by which they are compared."""
     owner: str | None = field(init=False)
     num_tasks: int = field(init=False)
+    batch: list[JobRecord] = field(init=False)
+    """The jobs that take their steps together with this one, which is one of them; the list is theirs."""
     arrived: bool = False
     is_writing: bool = False
     flights: list[Flight] = field(default_factory=list)
@@ -181,6 +186,7 @@ class JobRecord:
         self.job_id, self.num_tasks = self.job.job_id, self.job.trajectory.num_tasks
         spec = self.job.spec
         self.model, self.owner = spec.model or "", spec.owner
+        self.batch = [self]
         self.loras = json.dumps(spec.lora, sort_keys=True) if spec.lora else ""
 
     @property
@@ -222,7 +228,7 @@ class JobRecord:
         is_same = view is not None and view.next_task is task and view.last_layout is self.progress.holder
         if view is not None and is_same and self._view_version == costs.version:
             return view
-        job, cost_class = self.job, self.cost_class
+        job, cost_class, is_alone = self.job, self.cost_class, len(self.batch) == 1
         spec, trajectory = job.info.spec, job.trajectory
         num_reused = trajectory.num_reused_from(task.index) if trajectory.reused else 0
         remaining_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reused)
@@ -243,8 +249,8 @@ class JobRecord:
             num_tasks=self.num_tasks,
             remaining_s=remaining_s,
             last_layout=self.progress.holder,
-            uses_cfg=job.uses_cfg,
-            max_sequence_degree=job.max_sequence_degree,
+            uses_cfg=job.uses_cfg and is_alone,
+            max_sequence_degree=job.max_sequence_degree if is_alone else 1,
             shape=cost_class.shape,
             max_ulysses_degree=job.max_ulysses_degree,
             max_decode_degree=job.max_decode_degree,
@@ -288,6 +294,7 @@ class JobRecord:
             made=usage.made,
             num_reused=self._num_reused,
             why_reused=usage.given_up.why,
+            batch=usage.batch,
         )
 
     def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:
@@ -339,6 +346,7 @@ class Jobs:
         """Where stopped jobs go on that have not been added yet."""
         self._costs = costs
         self._models = models
+        self._forming = batches.Forming(start.batch)
         self.records: dict[str, JobRecord] = {}
         self.open = OpenJobs()
         self.busy: dict[str, JobView] = {}
@@ -355,6 +363,11 @@ class Jobs:
     def models_at_work(self) -> set[str]:
         """Models of jobs that have arrived and not ended."""
         return {record.model for record in self.records.values() if record.arrived}
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether some jobs take their steps together."""
+        return any(len(record.batch) > 1 for record in self.records.values())
 
     def add(self, job: AdmittedJob) -> None:
         """One more job, which arrives by its event."""
@@ -378,6 +391,7 @@ class Jobs:
             record.trouble.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
             record.usage.given_up = point.given_up
         self.records[job.job_id] = record
+        self._forming.add(record)
 
     def arrive(self, record: JobRecord) -> None:
         record.arrived = True
@@ -402,13 +416,35 @@ class Jobs:
 
     def remove(self, record: JobRecord) -> None:
         """The job has ended."""
+        self.leave_batch(record)
         del self.records[record.job_id]
         self.open.discard(record.job_id)
         self.busy.pop(record.job_id, None)
         self._models.unpark(record.job_id)
 
+    def leave_batch(self, record: JobRecord) -> None:
+        """From now on a job takes its steps alone, and those of its batch without it."""
+        others = record.batch
+        if len(others) == 1:
+            return
+        others.remove(record)
+        record.batch = [record]
+        for each in (record, *others):
+            each._view = None  # one that is alone may have several ranks
+        for each in others:
+            self._place(each)
+
     def place(self, record: JobRecord) -> None:
-        """Move the job's view to where it belongs: open, busy, or out of the policies' sight."""
+        """Move the job's view to where it belongs, and those of its batch that have a leader now, or had."""
+        self._place(record)
+        if len(record.batch) == 1:
+            return
+        for each in record.batch:
+            if not each.flights and (each.job_id in self.open) is batches.is_to_wait(each):
+                self._place(each)
+
+    def _place(self, record: JobRecord) -> None:
+        """Open, busy, or out of the policies' sight."""
         job_id = record.job_id
         was_busy = self.busy.pop(job_id, None) is not None
         has_next = record.progress.next_index < record.num_tasks
@@ -420,7 +456,10 @@ class Jobs:
             else:
                 self._models.unpark(job_id)
         if is_visible and not record.flights:
-            self.open.put(record.view(self._costs))
+            if batches.is_to_wait(record):
+                self.open.discard(job_id)
+            else:
+                self.open.put(record.view(self._costs))
             return
         if not was_busy:
             self.open.discard(job_id)
@@ -430,7 +469,10 @@ class Jobs:
     def joining(self, ending: Iterable[Flight]) -> list[str]:
         """Jobs whose next task may be queued behind the running one: one step ahead and no more."""
         job_ids = [flight.dispatch.task.job_id for flight in ending]
-        return [each for each in job_ids if each in self.busy and len(self.records[each].flights) == 1]
+        return [each for each in job_ids if each in self.busy and self._may_join(self.records[each])]
+
+    def _may_join(self, record: JobRecord) -> bool:
+        return len(record.flights) == 1 and not batches.takes_steps_together(record)
 
     def open_in_time(self, closing: Closing, now_s: float) -> dict[str, JobView]:
         """The open jobs, without those that would begin now and not end by the closing time."""
@@ -494,4 +536,5 @@ class Jobs:
             can_run = record.arrived and is_resident and not record.trouble.doom
             is_visible = is_open or record.job_id in self.busy
             has_next = record.progress.next_index < record.num_tasks
-            assert is_visible is (can_run and has_next), f"job {record.job_id} and policies"
+            waits = not record.flights and batches.is_to_wait(record)
+            assert is_visible is (can_run and has_next and not waits), f"job {record.job_id} and policies"

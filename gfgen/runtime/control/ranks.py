@@ -25,7 +25,7 @@ class RankRecord:
     load_s: float = 0.0
     """How long that is predicted to take."""
     flights: list[Flight] = field(default_factory=list)
-    """A running task and a queued one at most."""
+    """A running task, or a batch of steps, and a queued one at most."""
     idle_since_s: float = 0.0
     ended_s: float = 0.0
     """When its part of the last finished task ended."""
@@ -179,7 +179,8 @@ class Ranks:
     def check(self) -> None:
         """Assert what always holds."""
         for rank in self.records:
-            assert len(rank.flights) <= 2, f"rank {rank.rank} has {len(rank.flights)} tasks"
+            tasks = {each.dispatch.batch_end or each.dispatch.number for each in rank.flights}
+            assert len(tasks) <= 2, f"rank {rank.rank} has {len(tasks)} tasks"
             is_idle = rank.can_work and not rank.flights
             assert (rank.rank in self.idle) is is_idle, f"rank {rank.rank}: idle is {not is_idle}"
             assert not (rank.is_retired and rank.is_ready), f"rank {rank.rank} is retired and ready"

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage, Task
 from gfgen.layout import MAX_RANKS, Layout
+from gfgen.runtime.control import batches
 from gfgen.runtime.control.closing import Closing
 from gfgen.runtime.control.flights import Flight, Flights
 from gfgen.runtime.control.jobs import JobRecord, Jobs
@@ -162,43 +163,73 @@ class State:
 
         Raises: PolicyFault when it is illegal; nothing has changed then.
         """
-        now_s = self.clock.turn_s
         record = legal_job(
-            decision, self.jobs, self.ranks, self.models, max_degree=self.max_degree, now_s=now_s
+            decision,
+            self.jobs,
+            self.ranks,
+            self.models,
+            max_degree=self.max_degree,
+            now_s=self.clock.turn_s,
         )
-        task, layout, progress = decision.task, decision.layout, record.progress
+        task, layout = decision.task, decision.layout
+        is_batch = batches.takes_steps_together(record) and layout.degree == 1
+        num_mates = len(batches.mates(record, task.index)) if is_batch else 0
+        return self._begin(record, task, layout, num_mates=num_mates)
+
+    def begin_mates(self, lead: Dispatch) -> Iterator[Dispatch]:
+        """Register the steps that go with this one in a batch; the leader's decision is theirs."""
+        if lead.batch_end is None:
+            return
+        for mate in batches.mates(self.jobs.records[lead.task.job_id], lead.task.index):
+            yield self._begin(mate, mate.next_task, lead.layout, lead=lead)
+
+    def _begin(
+        self,
+        record: JobRecord,
+        task: Task,
+        layout: Layout,
+        *,
+        num_mates: int = 0,
+        lead: Dispatch | None = None,
+    ) -> Dispatch:
+        now_s, number, progress = self.clock.turn_s, self.flights.last_number + 1, record.progress
+        batch_end = lead.batch_end if lead else number + num_mates if num_mates else None
         cost_class, degrees = record.cost_class, layout.degrees
         source = progress.holder if progress.is_held else None
         start_s = max([now_s, *[self.ranks.records[rank].free_at_s for rank in layout.ranks]])
         stays = source is None or source == layout
         move_s = 0.0 if stays else self._costs.move_s(cost_class, source, layout)
         task_s, least_s = self._costs.expected_s(cost_class, task.stage, degrees)
+        task_s *= 1 + num_mates
         switch_s = 0.0
         if record.merges_loras(task.stage) and not self.ranks.hold(layout, record.model, record.loras):
             switch_s = self._costs.switch_s(cost_class)
             self.ranks.merge(layout, record.model, record.loras)
         transfers: tuple[Transfer, ...] = ()
         # Otherwise ranks take the state from the slab, where its last holders publish it.
-        if task.index >= 2 and source is not None and not stays and self.ranks.can_send(source, layout):
+        is_moving = task.index >= 2 and source is not None and not stays and batch_end is None
+        if is_moving and source is not None and self.ranks.can_send(source, layout):
             latents = record.job.trajectory.artifact("latents")
             transfers = plan_transfers(latents, source=source, destination=layout)
         late_s = 0.0
         if task.stage is Stage.REUSE and record.job.trajectory.reusable:
             late_s = start_s + self._job_costs.remaining_s(task, layout) - record.deadline_s
         dispatch = Dispatch(
-            number=self.flights.last_number + 1,
+            number=number,
             task=task,
             layout=layout,
             submitted_s=now_s,
-            predicted_start_s=start_s,
-            predicted_end_s=start_s + move_s + switch_s + task_s,
+            predicted_start_s=lead.predicted_start_s if lead else start_s,
+            predicted_end_s=lead.predicted_end_s if lead else start_s + move_s + switch_s + task_s,
             producer=progress.producer,
             source=source,
             transfers=transfers,
             switch_s=switch_s,
+            batch_end=batch_end,
             late_s=late_s,
         )
-        is_measured = self._costs.has_seen(cost_class, task.stage, degrees)
+        # Nothing is queued behind a batch, whose steps end together.
+        is_measured = batch_end is None and self._costs.has_seen(cost_class, task.stage, degrees)
         flight = self.flights.add(
             dispatch,
             soonest_s=start_s + least_s,  # moves and switches may take less than predicted
@@ -208,6 +239,8 @@ class State:
         self.ranks.take(flight)
         if task.stage is Stage.DENOISE and self.closing.closes_s < math.inf:
             self.closing.note(cost_class, degrees)
+        if batch_end is not None:
+            record.usage.batch = max(record.usage.batch, batch_end - (lead.number if lead else number) + 1)
         record.flights.append(flight)
         progress.begin(task.index, layout, dispatch.number)
         self.jobs.place(record)
@@ -311,6 +344,8 @@ class State:
         self.ranks.leave(flight, at_s=event.time_s)
         flight.is_void = flight.is_void or event.void
         record.fail_flight(flight, flight.failure or event.reason, is_lost=event.lost)
+        if flight.dispatch.batch_end is not None:
+            self.jobs.leave_batch(record)  # so that a job with which steps fail does not fail others
         return self._settle(record)
 
     def _arrived(self, event: events.JobArrived) -> Iterable[JobOutcome]:
@@ -394,7 +429,9 @@ class State:
         if record.trouble.doom and not record.flights and not record.is_writing:
             return self._end(record, error=record.trouble.doom)
         if record.trouble.doom:
-            self.flights.give_up(record.flights)
+            self.jobs.leave_batch(record)
+            # A step of a batch ends for the sake of the others.
+            self.flights.give_up(each for each in record.flights if each.dispatch.batch_end is None)
         self.jobs.place(record)
         return ()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gfgen.errors import JobError, ModelError, Problem
+from gfgen.errors import InputError, JobError, ModelError, Problem
 from gfgen.graph import Stage, Trajectory
 from gfgen.job.spec import JobSpec, output_name, spec_hash, with_defaults
 from gfgen.layout import MAX_RANKS, Limits
@@ -23,6 +23,9 @@ from gfgen.runtime.ipc.content import Content
 from gfgen.system.wording import MAX_NAMED, in_lines
 
 logger = logging.getLogger(__name__)
+
+BATCH_FAMILIES = ("qwen-image", "wan")
+"""Beginnings of the names of families whose adapters are `BatchAdapter`s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,12 @@ class AdmittedJob:
         )
 
     @property
+    def can_join_batch(self) -> bool:
+        """Whether its steps can be computed together with those of equal jobs."""
+        is_known = self.info.family.startswith(BATCH_FAMILIES)
+        return is_known and self.spec.image is None and self.spec.reuse is None
+
+    @property
     def state_bytes(self) -> int:
         """Bytes that move when the job moves between two steps."""
         return self.trajectory.artifact("latents").size_bytes
@@ -123,6 +132,16 @@ def admit(
             problems += error.at_line(spec.line)
     missing = [_missing_model(name, models[name], lines) for name, lines in lines_without.items()]
     return tuple(jobs), (*problems, *missing)
+
+
+def check_batch(size: int, families: Mapping[str, str]) -> None:
+    """Raises: InputError for --batch with a model, named with its family, that computes one job at a time."""
+    for name, family in families.items():
+        if size > 1 and not family.startswith(BATCH_FAMILIES):
+            raise InputError(
+                f"--batch {size}: {name} computes one job at a time, unlike Qwen-Image and Wan; "
+                "leave out --batch, or run its jobs by themselves"
+            )
 
 
 def tell_of_rounding(jobs: Iterable[AdmittedJob]) -> None:

@@ -86,6 +86,8 @@ class JobOutcome:
     """Steps that ran without the transformer."""
     why_reused: str | None = None
     """Why a policy had steps reused; None if none did."""
+    batch: int = 1
+    """The most jobs, this one included, that a step of it was computed with."""
 
     @property
     def met_deadline(self) -> bool | None:

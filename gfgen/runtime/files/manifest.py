@@ -114,6 +114,8 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
     }
     if outcome.peak_bytes is not None:
         entry["peak_memory_mb"] = round(outcome.peak_bytes / 2**20, 1)
+    if outcome.batch > 1:
+        entry["batch"] = outcome.batch
     if spec.owner is not None:
         entry["owner"] = spec.owner
     entry |= {name: value for name in PIPELINE_FIELDS if (value := getattr(spec, name)) is not None}

@@ -40,6 +40,8 @@ class RunStart:
     """Models that ranks hold at first; jobs of other models wait for their turn. None: ranks hold all."""
     islands: Sequence[Sequence[int]] | None = None
     """Sets of ranks that reach each other's memory. None: all do."""
+    batch: int = 1
+    """The most jobs that take their steps together."""
 
     def header(self) -> dict[str, Any]:
         return {
@@ -54,4 +56,5 @@ class RunStart:
             "closes_s": self.closes_s,
             "resident": None if self.resident is None else sorted(self.resident),
             "islands": self.islands,
+            "batch": self.batch,
         }

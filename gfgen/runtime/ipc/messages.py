@@ -48,6 +48,8 @@ class RunTask(NamedTuple):
     wait_s: float | None = None
     """Bounds each wait for another rank during the task; None for the collectives' default."""
     expected_s: float = 0.0
+    batch_end: int | None = None
+    """The last dispatch of its batch: this task waits for those up to it, and runs with them."""
     is_reused: bool = False
     """Whether a policy chose that the step runs no transformer."""
 

@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.group import LayoutGroup
 from gfgen.graph import Stage, Task
-from gfgen.models.families.adapter import Adapter, Fields
+from gfgen.models.families.adapter import Adapter, BatchAdapter, Fields
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.runtime.ipc.messages import Arenas, MemoryUse, RunTask, SendState, WarmUp
 from gfgen.runtime.worker.dispatches import Dispatches
-from gfgen.runtime.worker.jobs import Outline, RankJob, Shipment, send_state
+from gfgen.runtime.worker.jobs import Outline, RankJob, Shipment, send_state, step_input
 from gfgen.system.allocator import give_back_freed_memory
 
 Thread = Literal["main", "receiver", "sender", "watcher", "frames"]
@@ -134,6 +134,13 @@ class Device:
         """Meet the other ranks and execute the task. Raises: InputVoidError when it is given up."""
         raise NotImplementedError
 
+    def run_batch(self, works: Sequence[RankTask]) -> list[Run]:
+        """Execute steps of a batch together, on this rank alone; each gets an equal part of the time.
+
+        Raises: InputVoidError when all of them are given up.
+        """
+        raise NotImplementedError
+
     def finish(self, run: Any) -> None:
         """Wait until a run has ended and complete its times.
 
@@ -205,6 +212,15 @@ def execute(adapters: Mapping[str, Adapter], work: RankTask, parallel: Parallel 
             return {"latents": adapter.reuse(spec, *inputs, step=task.step)}
         case Stage.DECODE:
             return {"frames": adapter.decode(spec, artifacts["latents"], parallel=parallel)}
+
+
+def execute_batch(adapters: Mapping[str, Adapter], works: Sequence[RankTask]) -> list[dict[str, Fields]]:
+    """Run a step of several jobs; returns what it makes for each."""
+    first = works[0]
+    adapter = cast(BatchAdapter, adapters[first.job.start.checkpoint])
+    assert first.task.step is not None
+    made = adapter.denoise_batch([step_input(work.job) for work in works], step=first.task.step)
+    return [{"latents": latents} for latents in made]
 
 
 def peak_host_bytes(status: Path = Path("/proc/self/status")) -> int:

@@ -9,17 +9,17 @@ others, the first step of a kind is recorded before it runs, if records of such 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
 
 from gfgen.graph import Task
 from gfgen.layout import MAX_RANKS, Layout
-from gfgen.models.families.adapter import Adapter
+from gfgen.models.families.adapter import Adapter, BatchAdapter
 from gfgen.models.fast.recording import Graphs, NotWorthRecordingError
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.messages import WarmUp
-from gfgen.runtime.worker.jobs import RankJob
+from gfgen.runtime.worker.jobs import RankJob, step_input
 
 MIN_REPLAYS = 5
 """Recording takes about as long as launching a forward once or twice, so it pays if a few steps follow."""
@@ -61,20 +61,27 @@ class Forwards:
         """Shapes whose steps are launched kernel by kernel."""
         self._num_shortages = 0
 
-    def kind_of(self, job: RankJob, layout: Layout) -> Kind:
-        """The kind of a job's next step on this layout."""
+    def kind_of(self, job: RankJob, layout: Layout, *, others: Sequence[RankJob] = ()) -> Kind:
+        """The kind of a job's next step on this layout, with `others` in the same batch."""
         start, prompt = job.start, job.artifacts["prompt"]
-        texts = self._adapters[start.checkpoint].text_shape(start.spec, prompt, layout)
-        shapes = (start.shape, start.trajectory.artifacts)
+        adapter = self._adapters[start.checkpoint]
+        shapes: tuple[object, ...] = (start.shape, start.trajectory.artifacts)
+        if others:
+            inputs = [step_input(each) for each in (job, *others)]
+            texts = cast(BatchAdapter, adapter).text_shape_of_batch(inputs)
+            shapes = (*shapes, len(others))
+        else:
+            texts = adapter.text_shape(start.spec, prompt, layout)
         return Kind(start.checkpoint, shapes, layout.degrees, texts, layout.slot_of(self._rank))
 
     def attach(self, checkpoint: str) -> None:
         """Let the forwards of this model go through records, before a step of it."""
         self._adapters[checkpoint].evaluate_by(self._graphs)
 
-    def is_to_record(self, job: RankJob, task: Task, kind: Kind) -> bool:
+    def is_to_record(self, job: RankJob, task: Task, kind: Kind, *, in_batch: bool = False) -> bool:
         """Whether to record the forwards of such steps before this one, which is the first of its kind.
 
+        Batches are of many jobs, so more of the same kind follow even if each has few steps.
         If records were lost since then, the next job may record them again before its own first step.
         """
         if not self._graphs.may_record or self._num_shortages >= MAX_SHORTAGES:
@@ -83,9 +90,12 @@ class Forwards:
         num_gone = self._ready.get(kind)
         is_due = num_gone is None or (step == 0 and num_gone != self._graphs.num_gone)
         num_left = job.start.trajectory.num_steps - step
-        return is_due and kind.shape not in self._not_worth and num_left >= MIN_REPLAYS
+        has_use = num_left >= MIN_REPLAYS or (in_batch and step == 0)
+        return is_due and kind.shape not in self._not_worth and has_use
 
-    def record(self, job: RankJob, task: Task, kind: Kind, layout: Layout) -> None:
+    def record(
+        self, job: RankJob, task: Task, kind: Kind, layout: Layout, *, others: Sequence[RankJob] = ()
+    ) -> None:
         """Record the forwards of a job's next step, while no task of this rank runs.
 
         If they are not worth it, this takes a part of one forward.
@@ -93,7 +103,7 @@ class Forwards:
         self._ready[kind] = self._graphs.num_gone
         self.attach(job.start.checkpoint)
         unentered = self._unentered(layout)
-        inputs = [job.artifacts[name] for name in ("prompt", "condition", "latents")]
+        inputs = [step_input(each) for each in (job, *others)]
         adapter, spec = self._adapters[job.start.checkpoint], job.start.spec
         alone = None if unentered is None else rehearsal(unentered)
         try:
@@ -101,7 +111,10 @@ class Forwards:
                 job.start.trajectory.num_steps, spec.boundary_ratio, task.step or 0
             ):
                 with self._graphs.recording(unentered):
-                    adapter.denoise(spec, *inputs, step=step, parallel=alone)
+                    if others:
+                        cast(BatchAdapter, adapter).denoise_batch(inputs, step=step)
+                    else:
+                        adapter.denoise(*inputs[0], step=step, parallel=alone)
         except NotWorthRecordingError:
             self._not_worth.add(kind.shape)
 

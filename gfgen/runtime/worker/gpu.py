@@ -53,13 +53,14 @@ from gfgen.runtime.worker.device import (
     Run,
     Thread,
     execute,
+    execute_batch,
     meet,
     peak_host_bytes,
 )
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.forwards import Forwards, Kind
-from gfgen.runtime.worker.jobs import Outline, Shipment, receive_state, sum_of
+from gfgen.runtime.worker.jobs import Outline, RankJob, Shipment, receive_state, sum_of
 from gfgen.runtime.worker.loop import Worker
 from gfgen.runtime.worker.memory import DeviceMemory
 from gfgen.runtime.worker.recorder import CudaRecorder
@@ -72,8 +73,8 @@ _FIRST_STEPS = 2
 system of equations from the third step on."""
 _SHORT_S = 0.25
 """A task that is expected to end sooner is launched as a whole: stopping it would gain nothing."""
-_NUM_SUMS = 16
-"""More than a rank has tasks under way, which are two at most."""
+_NUM_SUMS = 64
+"""More than a rank has tasks under way, which are two at most, or a batch."""
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
@@ -119,6 +120,9 @@ class GpuRun(Run):
     outcome: DispatchOutcome | None
     arrival: Arrival | None
     """Of input from other ranks."""
+    place: int = 0
+    """In its batch; each step of a batch gets an equal part of the time, in turn."""
+    batch_size: int = 1
 
 
 @dataclass(slots=True)
@@ -286,52 +290,77 @@ class GpuDevice(Device):
     # Tasks ------------------------------------------------------------------------------------
 
     def run(self, work: RankTask) -> GpuRun:
-        """Enqueue a task."""
+        return self._enqueue([work])[0]
+
+    def run_batch(self, works: Sequence[RankTask]) -> list[Run]:
+        return [*self._enqueue(works)]
+
+    def _enqueue(self, works: Sequence[RankTask]) -> list[GpuRun]:
+        """Enqueue a task, or the steps of a batch."""
+        work, others = works[-1], [each.job for each in works[:-1]]
         message, job = work.message, work.job
         arrival, self._arrival = self._arrival, None
         arrived_s = time.monotonic()
         is_step = work.task.stage is Stage.DENOISE
-        forward = self.forwards.kind_of(job, message.layout) if is_step else None
+        forward = self.forwards.kind_of(job, message.layout, others=others) if is_step else None
         kinds = task_kinds(work, self._rank, forward)
         # accelerate's hooks give memory back to the device when they have copied weights
         is_sure = not self._has_peers or (
             not self._settings.ranks.is_offloaded and self._memory.is_familiar(kinds)
         )
-        self._get_ready(work, forward, may_block=not is_sure)
+        self._get_ready(work, forward, others=others, may_block=not is_sure)
         ready_s = time.monotonic()
         with self._memory.launching(kinds, model=job.start.spec.model or ""):
             begun = self.event()
             group = meet(self.endpoint, message)
             entered = self.event()
-            with stop_checks.watching(self._watch_of(message)):
-                made = execute(self.adapters, work, None if group is None else parallel_from(group))
-            made = {name: _dense(fields) for name, fields in made.items()}
-            if (total := sum_of(made)) is not None:  # copied to where the watcher reads it
-                total = next(self._sums).copy_(total, non_blocking=True)
+            with stop_checks.watching(self._watch_of(works)):
+                if others:
+                    made = execute_batch(self.adapters, works)
+                else:
+                    made = [execute(self.adapters, work, None if group is None else parallel_from(group))]
+            made = [{name: _dense(fields) for name, fields in each.items()} for each in made]
+            totals = [self._read_later(sum_of(each)) for each in made]
         outcome, peak_bytes = None, self._memory.last_peak_bytes
         if group is not None or message.transfers:
             sources = {transfer.source for transfer in message.transfers}
             outcome = self.endpoint.outcome(message.number, sources=sources)
-        return GpuRun(
-            made,
-            total,
-            waited_s=ready_s - arrived_s,
-            is_there=self.event(),
-            work=work,
-            begun=begun,
-            entered=entered,
-            outcome=outcome,
-            arrival=arrival,
-            peak_bytes=peak_bytes,
-        )
+        is_there = self.event()
+        return [
+            GpuRun(
+                made[place],
+                totals[place],
+                waited_s=ready_s - arrived_s,
+                is_there=is_there,
+                work=each,
+                begun=begun,
+                entered=entered,
+                outcome=outcome,
+                arrival=arrival,
+                peak_bytes=peak_bytes,
+                place=place,
+                batch_size=len(works),
+            )
+            for place, each in enumerate(works)
+        ]
 
-    def _watch_of(self, message: RunTask) -> stop_checks.Watch:
-        is_void = partial(self._dispatches.is_void, message.number)
+    def _read_later(self, total: torch.Tensor | None) -> torch.Tensor | None:
+        """Copy a sum to where the watcher reads it."""
+        return None if total is None else next(self._sums).copy_(total, non_blocking=True)
+
+    def _watch_of(self, works: Sequence[RankTask]) -> stop_checks.Watch:
+        message, numbers = works[-1].message, [work.number for work in works]
+
+        def is_void() -> bool:
+            return all(map(self._dispatches.is_void, numbers))
+
         if message.expected_s < _SHORT_S:
             return stop_checks.Watch(is_void)
         return stop_checks.DeviceWatch(is_void, record=self.event)
 
-    def _get_ready(self, work: RankTask, forward: Kind | None, *, may_block: bool) -> None:
+    def _get_ready(
+        self, work: RankTask, forward: Kind | None, *, may_block: bool, others: Sequence[RankJob] = ()
+    ) -> None:
         """Do what other ranks must not wait for inside the task; `forward` is the kind of a step.
 
         Recording may wait for the device, so it happens while no task runs here and no state is to be sent.
@@ -339,7 +368,7 @@ class GpuDevice(Device):
         forwards = self.forwards
         is_to_record = (
             forward is not None
-            and forwards.is_to_record(work.job, work.task, forward)
+            and forwards.is_to_record(work.job, work.task, forward, in_batch=bool(others))
             and not self._dispatches.has_unsent
         )
         try:
@@ -354,7 +383,7 @@ class GpuDevice(Device):
         if forward is None:
             return
         if is_to_record and not self._dispatches.has_unsent:
-            forwards.record(work.job, work.task, forward, work.message.layout)
+            forwards.record(work.job, work.task, forward, work.message.layout, others=others)
         forwards.attach(work.job.start.checkpoint)
 
     def finish(self, run: GpuRun) -> None:
@@ -368,10 +397,15 @@ class GpuDevice(Device):
             run.outcome.require()
         device_s = run.entered.elapsed_time(run.is_there) / 1e3
         run.started_s = run.ended_s - device_s
+        if run.batch_size > 1:
+            share_s, began_s = device_s / run.batch_size, run.started_s
+            run.started_s, run.ended_s = began_s + run.place * share_s, began_s + (run.place + 1) * share_s
         run.waited_s += run.begun.elapsed_time(run.entered) / 1e3
         if run.arrival is not None:
             run.moved_s += run.arrival[0].elapsed_time(run.arrival[1]) / 1e3
         run.idle_s = None if last_end is None else last_end.elapsed_time(run.entered) / 1e3
+        if run.place:
+            run.idle_s = 0.0
 
     def event(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
         """An event that is recorded, on the stream of tasks unless another is given."""

@@ -17,7 +17,7 @@ from gfgen.models.parallel.parallel import parallel_from
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas, RunTask
 from gfgen.runtime.ipc.settings import WorkerSettings
-from gfgen.runtime.worker.device import Device, RankTask, Run, execute, meet
+from gfgen.runtime.worker.device import Device, RankTask, Run, execute, execute_batch, meet
 from gfgen.runtime.worker.dispatches import Dispatches
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.jobs import Outline, copied, receive_state, store_bytes, sum_of
@@ -61,6 +61,17 @@ class HostDevice(Device):
         with stop_checks.watching(stop_checks.Watch(partial(self._dispatches.is_void, work.number))):
             made = execute(self.adapters, work, None if group is None else parallel_from(group))
         return Run(made, sum_of(made), started_s, waited_s=started_s - arrived_s)
+
+    def run_batch(self, works: Sequence[RankTask]) -> list[Run]:
+        began_s = time.monotonic()
+        numbers = [work.number for work in works]
+        with stop_checks.watching(stop_checks.Watch(lambda: all(map(self._dispatches.is_void, numbers)))):
+            made = execute_batch(self.adapters, works)
+        runs = [Run(each, sum_of(each)) for each in made]
+        share_s = (time.monotonic() - began_s) / len(runs)
+        for idx, run in enumerate(runs):
+            run.started_s, run.ended_s = began_s + idx * share_s, began_s + (idx + 1) * share_s
+        return runs
 
     def store(self, tensor: torch.Tensor, place: memoryview) -> None:
         store_bytes(tensor, place)

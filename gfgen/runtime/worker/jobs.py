@@ -21,7 +21,7 @@ import torch
 
 from gfgen.errors import ModelError
 from gfgen.graph import Task
-from gfgen.models.families.adapter import SAMPLE, SOUND, SOUND_RATE, UNCHECKED, Fields
+from gfgen.models.families.adapter import SAMPLE, SOUND, SOUND_RATE, UNCHECKED, Fields, StepInput
 from gfgen.runtime.ipc.messages import StartJob
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.output import OutputShape, map_for
@@ -191,6 +191,13 @@ class RankJob:
         _await_word(lambda: self.slab.outliner("latents", task.index) == producer, is_void)
         listed, scalars = self.slab.outline("latents", task.index)
         return {name: (dtype, shape) for name, dtype, shape in listed}, scalars
+
+
+def step_input(job: RankJob) -> StepInput:
+    """What the next step of a job reads."""
+    return StepInput(
+        job.start.spec, job.artifacts["prompt"], job.artifacts["condition"], job.artifacts["latents"]
+    )
 
 
 def _await_word(is_there: Callable[[], bool], is_void: Callable[[], bool]) -> None:

@@ -99,6 +99,8 @@ class Worker:
         self._jobs: dict[str, RankJob] = {}
         self._tasks: queue.SimpleQueue[tuple[Any, list[int]] | None] = queue.SimpleQueue()
         self._shipments: queue.SimpleQueue[tuple[SendState, Future[Shipment]]] = queue.SimpleQueue()
+        self._batch: list[RankTask] = []
+        """Steps whose input is here, and which wait for the rest of their batch."""
         self._launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
         self._decoded: queue.SimpleQueue[tuple[RankTask, Fields, int]] = queue.SimpleQueue()
         """This rank's rows of frames, and the writer's memory, which is closed when it has them."""
@@ -279,8 +281,12 @@ class Worker:
             f"dispatch {message.number} came after {self.last_number}: the global order is broken"
         )
         self.last_number = message.number
-        if not self._dispatches.enter(message.number):
-            return  # it is given up, and the control plane expects no report
+        if self._dispatches.enter(message.number):  # otherwise the control plane expects no report
+            self._run_entered(message, fds)
+        if message.number == message.batch_end:
+            self._run_batch()
+
+    def _run_entered(self, message: RunTask, fds: Sequence[int]) -> None:
         try:
             job = self._jobs[message.job_id]
             task = job.start.trajectory.task(message.task_index)
@@ -299,9 +305,53 @@ class Worker:
         times.append(time.monotonic())
         self.device.fetch(work)
         times.append(time.monotonic())
+        if work.message.batch_end is not None:
+            self._batch.append(work)
+            return
         run = self.device.run(work)
         run.waited_s += times[1] - times[0]
         run.moved_s += times[2] - times[1]
+        self._hand_on(work, run, fds)
+
+    def _run_batch(self) -> None:
+        """Run the steps that have come, without those that were given up meanwhile."""
+        batch, self._batch = self._batch, []
+        for work in [each for each in batch if self._dispatches.is_void(each.number)]:
+            batch.remove(work)
+            self._dispatches.leave(work.number)
+        if not batch:
+            return
+        try:
+            with torch.no_grad():
+                runs = self.device.run_batch(batch)
+        except InputVoidError:
+            for work in batch:
+                self._leave_or_fail(work.number)
+        except Exception as error:
+            for work in batch:
+                self._give_reason(work.number, error)
+        else:
+            for work, run in zip(batch, runs, strict=True):
+                self._hand_on_one(work, run)
+
+    def _leave_or_fail(self, number: int) -> None:
+        """Leave a dispatch whose batch does not run."""
+        if self._dispatches.is_void(number):
+            self._dispatches.leave(number)
+        else:
+            self._fail(TaskFault(number, "its batch was given up", void=True))
+
+    def _hand_on_one(self, work: RankTask, run: Run) -> None:
+        """Publish and report one step of a batch: what it made may be wrong although the others are right."""
+        try:
+            self._hand_on(work, run, ())
+        except InputVoidError:
+            self._dispatches.leave(work.number)
+        except Exception as error:
+            self._give_reason(work.number, error)
+
+    def _hand_on(self, work: RankTask, run: Run, fds: Sequence[int]) -> None:
+        """Publish and report a task, or let the watcher."""
         if not self.device.runs_ahead:
             self._settle(Launched(work, run, fds[0] if fds else None))
             return

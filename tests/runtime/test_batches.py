@@ -1,0 +1,152 @@
+"""Jobs that take their steps together (`--batch`), as the control plane sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import STEP_S, make_job, simulate, simulated_control
+
+from gfgen.errors import InputError
+from gfgen.graph import Stage
+from gfgen.layout import Layout
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core import events
+from gfgen.runtime.core.admission import AdmittedJob, check_batch
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.files.resume import ResumePoint
+from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.snapshot import Decision
+
+
+def job_of(job_id: str, *, family: str = "wan-ti2v", **fields: Any) -> AdmittedJob:
+    job = make_job(job_id, **fields)
+    return replace(job, info=replace(job.info, family=family))
+
+
+def steps_of(dispatches: Sequence[Dispatch]) -> list[str]:
+    """The steps, in their order: a0 is the first one of job a. A bar follows the last one of a batch."""
+    steps = [each for each in dispatches if each.task.stage is Stage.DENOISE]
+    return [f"{x.task.job_id}{x.task.step}" + "|" * (x.number == x.batch_end) for x in steps]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "srtf", "edf", "makespan"])
+def test_steps_of_equal_jobs_go_together_on_one_rank(policy: str) -> None:
+    jobs = [job_of(name, steps=2) for name in "abc"]
+    recorder = simulate(jobs, batch=3, num_ranks=2, policy=policy, lookahead_s=0.005)
+    assert steps_of(recorder.dispatches) == ["a0", "b0", "c0|", "a1", "b1", "c1|"]
+    steps = [each for each in recorder.dispatches if each.batch_end is not None]
+    assert {each.layout.degree for each in steps} == {1}
+    assert sorted(recorder.end_order) == ["a", "b", "c"]
+
+
+def test_a_batch_has_no_more_jobs_than_asked_and_without_batch_each_is_alone() -> None:
+    jobs = [job_of(name, steps=1) for name in "abc"]
+    two = steps_of(simulate(jobs, batch=2, num_ranks=1, policy="fcfs").dispatches)
+    assert two == ["a0", "b0|", "c0"]
+    assert all(each.batch_end is None for each in simulate(jobs, num_ranks=1).dispatches)
+
+
+@pytest.mark.parametrize(
+    "other", [{"shape": "large"}, {"steps": 3}, {"priority": 1}, {"arrival_s": 5.0}, {"family": "other"}]
+)
+def test_jobs_that_differ_take_their_steps_alone(other: dict[str, Any]) -> None:
+    jobs = [job_of("a", steps=1), job_of("b", **{"steps": 1} | other)]
+    assert all(each.batch_end is None for each in simulate(jobs, batch=2, num_ranks=1).dispatches)
+
+
+class Batch:
+    """A state with jobs a, b, c before their first step, in one batch on one rank; `done` are further."""
+
+    def __init__(self, *, done: Collection[str] = ()) -> None:
+        self.clock = Clock(virtual=True)
+        jobs = [job_of(name, steps=2) for name in "abc"]
+        self.jobs = {job.job_id: job for job in jobs}
+        resume = {name: ResumePoint(3, 1, 1, Path()) for name in done}
+        start = RunStart(num_ranks=1, batch=3, resume=resume)
+        self.state = State(jobs, start, clock=self.clock, costs=CostModel())
+        self.state.apply(events.RankReady(0.0, 0, 1, 0.0))
+        for job in jobs:
+            self.state.apply(events.JobArrived(0.0, job.job_id))
+        for job in [job for job in jobs if job.job_id not in done]:
+            for index in (0, 1):
+                self.end(self.begin(job.job_id, index))
+
+    @property
+    def open(self) -> list[str]:
+        return list(self.state.snapshot().open)
+
+    def begin(self, job_id: str, index: int) -> list[Dispatch]:
+        task = self.jobs[job_id].trajectory.task(index)
+        first = self.state.begin(Decision(task, Layout((0,))))
+        return [first, *self.state.begin_mates(first)]
+
+    def end(self, dispatches: Sequence[Dispatch]) -> None:
+        for each in dispatches:
+            self.clock.advance(end_s := self.clock.now_s + STEP_S)
+            times = (events.RankTimes(0, end_s - STEP_S, end_s),)
+            self.state.apply(events.TaskDone(end_s, each.number, times))
+            self.state.check()
+
+
+def test_policies_see_the_leader_of_a_batch_when_all_are_as_far() -> None:
+    batch = Batch()
+    assert batch.open == ["a"]
+    dispatches = batch.begin("a", 2)
+    assert [each.task.job_id for each in dispatches] == ["a", "b", "c"]
+    assert {each.batch_end for each in dispatches} == {dispatches[-1].number}
+    batch.end(dispatches[:2])
+    assert (batch.open, list(batch.state.snapshot().busy)) == ([], ["c"])
+    batch.end(dispatches[2:])
+    assert batch.open == ["a"]
+
+
+def test_a_job_that_is_cancelled_in_a_step_ends_with_it_and_the_others_go_on() -> None:
+    batch = Batch()
+    dispatches = batch.begin("a", 2)
+    assert not list(batch.state.apply(events.JobCancelled(batch.clock.now_s, "a")))
+    assert batch.state.flights.take_unwanted() == []
+    batch.end(dispatches)
+    assert list(batch.state.jobs.records) == ["b", "c"]
+    assert [each.task.job_id for each in batch.begin("b", 3)] == ["b", "c"]
+
+
+def test_a_job_whose_step_failed_goes_on_alone() -> None:
+    batch = Batch()
+    dispatches = batch.begin("a", 2)
+    batch.end(dispatches[:1])
+    batch.state.apply(events.TaskFailed(batch.clock.now_s, dispatches[1].number, "NaN"))
+    batch.end(dispatches[2:])
+    assert sorted(batch.open) == ["a", "b"]
+    assert [each.task.job_id for each in batch.begin("b", 2)] == ["b"]
+
+
+def test_jobs_that_are_behind_another_one_catch_up_first() -> None:
+    batch = Batch(done="a")
+    assert batch.open == ["b"]
+    dispatches = batch.begin("b", 2)
+    assert [each.task.job_id for each in dispatches] == ["b", "c"]
+    batch.end(dispatches)
+    assert batch.open == ["a"]
+    assert [each.task.job_id for each in batch.begin("a", 3)] == ["a", "b", "c"]
+
+
+def test_models_that_compute_one_job_at_a_time_are_refused() -> None:
+    check_batch(1, {"sdxl": "pipeline"})
+    check_batch(4, {"qwen-image": "qwen-image", "video": "wan-moe-t2v"})
+    with pytest.raises(InputError, match="--batch 4: sdxl computes one job at a time"):
+        check_batch(4, {"sdxl": "pipeline"})
+
+
+def test_a_run_with_batches_ends_whatever_is_cancelled() -> None:
+    jobs = [job_of(name) for name in "abcdef"]
+    control, recorder = simulated_control(jobs, batch=3, num_ranks=2)
+    for number, name in enumerate("ade"):
+        control.clock.at(events.JobCancelled(STEP_S * (2 * number + 3.5), name))
+    control.run()
+    assert sorted(recorder.end_order) == list("abcdef")
