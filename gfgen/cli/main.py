@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,13 +155,7 @@ def _invoke(arguments: list[str]) -> int:
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise RunError("too many open files: raise the limit (ulimit -n), then run again") from error
-        if not _is_of_echo(error):
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
             raise
         raise RunError(f"cannot write: {error.strerror}") from error
     return result if isinstance(result, int) else 0
-
-
-def _is_of_echo(error: OSError) -> bool:
-    """Whether the error comes from `click.echo`, which prints all output."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return frames[-1].f_code is click.echo.__code__

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from gfgen.bench import profiling
 from gfgen.bench.profiling import Measurement, Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
 from gfgen.cli.options import A_MODEL, Named, RankOptions, configure_log, precision_options, rank_options
-from gfgen.cli.shown.board import Board, Line, has_cursor
 from gfgen.cli.shown.prediction import known_here
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.source import JobSource
@@ -43,7 +41,7 @@ from gfgen.session.warming import warm_ups
 from gfgen.system.linefile import LineFile
 from gfgen.system.machine import versions
 from gfgen.system.signals import SignalPipe
-from gfgen.system.wording import counted, in_words, on_clock
+from gfgen.system.wording import counted, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -236,10 +234,9 @@ def _measure(todo: Sequence[Measurement], unfinished: _Unfinished, costs: CostMo
         pool = stack.enter_context(ready_pool(checkpoints, options, signals, are_all_needed=True))
         if options.has_graphs and options.are_on_gpus:
             _record_forwards(pool, profiling.jobs_like(todo), options, signals)
-        progress = stack.enter_context(contextlib.closing(_Progress(len(todo))))
         for number, entry in enumerate(todo):
             left_s = _predicted_s(todo[number:], costs, options)
-            progress.begin(number, entry, left_s)
+            logger.info("%d of %d: %s, %s left", number + 1, len(todo), entry.key, in_words(left_s))
             try:
                 samples = profiling.measure(entry, pool, folder=folder, signals=signals)
             except InterruptedRunError as error:
@@ -258,23 +255,6 @@ def _record_forwards(
     for item, answer in warm_up(pool, warm_ups(jobs, sizes), signals):
         if answer.reason is not None:
             logger.warning("warming up %s: %s", item.checkpoint, answer.reason)
-
-
-class _Progress:
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._board = Board(sys.stderr, num_slots=0) if has_cursor(sys.stderr) else None
-
-    def begin(self, number: int, entry: Measurement, left_s: float) -> None:
-        if self._board is None:
-            logger.info("%d of %d: %s, %s left", number + 1, self._total, entry.key, in_words(left_s))
-            return
-        text = f"{number}/{self._total}, {on_clock(left_s)} left"
-        self._board.draw([Line("profile", number, self._total, f"{text}: {entry.key}")])
-
-    def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
 
 
 class _Unfinished:

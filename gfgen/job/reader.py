@@ -341,12 +341,8 @@ class _JobList:
         if job_id is not None:
             taken_by = self.id_takers.setdefault(name_key(job_id), own)
             if taken_by != own:
-                yield Problem(
-                    line,
-                    "id",
-                    shown(job_id),
-                    f"line {taken_by[1]} already uses it (case is ignored); each job needs its own",
-                )
+                accepted = f"line {taken_by[1]} already uses it (case is ignored); each job needs its own"
+                yield Problem(line, "id", shown(job_id), accepted)
                 return
         if job_id is None and output is None:
             return
@@ -355,9 +351,5 @@ class _JobList:
         for name in numbered_names(names, values.get("args")):
             taken_by = self.file_takers.setdefault(name_key(name), own)
             if taken_by != own:
-                yield Problem(
-                    line,
-                    field_name,
-                    shown(value),
-                    f"line {taken_by[1]} already writes {name}; rename one of them",
-                )
+                accepted = f"line {taken_by[1]} already writes {name}; rename one of them"
+                yield Problem(line, field_name, shown(value), accepted)

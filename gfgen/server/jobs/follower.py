@@ -99,7 +99,7 @@ class RunFollower:
             "failed",
             self._service.now(),
             error_code="cannot_be_done",
-            error_message=self._public(text),
+            error_message=without_folders(text),
         )
         await self._end_unseen([ending])
 
@@ -127,12 +127,9 @@ class RunFollower:
             except OutputError:  # the store has logged it
                 await asyncio.sleep(RETRY_S)
 
-    def _public(self, text: str) -> str:
-        return without_folders(text, known=self._service.hidden_folders)
-
     def _ending(self, outcome: JobOutcome) -> Ending:
-        error = None if outcome.error is None else self._public(outcome.error)
-        outcome = replace(outcome, error=error, warnings=tuple(map(self._public, outcome.warnings)))
+        error = None if outcome.error is None else without_folders(outcome.error)
+        outcome = replace(outcome, error=error, warnings=tuple(map(without_folders, outcome.warnings)))
         job_id = outcome.info.job_id
         record = self._mirror.records.get(job_id)
         status = _ENDED[outcome.status]

@@ -277,7 +277,7 @@ class RunMirror:
         if is_new or _is_notable(record.predicted_start_at, starts_at, now):
             record.position, record.predicted_start_at = place, starts_at
             record.changed()
-        if is_new and record.updates.has_waiters:
+        if is_new and record.updates.num_waiters:
             record.event("queued", now, position=place, predicted_start_at=rounded(starts_at))
 
     def state(self, owner: str | None = None) -> schemas.LiveState:

@@ -22,30 +22,26 @@ SHOWN_PROMPT_CHARS = 300
 
 
 class Notifier:
-    def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
+    """Wakes all waiting coroutines."""
 
-    @property
-    def has_waiters(self) -> bool:
-        return bool(self._waiters)
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.num_waiters = 0
 
     def notify(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+        self._event.set()
+        self._event.clear()
 
     async def wait(self, timeout_s: float) -> bool:
         """False if the timeout came first."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
+        self.num_waiters += 1
         try:
-            await asyncio.wait_for(waiter, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await self._event.wait()
         except TimeoutError:
             return False
         finally:
-            self._waiters.discard(waiter)
-        return True
+            self.num_waiters -= 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,6 @@ class JobService:
         self.send = send
         self.now = now
         self.uploads = Uploads(folder.path, most_bytes=10 * limits.body_bytes)
-        self.hidden_folders = {str(folder.path)}
-        """Paths of this server and its models; clients do not see them."""
         self.previews = Previews()
         self.on_end: Callable[[ServedJob], None] = lambda record: None
         self.owner: str | None = None
@@ -160,7 +158,6 @@ class JobService:
         self.submit([job for _, job in jobs])
 
     def submit(self, jobs: Sequence[AdmittedJob]) -> None:
-        self.hidden_folders |= {str(job.checkpoint) for job in jobs}
         for job in jobs:
             if (record := self.mirror.records.get(job.job_id)) is not None:
                 record.has_previews = self.previews.add(job)

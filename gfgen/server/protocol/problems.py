@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -90,13 +90,10 @@ def _renamed(problem: Problem, names: Mapping[str, str]) -> Problem:
     return Problem(None, None if field is None else names.get(field, field), problem.value, problem.accepted)
 
 
-def without_folders(text: str, *, known: Collection[str] = ()) -> str:
+def without_folders(text: str) -> str:
     """The text with each absolute path shortened to its last part: clients do not see the server's folders.
 
-    An unquoted path ends at a space, except for those in `known`.
+    An unquoted path ends at a space.
     """
-    for path in sorted(known, key=len, reverse=True):
-        last = path.rpartition("/")[2]
-        text = last.join(re.split(rf"{re.escape(path)}(?![\w.-])", text))
     text = _QUOTED.sub(r"\1\2\1", text)
     return _PLAIN.sub(r"\1", text)
