@@ -35,7 +35,7 @@ from gfgen.runtime.predict.profile_store import (
 )
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import warm_up
-from gfgen.session.admission import admit_file
+from gfgen.session.admission import jobs_to_run, judge
 from gfgen.session.ranks import Ranks, admitted_on, ready_pool
 from gfgen.session.warming import warm_ups
 from gfgen.system.linefile import LineFile
@@ -113,9 +113,8 @@ def profile(
     options = ranks.found(cpu_ranks=CPU_RANKS)
     if jobs is not None:
         admission = options.admission(models[0] if models else DEFAULT_MODEL)
-        admitted, _ = admit_file(
-            JobSource(files=(jobs,)), admission, skip_invalid=False, are_models_together=True
-        )
+        found = judge(JobSource(files=(jobs,)), admission, are_models_together=True)
+        admitted, _ = jobs_to_run(found)
     else:
         admitted = _default_jobs(models or _MEASURED_MODELS[options.are_on_gpus], sizes, options)
     path = output or default_path(options.profiled_as)

@@ -34,7 +34,7 @@ from gfgen.runtime.files.manifest import (
     read_manifest,
 )
 from gfgen.runtime.files.ownership import claim_files, job_file_name, with_dates
-from gfgen.session.admission import Admission, admit_file
+from gfgen.session.admission import Admission, jobs_to_run, judge
 from gfgen.session.hooks import FileHook
 from gfgen.session.provenance import differences, made_with
 from gfgen.session.session import SessionOptions
@@ -171,17 +171,11 @@ def admit_jobs(
 ) -> tuple[Sequence[AdmittedJob], Collection[str], Sequence[Problem]]:
     """The jobs of a source, the ids of the finished ones, and the problems of the others.
 
-    Raises: as `admit_file`.
+    Raises: as `judge` and `jobs_to_run`.
     """
     known = KnownJobs(source, options)
-    admitted, problems = admit_file(
-        source,
-        admission,
-        skip_invalid=options.skip_invalid,
-        has_bar=has_bar(options),
-        done=known.done,
-        claim=known.claim,
-    )
+    found = judge(source, admission, has_bar=has_bar(options), done=known.done, claim=known.claim)
+    admitted, problems = jobs_to_run(found, skip_invalid=options.skip_invalid)
     return admitted, known.done_ids, problems
 
 

@@ -83,23 +83,13 @@ class AdmittedSource:
     """Jobs whose file is in the way."""
 
 
-def admit_file(
-    source: JobSource,
-    admission: Admission,
-    *,
-    skip_invalid: bool,
-    are_models_together: bool = False,
-    has_bar: bool = False,
-    done: Callable[[Sequence[AdmittedJob]], Collection[str]] = lambda jobs: (),
-    claim: Claim = lambda jobs: (jobs, ()),
+def jobs_to_run(
+    found: AdmittedSource, *, skip_invalid: bool = False
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-    """The jobs to run, and the problems of the others if `skip_invalid`; for the rest see `judge`.
+    """The jobs, and the problems of the others if `skip_invalid`.
 
-    Raises: JobFileError with every problem; InputError as `judge`.
+    Raises: JobFileError with every problem.
     """
-    found = judge(
-        source, admission, are_models_together=are_models_together, has_bar=has_bar, done=done, claim=claim
-    )
     name, problems = found.parsed.source, found.problems
     if problems and not (skip_invalid and found.jobs):
         raise JobFileError(name, tuple(problems))

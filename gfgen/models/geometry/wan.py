@@ -29,41 +29,12 @@ SCHEDULERS = {"UniPCMultistepScheduler": 3, "FlowMatchEulerDiscreteScheduler": 0
 _NUM_TRAIN = 1000
 """Training timesteps of the schedulers."""
 
+_FIELDS = ("width", "height", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2")
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "wan-ti2v": {
-        "width": 1280,
-        "height": 704,
-        "frames": 121,
-        "fps": 24,
-        "steps": 50,
-        "guidance_scale": 5.0,
-    },
-    "wan-moe-t2v": {
-        "width": 1280,
-        "height": 720,
-        "frames": 81,
-        "fps": 16,
-        "steps": 40,
-        "guidance_scale": 4.0,
-        "guidance_scale_2": 3.0,
-    },
-    "wan-moe-i2v": {
-        "width": 1280,
-        "height": 720,
-        "frames": 81,
-        "fps": 16,
-        "steps": 40,
-        "guidance_scale": 3.5,
-        "guidance_scale_2": 3.5,
-    },
-    "wan-t2v": {
-        "width": 832,
-        "height": 480,
-        "frames": 81,
-        "fps": 16,
-        "steps": 50,
-        "guidance_scale": 5.0,
-    },
+    "wan-ti2v": dict(zip(_FIELDS, (1280, 704, 121, 24, 50, 5.0), strict=False)),
+    "wan-moe-t2v": dict(zip(_FIELDS, (1280, 720, 81, 16, 40, 4.0, 3.0), strict=True)),
+    "wan-moe-i2v": dict(zip(_FIELDS, (1280, 720, 81, 16, 40, 3.5, 3.5), strict=True)),
+    "wan-t2v": dict(zip(_FIELDS, (832, 480, 81, 16, 50, 5.0), strict=False)),
 }
 """Source: the model cards of Wan-AI on the Hugging Face hub."""
 
