@@ -6,7 +6,6 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from gfgen.bench.policy_comparison import (
     scores_of,
     surprises,
 )
-from gfgen.bench.scores import Score
 from gfgen.bench.stock import NAME, is_stock, stock_options
 from gfgen.bench.workloads import (
     WORKLOADS,
@@ -252,10 +250,10 @@ def compare(
     slack_s = mix.slack_s if slack is None else slack
     comparison = PolicyComparison(tuple(texts), baseline=against, slack_s=slack_s)
     for path in earlier:
-        _take_in(path, comparison, conditions)
+        comparison.know(_same_workload("--with", path, conditions, ("where", "options")))
     if beside is not None and ranked is not None:
         raise InputError("--beside: has no effect without --simulate")
-    ran = [] if beside is None else _runs_of_same_jobs(beside, conditions)
+    ran = [] if beside is None else scores_of(_same_workload("--beside", beside, conditions, ()))
     todo = comparison.not_run
     if ranked is None and any(map(is_stock, todo)):
         raise InputError(f"{NAME}: cannot be simulated, because it has no profile; leave out --simulate")
@@ -301,44 +299,26 @@ def _make(output: Path) -> None:
         raise InputError(f"--output {output}: cannot be made ({error.strerror})") from None
 
 
-def _runs_of_same_jobs(path: Path, conditions: Mapping[str, Any]) -> Sequence[Score]:
-    alike = ("workload", "profile", "deadlines_from")
-    with _naming("--beside", path):
-        return scores_of(_same_workload(path, conditions, alike, remedy="it needs --profile"))
+def _same_workload(
+    option: str, path: Path, conditions: Mapping[str, Any], alike: Sequence[str]
+) -> Mapping[str, Any]:
+    """The content of a compare.json whose conditions `alike` equal these.
 
-
-def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, Any]) -> None:
-    """Include earlier runs of this workload on these ranks. Raises InputError that names the difference."""
-    alike = ("workload", "where", "options", "profile", "deadlines_from")
-    with _naming("--with", path):
-        comparison.know(_same_workload(path, conditions, alike, remedy="give --profile"))
-
-
-@contextmanager
-def _naming(option: str, path: Path) -> Iterator[None]:
+    Raises: InputError that names the difference.
+    """
     try:
-        yield
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("this is not a compare.json; it has no object")
+        for key in ("workload", "profile", "deadlines_from", *alike):
+            if content[key] != conditions[key]:
+                raise ValueError(f"its {key} is {content[key]!r}, but here it is {conditions[key]!r}")
+        if conditions["profile"] is None and not content["simulated"]:
+            raise ValueError("its arrivals follow from measured times, so they differ; give --profile")
     except KeyError as error:
         raise InputError(f"{option} {path}: this is not a compare.json; it lacks {error}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{option} {path}: {error}") from None
-
-
-def _same_workload(
-    path: Path, conditions: Mapping[str, Any], alike: Sequence[str], *, remedy: str
-) -> Mapping[str, Any]:
-    """The content of a compare.json whose conditions `alike` equal these.
-
-    Raises: ValueError that names the difference; KeyError for another file; OSError.
-    """
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict):
-        raise ValueError("this is not a compare.json; it has no object")
-    for key in alike:
-        if content[key] != conditions[key]:
-            raise ValueError(f"its {key} is {content[key]!r}, but here it is {conditions[key]!r}")
-    if conditions["profile"] is None and not content["simulated"]:
-        raise ValueError(f"its arrivals follow from measured times, so they differ; {remedy}")
     return content
 
 

@@ -278,7 +278,7 @@ def test_a_simulation_stands_beside_the_run_that_it_predicts(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("changes", "what"),
-    [({"simulated": False}, "so they differ; it needs --profile"), ({}, "it lacks 'simulated'")],
+    [({"simulated": False}, "so they differ; give --profile"), ({}, "it lacks 'simulated'")],
 )
 def test_a_run_of_other_arrivals_is_not_compared_with_a_simulation(tmp_path, capsys, changes, what):
     content = compare_simulated(tmp_path, "--policy", "srtf")
