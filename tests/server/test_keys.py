@@ -99,10 +99,10 @@ def test_what_does_not_fit_is_refused_until_something_ends(locked):
     assert locked.http.get("/v1/jobs").json()["data"][0]["id"] == ids[-1], (
         "something of a refused request is left"
     )
-    many = b"# four lines that are no jobs, which nobody looks at\n" + b"nonsense\n" * 4
-    refused = locked.http.post("/v1/batches?skip_invalid=true", content=many, headers=headers)
-    assert refused.status_code == 413
-    assert "4 jobs; 3 may be open at once: split it" in refused.json()["error"]["message"]
+    many = b'{"prompt": "x", "steps": 1}\n' * 4
+    refused = locked.http.post("/v1/batches", content=many, headers=headers)
+    assert refused.status_code == 400
+    assert "line 4: a file has at most 3 jobs; split it here" in refused.json()["error"]["message"]
     upload = {
         "data": {"prompt": "x"},
         "files": {"input_reference": ("x.png", b"no picture, and never looked at")},

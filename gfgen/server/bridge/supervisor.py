@@ -27,11 +27,13 @@ DRAIN_S = 10.0
 
 def listen(host: str, port: int) -> socket.socket:
     """Raises: InputError if the address is in use or not available."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_ipv6 = ":" in host
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    both = is_ipv6 and socket.has_dualstack_ipv6()  # :: is for IPv4, too
     deadline_s = time.monotonic() + BIND_S
     while True:
         try:
-            return socket.create_server((host, port), family=family, backlog=BACKLOG)
+            return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
                 reason = str(error.strerror or error).partition(" (while")[0]

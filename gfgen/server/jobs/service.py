@@ -178,12 +178,6 @@ class JobService:
         owner = self.owner
         return lambda specs: admit([replace(spec, owner=owner) for spec in specs])
 
-    def check_fits(self, num_jobs: int) -> None:
-        """Raises ApiError if a request has more jobs than may ever be open."""
-        most = self.limits.open_jobs // (2 if self.owners else 1)
-        if num_jobs > most:
-            raise ApiError(413, f"{counted(num_jobs, 'job')}; {most:,} may be open at once: split it")
-
     @asynccontextmanager
     async def _reserved(self, num_jobs: int) -> AsyncIterator[None]:
         """Reserve room for this many jobs; raises ApiError if there is none.
@@ -191,7 +185,9 @@ class JobService:
         With several keys, each may have half of the room that the others leave, so there is always some for
         a key that has no jobs.
         """
-        self.check_fits(num_jobs)
+        most = self.limits.open_jobs // (2 if self.owners else 1)
+        if num_jobs > most:
+            raise ApiError(413, f"{counted(num_jobs, 'job')}; {most:,} may be open at once: split it")
         num_open, most = len(self.mirror.records) + self._num_reserved.total(), self.limits.open_jobs
         if self.owners:
             own = sum(record.facts.owner == self.owner for record in self.mirror.records.values())

@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import queue
-import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,10 +29,6 @@ BUSY_S = 10.0
 """SQLite lock timeout: a front that was killed may still hold the file for a moment."""
 KEPT_REQUESTS_S = 86400.0
 MAX_GROUP = 256
-NEARLY_FULL_BYTES = 10**8
-FULL_BYTES = 10**6
-"""With less free space a small write may succeed and the next request fail."""
-
 Ended = Literal["completed", "failed", "cancelled"]
 T = TypeVar("T")
 
@@ -293,14 +288,8 @@ class Store:
         await self._do(work)
 
     async def check_writable(self) -> None:
-        """Raises OutputError if writes fail; tries one if the last one failed or the disk is nearly full."""
-        free_bytes = shutil.disk_usage(self._path.parent).free
-        if free_bytes < FULL_BYTES:
-            raise OutputError(
-                f"{free_bytes:,} bytes are free for {self._path.name}; free some space and retry"
-            )
-        if self._logged_error is not None or free_bytes < NEARLY_FULL_BYTES:
-            await self._do(lambda db: db.execute("UPDATE lives SET began_at = began_at").rowcount)
+        """Raises: OutputError if a write fails."""
+        await self._do(lambda db: db.execute("UPDATE lives SET began_at = began_at").rowcount)
 
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
