@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,11 @@ from test_stopped_tasks import of_kind, statuses
 from test_workers import PICTURE, pixels, run
 
 from gfgen.job.spec import JobSpec
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.core.devices import choose_devices
 from gfgen.runtime.core.events import RankLost, TaskFailed
+from gfgen.session.ranks import Ranks
+from gfgen.session.session import Session, SessionOptions
 
 NAMES = ("first", "second", "third")
 
@@ -53,3 +58,17 @@ def test_a_failure_in_a_batch_costs_its_jobs_a_step(request, tmp_path, pool_name
     assert len(of_kind(recorder, TaskFailed)) == num_failed
     assert batch_sizes(recorder) == sizes
     assert len(of_kind(recorder, RankLost)) == (order == "die")
+
+
+def test_a_session_forms_batches_and_its_records_say_so(mortal_pool, tmp_path, caplog):
+    ranks, fcfs = Ranks(choose_devices("cpu", 3)), load_policy("fcfs")
+    options = SessionOptions(output_dir=tmp_path, ranks=ranks, policy=fcfs, batch=2)
+    lines = [{"id": name, "prompt": f"a {name} fox"} | PICTURE for name in NAMES]
+    with Session(options, pool=mortal_pool) as session:
+        session.run(session.admit(lines))
+        session.run(session.admit([lines[0] | {"id": "alone"}]))
+    manifest = [json.loads(line) for line in (tmp_path / "manifest.jsonl").read_text().splitlines()]
+    assert {each["id"]: each.get("batch") for each in manifest} == dict(
+        first=2, second=2, third=None, alone=None
+    )
+    assert "--batch has no effect" in caplog.text

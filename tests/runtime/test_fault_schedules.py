@@ -12,7 +12,16 @@ from random import Random
 
 import pytest
 from fault_plan import Fault, FaultKind, FaultPoint
-from fault_schedules import HASTY, Fleet, Schedule, ScheduleResult, make_job, make_schedule, run_schedule
+from fault_schedules import (
+    HASTY,
+    Fleet,
+    Schedule,
+    ScheduleResult,
+    in_batches,
+    make_job,
+    make_schedule,
+    run_schedule,
+)
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
@@ -47,6 +56,11 @@ def assert_as_promised(result: ScheduleResult) -> None:
 def test_random_faults_lose_and_double_nothing(fleet: Fleet, first: int) -> None:
     for seed in range(first, first + PER_TEST):
         assert_as_promised(run_schedule(make_schedule(seed), fleet))
+
+
+def test_faults_in_batches_lose_and_double_nothing(fleet: Fleet) -> None:
+    for seed in range(200, 220):
+        assert_as_promised(run_schedule(in_batches(make_schedule(seed), size=3), fleet))
 
 
 def test_a_seed_always_makes_the_same_schedule() -> None:

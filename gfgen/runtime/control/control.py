@@ -306,7 +306,9 @@ class Control:
             self.decider.blame(fault)
             self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
             return ()
-        dispatches = [dispatch, *self.state.begin_mates(dispatch)]
+        dispatches = [dispatch]
+        if dispatch.batch_end is not None:
+            dispatches += self.state.begin_mates(dispatch)
         for each in dispatches:
             self.backend.submit(each)
             for tell in self._tell_dispatched:

@@ -456,7 +456,7 @@ class Jobs:
             else:
                 self._models.unpark(job_id)
         if is_visible and not record.flights:
-            if batches.is_to_wait(record):
+            if len(record.batch) > 1 and batches.is_to_wait(record):
                 self.open.discard(job_id)
             else:
                 self.open.put(record.view(self._costs))
@@ -469,10 +469,12 @@ class Jobs:
     def joining(self, ending: Iterable[Flight]) -> list[str]:
         """Jobs whose next task may be queued behind the running one: one step ahead and no more."""
         job_ids = [flight.dispatch.task.job_id for flight in ending]
-        return [each for each in job_ids if each in self.busy and self._may_join(self.records[each])]
-
-    def _may_join(self, record: JobRecord) -> bool:
-        return len(record.flights) == 1 and not batches.takes_steps_together(record)
+        records = [self.records[each] for each in job_ids if each in self.busy]
+        return [
+            each.job_id
+            for each in records
+            if len(each.flights) == 1 and (len(each.batch) == 1 or not batches.takes_steps_together(each))
+        ]
 
     def open_in_time(self, closing: Closing, now_s: float) -> dict[str, JobView]:
         """The open jobs, without those that would begin now and not end by the closing time."""

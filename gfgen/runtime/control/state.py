@@ -172,14 +172,13 @@ class State:
             now_s=self.clock.turn_s,
         )
         task, layout = decision.task, decision.layout
-        is_batch = batches.takes_steps_together(record) and layout.degree == 1
-        num_mates = len(batches.mates(record, task.index)) if is_batch else 0
+        num_mates = 0
+        if len(record.batch) > 1 and layout.degree == 1 and batches.takes_steps_together(record):
+            num_mates = len(batches.mates(record, task.index))
         return self._begin(record, task, layout, num_mates=num_mates)
 
     def begin_mates(self, lead: Dispatch) -> Iterator[Dispatch]:
-        """Register the steps that go with this one in a batch; the leader's decision is theirs."""
-        if lead.batch_end is None:
-            return
+        """Register the other steps of a batch, whose first step this is; the leader's decision is theirs."""
         for mate in batches.mates(self.jobs.records[lead.task.job_id], lead.task.index):
             yield self._begin(mate, mate.next_task, lead.layout, lead=lead)
 
