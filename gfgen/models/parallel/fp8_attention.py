@@ -160,7 +160,8 @@ def _plan(
     fixed = dict(zip((*scales.values(), *largest), (*values, *unused), strict=True))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor | None) -> Tensor:
-        attended = query.new_empty((batch, length, num_heads, width))
+        make = query.new_zeros if has_counts else query.new_empty  # cuDNN leaves what is behind the counts
+        attended = make((batch, length, num_heads, width))
         workspace = query.new_empty(num_bytes, dtype=torch.uint8)
         tensors = dict(zip(inputs, (query, key, value), strict=True)) | fixed | {result: attended}
         if has_counts:
