@@ -13,6 +13,7 @@ Source: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/At
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -24,7 +25,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from gfgen.errors import ModelError, in_one_line
-from gfgen.models.parallel.counted_attention import MODULE, by_mask, handle_of
+from gfgen.models.parallel.counted_attention import MODULE, by_mask, forgo, handle_of
+
+logger = logging.getLogger(__name__)
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -77,24 +80,41 @@ def fp8_attention(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tenso
 
 
 def check_fp8_attention(device: torch.device) -> None:
-    """Raises: ModelError where it does not work."""
-    if device.type == "cuda" and (reason := _why_not(device)):
+    """Try it where it will be used. If only padding is not left out, texts are not padded in this process.
+
+    Raises: ModelError where it does not work.
+    """
+    if device.type != "cuda":
+        return
+    if reason := _why_not(device):
         raise ModelError(f"--attention fp8: cuDNN's attention in fp8 does not work here: {reason}")
+    if reason := _why_not(device, num_tokens=700):
+        logger.warning("cuDNN's attention in fp8 does not leave padding out (%s): no text is padded", reason)
+        forgo()
 
 
 @cache
-def _why_not(device: torch.device) -> str:
+def _why_not(device: torch.device, *, num_tokens: int | None = None) -> str:
     if find_spec(MODULE) is None:
         return "nvidia-cudnn-frontend is not installed"
     try:
-        x = torch.ones(1, 64, 1, 128, device=device)
-        query, value = in_fp8(x), in_fp8(x, scale=VALUE_SCALE)
-        found = fp8_attention(query, query, value)
-        return "" if torch.equal(found.float(), value.float()) else "its result is wrong"
+        return "" if _is_right(device, num_tokens) else "its result is wrong"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return in_one_line(error)
+
+
+def _is_right(device: torch.device, num_tokens: int | None) -> bool:
+    """Whether attention among ones gives ones, and no sevens of padding behind the tokens."""
+    x = torch.ones(1, 1024, 1, 128, device=device)
+    query = in_fp8(x)
+    counts = None
+    if num_tokens is not None:
+        x[:, num_tokens:] = 7
+        counts = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
+    found = fp8_attention(query, query, in_fp8(x, scale=VALUE_SCALE), counts)
+    return torch.equal(from_fp8(found, torch.float32, scale=VALUE_SCALE), x.masked_fill(x == 7, 0))
 
 
 def _in_steps(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor | None) -> Tensor:
@@ -160,7 +180,8 @@ def _plan(
     fixed = dict(zip((*scales.values(), *largest), (*values, *unused), strict=True))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor | None) -> Tensor:
-        attended = query.new_empty((batch, length, num_heads, width))
+        make = query.new_zeros if has_counts else query.new_empty  # cuDNN leaves what is behind the counts
+        attended = make((batch, length, num_heads, width))
         workspace = query.new_empty(num_bytes, dtype=torch.uint8)
         tensors = dict(zip(inputs, (query, key, value), strict=True)) | fixed | {result: attended}
         if has_counts:
