@@ -20,11 +20,13 @@ from gfgen.cluster.member import MemberOptions
 from gfgen.cluster.ray_cluster import LOCAL, RayCluster
 from gfgen.cluster.ray_node import RayOptions
 from gfgen.errors import InputError, Problem
+from gfgen.job.formats import SUFFIXES
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
 from gfgen.job.source import JobSource
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files.inbox import WATCHED_NAME
+from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
     SIMULATED,
@@ -47,7 +49,10 @@ def check_written(files: Sequence[Path], written: Mapping[str, Path | None]) -> 
     for option, path in written.items():
         if path is None:
             continue
-        if (what := named.get(resolved(path))) is not None:
+        what = named.get(resolved(path))
+        if path.name in (MANIFEST_NAME, JOURNAL_NAME) or path.suffix.lower() in SUFFIXES:
+            what = "a record of runs, a picture or a video by its name"
+        if what is not None:
             raise InputError(f"{option} {path}: is {what}; name another file")
         named[resolved(path)] = f"the file of {option}, too"
 
