@@ -49,7 +49,8 @@ def test_a_journal_with_an_entry_per_rank_is_replayed_until_a_task_is_predicted_
     jobs = [make_job(f"job-{idx}", steps=2 + idx, arrival_s=0.2 * idx) for idx in range(5)]
     (run,) = read_runs(DATA / "simulated.jsonl")
     outcome = replay(run, jobs)
-    assert outcome.difference is not None and outcome.difference.startswith("turn 50, at 1.176088 s: ")
+    assert outcome.difference is not None
+    assert outcome.difference.startswith("turn 50, at 1.176088 s: ")
     assert (outcome.num_turns, outcome.num_dispatches) == (49, 22)
 
 
