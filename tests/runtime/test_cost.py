@@ -50,11 +50,11 @@ def test_a_notable_change_raises_the_version_and_a_small_one_does_not():
     costs.observe(small, Stage.DENOISE, ONE, 1.0)
     costs.task_s(small, Stage.DENOISE, ONE)
     costs.observe(small, Stage.DENOISE, ONE, 1.05)
-    assert costs.version == 0
+    assert small.version == 0
     costs.observe(small, Stage.DENOISE, ONE, 3.0)
-    assert costs.version == 0, "one slow task may be the first of a prompt's length"
+    assert small.version == 0, "one slow task may be the first of a prompt's length"
     costs.observe(small, Stage.DENOISE, ONE, 3.0)
-    assert costs.version == 1
+    assert small.version == 1
 
 
 def test_slow_first_steps_lift_neither_the_prediction_nor_the_least_time():
@@ -109,7 +109,7 @@ def test_guidance_branches_go_to_halves_unless_all_ranks_in_turn_are_known_to_be
     costs.observe(small, Stage.DENOISE, (2, 2, 1), 0.50)
     assert costs.arrangement(small).steps[3] == (2, 2, 1), "nothing is known of the other degrees"
     costs.observe(small, Stage.DENOISE, (1, 4, 1), 0.45)
-    costs.version += 1
+    costs.renew([small])
     assert costs.arrangement(small).steps[3] == (1, 4, 1)
 
 
@@ -128,7 +128,7 @@ def test_a_decode_takes_all_ranks_that_it_can_use_unless_fewer_are_known_to_be_a
     assert costs.arrangement(small).decodes == (1, 2, 3, 4, 5, 5, 5, 5)
     for degree, seconds in ((1, 1.0), (2, 0.7), (4, 0.9)):
         costs.observe(small, Stage.DECODE, (1, degree, 1), seconds)
-    costs.version += 1
+    costs.renew([small])
     assert costs.arrangement(small).decodes == (1, 2, 3, 2, 5, 5, 5, 5)
 
 
@@ -141,3 +141,21 @@ def test_the_decode_of_a_job_on_several_ranks_is_predicted_on_them():
     last = trajectory.task(5)
     assert costs.remaining_s(small, last, trajectory.num_tasks, ONE) == 3.0
     assert costs.remaining_s(small, last, trajectory.num_tasks, (2, 2, 1)) == 1.0
+
+
+def test_a_first_measurement_corrects_a_wrong_guess_of_its_model_alone():
+    costs = CostModel()
+    small, other = cost_class(costs), costs.cost_class("other", "x", flops=small_flops(), state_bytes=1)
+    task = Trajectory("job", num_steps=3).task(2)
+    for each in (small, other):
+        costs.rest_alone_s(each, task, 6)
+    costs.observe(small, Stage.DENOISE, ONE, 9.0)
+    assert costs.corrected == {small}
+    costs.renew(costs.corrected)
+    assert not costs.changed
+    assert costs.rest_alone_s(small, task, 6) > 27
+    assert (small.version, other.version) == (2, 0)
+
+
+def small_flops():
+    return dict.fromkeys(Stage, 1e9)

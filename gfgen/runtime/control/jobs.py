@@ -36,7 +36,8 @@ NUM_RECENT = 24
 """Arrivals that are remembered, as a sample of what may be expected."""
 _RENEWALS_S = (0.25, 10.0)
 """Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within
-these bounds: early measurements change much, later ones little, and each renewal takes 4 us a job."""
+these bounds: early measurements change much, later ones little, and each renewal takes 4 us a job. Guesses
+that a first measurement has shown to be wrong are renewed at once."""
 
 
 @dataclass(slots=True)
@@ -226,9 +227,9 @@ class JobRecord:
         """What policies see of it; a new one when that, or the predictions, have changed."""
         task, view = self.next_task, self._view
         is_same = view is not None and view.next_task is task and view.last_layout is self.progress.holder
-        if view is not None and is_same and self._view_version == costs.version:
-            return view
         job, cost_class, is_alone = self.job, self.cost_class, len(self.batch) == 1
+        if view is not None and is_same and self._view_version == cost_class.version:
+            return view
         spec, trajectory = job.info.spec, job.trajectory
         num_reused = trajectory.num_reused_from(task.index) if trajectory.reused else 0
         remaining_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reused)
@@ -237,7 +238,7 @@ class JobRecord:
             num_reusable = trajectory.num_reusable_from(task.index)
             least_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reusable)
             saving_s = max(0.0, remaining_s - least_s)
-        self._view_version = costs.version
+        self._view_version = cost_class.version
         self._view = JobView(
             job_id=self.job_id,
             tag=spec.tag,
@@ -354,7 +355,6 @@ class Jobs:
         """The last arrivals, as they were then."""
         self.num_writing = 0
         """Jobs whose files are being written."""
-        self._costs_version = costs.version
         self._renewed_s = 0.0
         for job in jobs:
             self.add(job)
@@ -504,14 +504,18 @@ class Jobs:
         }
 
     def renew_predictions(self, now_s: float) -> None:
-        """Let what was learned reach all views, now and then: it costs a view for every job."""
-        if self._costs_version == self._costs.version:
+        """Let what was learned reach all views of a class, now and then: it costs a view for every job."""
+        costs = self._costs
+        if not costs.changed:
             return
         soonest, latest = _RENEWALS_S
-        if now_s < self._renewed_s + min(latest, max(soonest, self._renewed_s / 2)):
+        if now_s >= self._renewed_s + min(latest, max(soonest, self._renewed_s / 2)):
+            self._renewed_s = now_s
+            costs.renew(costs.changed)
+        elif costs.corrected:
+            costs.renew(costs.corrected)
+        else:
             return
-        self._costs.renew()
-        self._costs_version, self._renewed_s = self._costs.version, now_s
         self.open.renew(lambda job_id: self.records[job_id].view(self._costs))
         for job_id in self.busy:
             self.busy[job_id] = self.records[job_id].view(self._costs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gfgen.graph import Stage, Task
@@ -97,8 +97,10 @@ class CostClass:
     profiled: dict[tuple[Stage, Degrees], Estimate | None] = field(default_factory=dict)
     """The profile's estimates, looked up once."""
     limits: Limits = field(default_factory=Limits)
-    arrangement: tuple[int, Arrangement] | None = None
-    """The version of the model, and the arrangement chosen for it."""
+    arrangement: Arrangement | None = None
+    """Chosen for this version."""
+    version: int = 0
+    """Rises when a returned estimate changes notably, or is renewed."""
 
     def work(self, stage: Stage) -> TaskWork:
         return TaskWork(self.flops[stage], self.state_bytes)
@@ -119,8 +121,10 @@ class CostModel:
     """Durations of tasks and moves, refined by every completed task."""
 
     def __init__(self, profile: Profile | None = None) -> None:
-        self.version = 0
-        """Rises when a returned estimate changes notably, or is renewed."""
+        self.changed: set[CostClass] = set()
+        """Classes of which an estimate has changed notably since their last renewal."""
+        self.corrected: set[CostClass] = set()
+        """Those of them that had no measurement: `rest_alone_s` is too far off to wait for the others."""
         self._table = None if profile is None else CostTable(profile)
         self._move_s = 0.0 if profile is None else profile.move_s
         self._move_bytes_per_s = MOVE_BYTES_PER_S if profile is None else profile.move_bytes_per_s
@@ -288,20 +292,27 @@ class CostModel:
             total_s += stage_s(Stage.ENCODE)
         return total_s
 
-    def renew(self) -> None:
-        """Let `rest_alone_s` use the present estimates."""
-        self.version += 1
-        for each in self._classes.values():
+    def renew(self, classes: Iterable[CostClass]) -> None:
+        """Let `rest_alone_s` use the present estimates of these classes."""
+        for each in list(classes):
+            self._rise(each)
             each.alone.clear()
             each.rests.clear()
+            self.changed.discard(each)
+            self.corrected.discard(each)
+
+    def _rise(self, cost_class: CostClass) -> None:
+        """Begin another version of a class."""
+        cost_class.version += 1
+        cost_class.arrangement = None
 
     def arrangement(self, cost_class: CostClass) -> Arrangement:
-        """The best predicted use of ranks by tasks of this class; changes only with `version`."""
-        if cost_class.arrangement is None or cost_class.arrangement[0] != self.version:
+        """The best predicted use of ranks by tasks of this class; changes only with its version."""
+        if cost_class.arrangement is None:
             steps = [self._best_way(cost_class, number) for number in range(1, MAX_RANKS + 1)]
-            chosen = Arrangement(steps=tuple(steps), decodes=tuple(self._best_numbers(cost_class)))
-            cost_class.arrangement = (self.version, chosen)
-        return cost_class.arrangement[1]
+            decodes = tuple(self._best_numbers(cost_class))
+            cost_class.arrangement = Arrangement(steps=tuple(steps), decodes=decodes)
+        return cost_class.arrangement
 
     def _best_way(self, cost_class: CostClass, num_ranks: int) -> Degrees:
         """The usual degrees of a step on this many ranks, or clearly faster ones."""
@@ -368,6 +379,7 @@ class CostModel:
         key = (stage, degrees)
         profiled = self._profiled(cost_class, stage, degrees)
         measured = cost_class.measured.get(key)
+        is_first = measured is None
         if measured is None:
             measured = cost_class.measured[key] = Recent()
             if profiled is not None and profiled.provenance is Provenance.PROFILED:
@@ -381,13 +393,26 @@ class CostModel:
             rate = cost_class.flops[stage] / (duration_s - OVERHEAD_S) / speed_up(math.prod(degrees))
             self._rates.setdefault((cost_class.model, stage), _Mean()).add(rate)
         published = cost_class.published.get(key)
-        if published is None:
-            return
-        if abs(measured.value - published) > _NOTABLE * published:
-            for other in self._classes.values():  # a class may appear under two names
-                if other.model == cost_class.model:
-                    other.published.clear()
-            self.version += 1
+        if published is not None and _is_notable(measured.value, published):
+            for other in self._of_model(cost_class.model):
+                other.published.clear()
+                self._rise(other)
+                self.changed.add(other)
+        if is_first:
+            self._note_corrected(cost_class.model)
+
+    def _of_model(self, model: str) -> set[CostClass]:
+        return {each for each in self._classes.values() if each.model == model}
+
+    def _note_corrected(self, model: str) -> None:
+        """After a first measurement: find the classes of which `rest_alone_s` is notably wrong."""
+        for each in self._of_model(model):
+            if any(
+                _is_notable(self.estimate(each, stage, _ONE).loaded_s, alone_s)
+                for stage, alone_s in each.alone.items()
+            ):
+                self.changed.add(each)
+                self.corrected.add(each)
 
     def _profiled(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate | None:
         if self._table is None or stage is Stage.REUSE:
@@ -415,6 +440,10 @@ class CostModel:
         flops_per_s = (rate.value if rate else DEFAULT_FLOPS_PER_S) * speed_up(math.prod(degrees))
         seconds = cost_class.flops[stage] / flops_per_s + OVERHEAD_S
         return Estimate(seconds, seconds, Provenance.EXTRAPOLATED if rate else Provenance.GUESSED)
+
+
+def _is_notable(seconds: float, before_s: float) -> bool:
+    return abs(seconds - before_s) > _NOTABLE * before_s
 
 
 def uncertain(doubts: Sequence[UncertainEstimate], *, has_writes: bool) -> str | None:
