@@ -66,11 +66,8 @@ def fuse(transformer: nn.Module, *, fp8_on: torch.device | None = None, attends_
         fuse_modulation(transformer, int8_on=fp8_on)
     if fp8_on is not None:
         transformer.to(fp8_on)
-    if attends_in_fp8:
-        for block in wan_blocks:
-            block.attn1.attends_in_fp8 = True
-        for block in qwen_blocks:
-            block.attn.attends_in_fp8 = True
+    for attention in (*(block.attn1 for block in wan_blocks), *(block.attn for block in qwen_blocks)):
+        attention.attends_in_fp8 = attends_in_fp8
 
 
 @contextmanager
@@ -200,7 +197,7 @@ def _wan_attention(attention: Any, x: Any, rotary_emb: tuple[Tensor, Tensor]) ->
     cos, sin = (table[0, :, 0] for table in rotary_emb)
     projected = attention.to_qkv(x)
     into = None
-    if getattr(attention, "attends_in_fp8", False):
+    if attention.attends_in_fp8:
         shape = (3, *projected.shape[:2], attention.heads, cos.shape[-1])
         into = projected.new_empty(shape, dtype=E4M3)
     query, key, *values = heads(
@@ -353,7 +350,7 @@ def _joint_sample(
     num_text, num_picture = projected_text.shape[1], projected_picture.shape[1]
     joint = torch.empty(
         (3, 1, num_picture + num_text, attention.heads, head_dim),
-        dtype=E4M3 if getattr(attention, "attends_in_fp8", False) else projected_picture.dtype,
+        dtype=E4M3 if attention.attends_in_fp8 else projected_picture.dtype,
         device=projected_picture.device,
     )
     picture_turns, text_turns = rotary_emb
