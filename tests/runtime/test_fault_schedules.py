@@ -85,7 +85,8 @@ def test_a_worker_that_stops_while_it_loads_is_replaced(fleet: Fleet) -> None:
     ]
     result = run_schedule(schedule_of(*faults), fleet)
     assert_as_promised(result)
-    assert result.faults == {FaultKind.KILL: 1, FaultKind.STOP: 1}
+    # A process of the schedule before may still count one of its own faults.
+    assert (result.faults[FaultKind.KILL], result.faults[FaultKind.STOP]) == (1, 1)
     assert result.num_done == 2
     assert result.num_deaths in (1, 2), "the others may be done before the successor is found out"
 
