@@ -14,7 +14,7 @@ from gfgen.job.loras import LoraError, LoraFiles
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import FP8, precision_of
 from gfgen.models.geometry.weights import TEXT_ENCODER, footprint
-from gfgen.models.lora.fit import KEPT_FILES, SECOND, LoraFits
+from gfgen.models.lora.fit import KEPT_FILES, LoraFits
 from gfgen.runtime.core.admission import AdmittedJob
 
 CPU_BYTES, GPU_BYTES = 4, 2
@@ -62,22 +62,20 @@ class _Need:
     """Parameters by weight that they change."""
     factors: Mapping[str, int] = field(default_factory=dict)
     """Their own parameters, by hash."""
-    is_on_host: bool = False
-    """Copies of the changed weights are in main memory, in place of the GPU."""
 
 
 class LoraMemory:
     """Bytes that LoRAs take beside the models: copies of the weights that they change, and their factors.
 
     Copies stay until the run ends, so they add up over jobs. `num_ranks` share one memory. With
-    `is_offloaded`, copies of experts' weights are in main memory, and on the GPU while they are merged.
+    `is_offloaded`, GPUs' copies are in main memory, and each is on the GPU while it is merged.
     """
 
     def __init__(self, fits: LoraFits, *, num_ranks: int, is_gpu: bool, is_offloaded: bool = False) -> None:
         self._fits = fits
         self._num_ranks = num_ranks
         self._is_gpu = is_gpu
-        self._is_offloaded = is_offloaded
+        self._is_on_host = is_offloaded and is_gpu
         self._needs: dict[Path, _Need] = {}
 
     def add(self, checkpoint: Path, loras: Set[Lora], *, room_bytes: float = math.inf) -> int:
@@ -97,24 +95,23 @@ class LoraMemory:
     def host_bytes(self) -> Mapping[Path, int]:
         """By model, the copies that ranks on GPUs have in main memory."""
         return {
-            checkpoint: GPU_BYTES * sum(need.changed.values()) * self._num_ranks if need.is_on_host else 0
+            checkpoint: GPU_BYTES * sum(need.changed.values()) * self._num_ranks if self._is_on_host else 0
             for checkpoint, need in self._needs.items()
         }
 
     def _with(self, need: _Need, checkpoint: Path, loras: Set[Lora]) -> _Need:
         if loras <= need.loras:
             return need
-        changed, factors, is_on_host = dict(need.changed), dict(need.factors), need.is_on_host
+        changed, factors = dict(need.changed), dict(need.factors)
         for sha256, target in loras:
             fit = self._fits.of(checkpoint, sha256)
             changed.update(fit.changed_in(target))
             factors[sha256] = fit.num_factors
-            is_on_host |= self._is_offloaded and SECOND in fit.components
-        return _Need(need.loras | loras, changed, factors, is_on_host)
+        return _Need(need.loras | loras, changed, factors)
 
     def _bytes(self, checkpoint: Path, need: _Need) -> int:
         num_base = sum(need.changed.values())
-        if need.is_on_host:  # the original and the changed values of one weight
+        if self._is_on_host:  # the original and the changed values of one weight
             num_base = 2 * max(need.changed.values(), default=0)
         num_factors = sum(sorted(need.factors.values())[-KEPT_FILES:])
         if self._is_gpu:

@@ -119,6 +119,18 @@ def test_loras_of_an_expert_in_host_memory_are_merged_on_the_device() -> None:
     assert change.places == {"meta"}
 
 
+@pytest.mark.parametrize("keeps_on_host", [False, True])
+def test_a_lora_is_merged_and_taken_out_wherever_the_original_weights_are(keeps_on_host: bool) -> None:
+    up, down = torch.randn(4, 2), torch.randn(2, 3)
+    layer = torch.nn.Linear(3, 4)
+    original = layer.weight.data.clone()
+    model = merging._Model(layer, keeps_on_host=keeps_on_host)
+    model.set({"weight": [(merging._Product("weight", up, down, 1.0, 1.0), 0.5)]})
+    assert torch.equal(layer.weight.data, original + 0.5 * (up @ down))
+    model.set({})
+    assert torch.equal(layer.weight.data, original)
+
+
 @pytest.mark.gpu
 def test_an_experts_place_changes_no_bit_of_a_merged_lora() -> None:
     if not torch.cuda.is_available():
@@ -128,7 +140,7 @@ def test_an_experts_place_changes_no_bit_of_a_merged_lora() -> None:
     expert = torch.nn.Linear(256, 256).bfloat16()
     parts = {"transformer": expert, "transformer_2": torch.nn.Linear(2, 2)}
     offload(SimpleNamespace(components=parts), torch.device("cuda"))
-    model = merging._Model(expert)
+    model = merging._Model(expert, keeps_on_host=True)
     found = []
     for place in ("cpu", "cuda"):
         expert.to(place)

@@ -1,10 +1,10 @@
 """LoRAs merged into the weights of a pipeline's models, and taken out again.
 
 diffusers' own loader converts a file and attaches its factors to an *outline* of each model, which has shapes
-but no weights (outlines.py). The base weights of changed layers are kept on the device. A switch writes base
-weight plus change to the model's weight in place, also where a fused block has it as rows of a larger one
-(fused.py), so recorded forwards stay valid. Nothing is subtracted, so a model without LoRAs has the bits that
-it was loaded with.
+but no weights (outlines.py). The base weights of changed layers are kept on the device, with `--offload` in
+host memory. A switch writes base weight plus change to the model's weight in place, also where a fused block
+has it as rows of a larger one (fused.py), so recorded forwards stay valid. Nothing is subtracted, so a model
+without LoRAs has the bits that it was loaded with.
 
 A linear layer's change is the product of two factors, computed as in `fuse_lora`. On a GPU, one kernel reads
 the base weight once and adds the product (low_rank.py). Factors under diffusers' own names are read from the
@@ -46,6 +46,7 @@ class MergedLoras:
         self._pipeline = pipeline
         self._changed = changed
         self._outlines = Outlines(pipeline)
+        self._keeps_on_host = _is_offloaded(pipeline)
         self._models: dict[str, _Model] = {}
         self._merged: dict[str, tuple[object, ...]] = {}
         self._loaded: OrderedDict[tuple[str, bool], _Loaded] = OrderedDict()
@@ -73,7 +74,8 @@ class MergedLoras:
 
     def _set(self, component: str, loras: Sequence[Mapping[str, Any]]) -> None:
         if component not in self._models:
-            self._models[component] = _Model(getattr(self._pipeline, component))
+            model = getattr(self._pipeline, component)
+            self._models[component] = _Model(model, keeps_on_host=self._keeps_on_host)
         wanted: dict[str, list[tuple[_Change, float]]] = {}
         for lora in loras:
             for change in self._changes(lora, component):
@@ -125,11 +127,13 @@ class _Model:
     """A model's weights, and the original values of those that were ever changed.
 
     An offloaded expert's weights may be on the device or in host memory. Its changes are always computed on
-    the device, which may round differently from a CPU, and the original values stay in host memory.
+    the device, which may round differently from a CPU. With `keeps_on_host`, original values are in host
+    memory, as everything is that a step does not need.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, keeps_on_host: bool = False) -> None:
         self._model = model
+        self._keeps_on_host = keeps_on_host
         hook = getattr(model, "_hf_hook", None)
         self._device: torch.device | None = None if hook is None else hook.execution_device
         """Where an offloaded expert computes; None for a model that stays where it is."""
@@ -172,7 +176,7 @@ class _Model:
         for name, changes in wanted.items():
             weight = self._weights[name]
             if name not in self._base:
-                self._base[name] = weight.clone() if self._device is None else weight.to("cpu", copy=True)
+                self._base[name] = weight.to("cpu", copy=True) if self._keeps_on_host else weight.clone()
             out = weight if self._device is None else torch.empty_like(weight, device=self._device)
             source = self._base[name].to(out.device)
             for change, scale in changes:
@@ -181,6 +185,12 @@ class _Model:
             if out is not weight:
                 weight.copy_(out)
         self._changed = set(wanted)
+
+
+def _is_offloaded(pipeline: Any) -> bool:
+    """Whether accelerate brings some of its weights from host memory."""
+    parts = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
+    return any(hasattr(module, "_hf_hook") for part in parts for module in part.modules())
 
 
 class _Change(Protocol):

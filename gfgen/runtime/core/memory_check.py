@@ -195,7 +195,8 @@ def refuse_lora(job: AdmittedJob, lora_bytes: int, *, beside: int, available: in
     accepted = (
         f"at least {size_in_words(lora_bytes)} of memory needed for copies of the weights that LoRAs change, "
         f"beside {size_in_words(beside)} for the model and the job, {size_in_words(available)} available; "
-        "fewer --ranks, or LoRAs of fewer layers would help"
+        "fewer --ranks, --offload on GPUs (it keeps copies in main memory), or LoRAs of fewer layers "
+        "would help"
     )
     return Problem(job.spec.line, "lora", None, accepted)
 
