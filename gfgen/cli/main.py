@@ -135,6 +135,10 @@ def _let_go_of_closed_streams() -> None:
 
 def _invoke(arguments: list[str]) -> int:
     try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise InputError("the current folder was removed; change to another one") from None
+    try:
         result: Any = cli.main(args=arguments, prog_name="gfgen", standalone_mode=False)
     except click.exceptions.Exit as end:
         return end.exit_code

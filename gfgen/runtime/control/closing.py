@@ -36,6 +36,7 @@ class Closing:
         """The signal that asked the run to stop."""
         self.is_stopping = False
         """Nothing new is dispatched; what runs is left to end."""
+        self._num_together = start.batch
         self._costs = costs
         self._degrees: dict[str, Degrees] = {}
         """By model: of the last step."""
@@ -68,7 +69,7 @@ class Closing:
         remaining_s = self._costs.remaining_s(
             cost_class, _FIRST_TASK, num_tasks, degrees, num_reused=num_reused
         )
-        return now_s + CAUTION * remaining_s > self.closes_s
+        return now_s + CAUTION * remaining_s * self._num_together > self.closes_s
 
     def check(self) -> None:
         """Assert what always holds."""

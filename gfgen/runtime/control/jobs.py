@@ -233,6 +233,7 @@ class JobRecord:
         spec, trajectory = job.info.spec, job.trajectory
         num_reused = trajectory.num_reused_from(task.index) if trajectory.reused else 0
         remaining_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reused)
+        remaining_s *= len(self.batch)  # steps of a batch end together
         num_reusable, saving_s = 0, 0.0
         if trajectory.reusable:
             num_reusable = trajectory.num_reusable_from(task.index)
@@ -487,7 +488,8 @@ class Jobs:
         return {
             job_id: view
             for job_id, view in views.items()
-            if view.next_task.index > 0 or kind_of(view) not in late
+            if kind_of(view) not in late
+            or any(mate.progress.next_index > 0 for mate in self.records[job_id].batch)
         }
 
     def stopped_at(self, ranks: Sequence[RankRecord]) -> dict[str, tuple[int, int]]:

@@ -196,6 +196,9 @@ class Store:
         """The last reported reason why writes fail."""
         self.epoch = self._begin_life(began_at)
         """Unique number of this process among all that opened the store: event ids begin with it."""
+        (first_at,) = self._reader.execute("SELECT MIN(began_at) FROM lives").fetchone()
+        self.made_at = began_at if first_at is None else float(first_at)
+        """Unix time at which this store was created: it knows nothing about older files."""
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
 
