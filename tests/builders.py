@@ -20,6 +20,8 @@ from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 
 STEP_S = 0.1
@@ -121,3 +123,10 @@ def simulate(jobs: Sequence[AdmittedJob], **options: Any) -> Recorder:
     control, recorder = simulated_control(jobs, **options)
     control.run()
     return recorder
+
+
+def revived(pool: WorkerPool) -> WorkerPool:
+    """With all its ranks, who have not died yet as far as it remembers."""
+    wait_ready(pool)
+    pool.deaths.clear()
+    return pool

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from builders import revived
 
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.models.families.registry import PACKAGED, resolve_checkpoint
@@ -53,9 +54,7 @@ def bare_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
 @pytest.fixture
 def mortal_pool(faulty_pool: WorkerPool) -> Iterator[WorkerPool]:
     """The same pool with all its ranks, who have not died yet as far as it remembers."""
-    wait_ready(faulty_pool)
-    faulty_pool.deaths.clear()
-    yield faulty_pool
+    yield revived(faulty_pool)
     for rank in list(faulty_pool.retired):
         faulty_pool.deaths.clear()
         faulty_pool.replace_worker(rank, is_to_blame=False)
@@ -74,6 +73,4 @@ def started_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
 @pytest.fixture
 def gpu_pool(started_pool: WorkerPool) -> WorkerPool:
     """All of them ready, and no death remembered."""
-    wait_ready(started_pool)
-    started_pool.deaths.clear()
-    return started_pool
+    return revived(started_pool)

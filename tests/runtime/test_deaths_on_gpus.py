@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from builders import Recorder
+from builders import Recorder, revived
 from gpu_ranks import NUM_GPUS, NUM_RANKS, RANKS_PER_GPU, needs_two_ranks
 from test_elastic import following
 from test_workers import PICTURE, pixels, run
@@ -48,10 +48,7 @@ def gpus(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
 
 @pytest.fixture
 def pool(gpus: WorkerPool) -> WorkerPool:
-    """The same with all its ranks, who have not died yet as far as it remembers."""
-    wait_ready(gpus)
-    gpus.deaths.clear()
-    return gpus
+    return revived(gpus)
 
 
 def job(job_id: str, order: str = "") -> JobSpec:

@@ -135,6 +135,21 @@ class Adapter(Protocol):
 class BatchAdapter(Adapter, Protocol):
     """An adapter that takes one step of several jobs in the same forwards (`--batch`)."""
 
+    @torch.no_grad()
+    def denoise(
+        self,
+        spec: JobSpec,
+        prompt: Fields,
+        condition: Fields,
+        latents: Fields,
+        *,
+        step: int,
+        parallel: Parallel | None = None,
+    ) -> Fields:
+        """A step of one job is a batch of one."""
+        inputs = StepInput(spec, prompt, condition, latents)
+        return self.denoise_batch([inputs], step=step, parallel=parallel)[0]
+
     def denoise_batch(
         self, inputs: Sequence[StepInput], *, step: int, parallel: Parallel | None = None
     ) -> list[Fields]:

@@ -23,7 +23,7 @@ from torch.nn.attention import sdpa_kernel
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import solver
-from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields, StepInput
+from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, BatchAdapter, Fields, StepInput
 from gfgen.models.families.encoders import FOR_ANY_LENGTH, text_encoder_on
 from gfgen.models.families.guidance import is_batch_faster, predict_branches
 from gfgen.models.families.outputs import keep_outputs
@@ -47,7 +47,7 @@ from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
 
 
-class QwenImageAdapter:
+class QwenImageAdapter(BatchAdapter):
     """Executors of one Qwen-Image checkpoint; see `adapter.Adapter`."""
 
     def __init__(self, geometry: Geometry, *, pipeline: Any, device: str) -> None:
@@ -81,20 +81,6 @@ class QwenImageAdapter:
         scheduler = self._scheduler(spec)
         scheduler.set_begin_index(0)
         return Fields(), solver.save_state(scheduler, noise_BSC)
-
-    @torch.no_grad()
-    def denoise(
-        self,
-        spec: JobSpec,
-        prompt: Fields,
-        condition: Fields,
-        latents: Fields,
-        *,
-        step: int,
-        parallel: Parallel | None = None,
-    ) -> Fields:
-        inputs = StepInput(spec, prompt, condition, latents)
-        return self.denoise_batch([inputs], step=step, parallel=parallel)[0]
 
     @torch.no_grad()
     def denoise_batch(

@@ -109,10 +109,8 @@ def stacked(samples: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def extrapolated_step(scheduler: Any, latents: Fields, *, step: int) -> Fields:
-    sample = restore_state(scheduler, latents)
     (output,) = extrapolated(latents, step=step)
-    sample = scheduler.step(output, scheduler.timesteps[step], sample, return_dict=False)[0]
-    state = save_state(scheduler, sample)
+    state = Solver(scheduler, latents, step=step).next_state(output)
     carry_outputs(state, latents)
     return detach_from(latents, state)
 

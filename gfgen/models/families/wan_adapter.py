@@ -22,7 +22,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import solver
-from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields, StepInput
+from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, BatchAdapter, Fields, StepInput
 from gfgen.models.families.encoders import text_encoder_on
 from gfgen.models.families.guidance import predict_branches
 from gfgen.models.families.outputs import keep_outputs
@@ -49,7 +49,7 @@ SHIFT_NAMES = {"UniPCMultistepScheduler": "flow_shift", "FlowMatchEulerDiscreteS
 """What each scheduler class calls the flow shift in its config."""
 
 
-class WanAdapter:
+class WanAdapter(BatchAdapter):
     """Executors of one Wan checkpoint; see `adapter.Adapter`.
 
     `text_pipeline` and `image_pipeline` have the same components. Only their methods are used; they are
@@ -109,20 +109,6 @@ class WanAdapter:
         picture = picture.to(self.device, dtype=torch.float32)
         latents, condition, *_ = self._image.prepare_latents(picture, *shape, *noise)
         return Fields({"condition": condition}), solver.save_state(scheduler, latents)
-
-    @torch.no_grad()
-    def denoise(
-        self,
-        spec: JobSpec,
-        prompt: Fields,
-        condition: Fields,
-        latents: Fields,
-        *,
-        step: int,
-        parallel: Parallel | None = None,
-    ) -> Fields:
-        inputs = StepInput(spec, prompt, condition, latents)
-        return self.denoise_batch([inputs], step=step, parallel=parallel)[0]
 
     @torch.no_grad()
     def denoise_batch(

@@ -30,6 +30,11 @@ def offload(pipeline: Any, device: torch.device) -> None:
             add_hook_to_module(own, _InPlaceOf(other, device), append=True)
 
 
+def is_offloaded(model: torch.nn.Module) -> bool:
+    """Whether accelerate brings some of its weights from host memory."""
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
 class _InPlaceOf(CpuOffload):  # type: ignore[misc]  # accelerate has no types
     """Before an expert's forward, sends each layer of the other one to host memory and brings its own."""
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.models.fast.fused import original_weights
+from gfgen.models.loading.offload import is_offloaded
 from gfgen.models.lora.fit import ADAPTER_METADATA, FACTOR, KEPT_FILES, SECOND
 from gfgen.models.lora.outlines import Outlines
 
@@ -46,7 +47,8 @@ class MergedLoras:
         self._pipeline = pipeline
         self._changed = changed
         self._outlines = Outlines(pipeline)
-        self._keeps_on_host = _is_offloaded(pipeline)
+        parts = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
+        self._keeps_on_host = any(map(is_offloaded, parts))
         self._models: dict[str, _Model] = {}
         self._merged: dict[str, tuple[object, ...]] = {}
         self._loaded: OrderedDict[tuple[str, bool], _Loaded] = OrderedDict()
@@ -185,12 +187,6 @@ class _Model:
             if out is not weight:
                 weight.copy_(out)
         self._changed = set(wanted)
-
-
-def _is_offloaded(pipeline: Any) -> bool:
-    """Whether accelerate brings some of its weights from host memory."""
-    parts = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
-    return any(hasattr(module, "_hf_hook") for part in parts for module in part.modules())
 
 
 class _Change(Protocol):

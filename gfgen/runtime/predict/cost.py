@@ -12,6 +12,7 @@ Every estimate has a `Provenance`. Waiting and moving are not part of a duration
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,8 +74,7 @@ class Recent:
         """Note the time until the task ended on its last rank, and on its first one."""
         self._durations.append(duration_s)
         self._first_ends.append(first_end_s)
-        ordered, size = sorted(self._durations), len(self._durations)
-        self.value = (ordered[(size - 1) // 2] + ordered[size // 2]) / 2
+        self.value = statistics.median(self._durations)
         self.soonest_s = min(self._first_ends)
 
 
