@@ -69,6 +69,8 @@ class RayCluster:
         self._models: tuple[str, ...] | None = None
         """None until the jobs are known: nodes wait for them."""
         self._change = threading.Condition(self._lock)
+        self._has_looked = threading.Event()
+        """All machines of the first look at the list are known."""
         self._is_over = threading.Event()
         self._alone_since: float | None = None
         self._number = 0
@@ -138,6 +140,7 @@ class RayCluster:
 
     def started(self) -> Mapping[str, Ranks]:
         """The ranks of nodes by name, when none is starting any more; they may still lack the models."""
+        self._has_looked.wait(ALONE_S)
         with self._change:
             while any(node.ranks is None for node in self._nodes.values()):
                 self._change.wait(TICK_S)
@@ -273,6 +276,7 @@ class RayCluster:
                 for node in self.ray.nodes():
                     if node["Alive"]:
                         self._consider(node)
+                self._has_looked.set()
             except Exception as error:
                 logger.warning("cannot list the nodes: %s", in_one_line(error))
             self._is_over.wait(LOOK_S)

@@ -207,7 +207,16 @@ def test_a_model_that_no_node_has_is_named(connected):
         cluster.find_model("unknown")
 
 
-def test_a_dry_run_names_the_nodes_and_starts_no_job(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("pause_s", [0.0, 0.3])
+def test_a_dry_run_names_the_nodes_and_starts_no_job(tmp_path, monkeypatch, capsys, pause_s):
+    """The first node may be up before the second has been looked at."""
+    consider = ray_cluster.RayCluster._consider
+
+    def slow(cluster, found):
+        consider(cluster, found)
+        time.sleep(pause_s)
+
+    monkeypatch.setattr(ray_cluster.RayCluster, "_consider", slow)
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a fox", "frames": 1}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray_cluster, "connected", lambda _: FakeRay({"a": {}, "b": {}}, lambda _: Actor()))
