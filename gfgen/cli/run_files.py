@@ -50,10 +50,8 @@ def check_written(files: Sequence[Path], written: Mapping[str, Path | None]) -> 
         if path is None:
             continue
         what = named.get(resolved(path))
-        if path.name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME) or path.suffix.lower() in (
-            *SUFFIXES,
-            ".bmp",
-        ):
+        is_record = path.name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME)
+        if is_record or path.suffix.lower() in (*SUFFIXES, ".bmp"):
             what = "a record of runs, a picture or a video by its name"
         if what is not None:
             raise InputError(f"{option} {path}: is {what}; name another file")

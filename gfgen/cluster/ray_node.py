@@ -226,7 +226,7 @@ def said(error: Exception) -> str:
     known = {
         "ActorDiedError": "its actor died, or the machine",
         "ActorUnavailableError": "it cannot be reached",
-        "GetTimeoutError": f"it has not answered for {POLL_S + SILENCE_S:g} s",
+        "GetTimeoutError": "it does not answer",
     }
     if "creation task" in str(error):  # the actor's own error is in the last line
         return lines[-1][:300]

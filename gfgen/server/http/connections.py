@@ -77,6 +77,8 @@ def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget_timer()
             num_open[self._address] -= 1
+            if not num_open[self._address]:
+                del num_open[self._address]
             super().connection_lost(exc)
 
         def _await_headers(self) -> None:
