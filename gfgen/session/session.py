@@ -297,7 +297,7 @@ class Session:
 
     def _keep_measured(self, ranks: Ranks, costs: CostModel) -> None:
         """Keep the task times for the predictions of later runs, unless an option changes them."""
-        if ranks.vae_dtype == "auto" and ranks.has_graphs and self.options.batch == 1:
+        if ranks.vae_dtype == "auto" and ranks.has_graphs:
             keep_measured(
                 runs_path(ranks.profiled_as),
                 costs.classes,

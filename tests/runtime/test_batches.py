@@ -18,6 +18,7 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob, check_batch
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import TaskDone
 from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
@@ -134,6 +135,33 @@ def test_jobs_that_are_behind_another_one_catch_up_first() -> None:
     batch.end(dispatches)
     assert batch.open == ["a"]
     assert [each.task.job_id for each in batch.begin("a", 3)] == ["a", "b", "c"]
+
+
+def test_steps_of_a_batch_are_predicted_as_they_are_reported_apart_from_steps_of_single_jobs() -> None:
+    """A step of each of three jobs takes 0.1 s together with the others, and 0.16 s alone."""
+
+    def task_s(dispatch: Dispatch) -> float:
+        return STEP_S if dispatch.task.stage is not Stage.DENOISE or dispatch.batch_end else 0.16
+
+    jobs = [job_of(name, steps=9) for name in "abcd"]
+    for lookahead_s in (0.0, 0.005):
+        recorder = simulate(jobs, batch=3, num_ranks=1, policy="fcfs", lookahead_s=lookahead_s, task_s=task_s)
+        took_s = {event.dispatch: event.busy_s for event in recorder.events if isinstance(event, TaskDone)}
+        later = [each for each in recorder.dispatches if (each.task.step or 0) > 1]
+        assert {each.task.job_id for each in later} == set("abcd")
+        for each in later:
+            assert each.predicted_end_s - each.predicted_start_s == pytest.approx(took_s[each.number])
+        ends_s = {each.batch_end: each.predicted_end_s for each in later if each.batch_end}
+        starts_s = {each.batch_end: each.submitted_s for each in reversed(later) if each.batch_end}
+        assert all(ends_s[last] == pytest.approx(starts_s[last] + 3 * STEP_S) for last in ends_s)
+
+
+def test_before_closing_time_only_jobs_of_a_batch_are_predicted_to_take_as_long_as_it() -> None:
+    # One rank: the first batch takes 1.4 s, another one would end at 2.8 s, and a single job at 2.1 s.
+    two = [job_of(name) for name in ("a", "b", "c", "d")]
+    single = job_of("single", priority=-1)
+    recorder = simulate([*two, single], batch=2, policy="fcfs", num_ranks=1, closes_s=2.3)
+    assert recorder.end_order == ["a", "b", "single"]
 
 
 def test_models_that_compute_one_job_at_a_time_are_refused() -> None:

@@ -69,6 +69,14 @@ def test_several_runs_are_averaged_by_samples_and_other_rows_stay():
     assert found.num_ranks == 4
 
 
+def test_a_profile_has_no_times_of_steps_in_batches():
+    costs, job = CostModel(), make_job("a")
+    costs.observe(costs.class_of(job, batch=2), Stage.DENOISE, ONE, 1.0)
+    costs.observe(costs.class_of(job), Stage.DENOISE, ONE, 1.6)
+    keep(runs_path(), costs.classes)
+    assert [each.seconds for each in load_profile(runs_path()).rows] == [1.6]
+
+
 def test_rows_are_bounded_and_the_oldest_go_first(monkeypatch):
     monkeypatch.setattr(run_profile, "MAX_ROWS", 2)
     for shape in ("a", "b", "c", "b"):

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from gfgen.graph import FIRST_STEP
 from gfgen.runtime.core.admission import AdmittedJob
 
 if TYPE_CHECKING:
     from gfgen.runtime.control.jobs import JobRecord
 
-FIRST_STEP = 2
-"""Index of the first step in a trajectory."""
 _OF_ONE_JOB: dict[str, Any] = dict.fromkeys(
     ("negative_prompt", "seed", "tag", "output", "format", "quality", "fps", "line")
 )

@@ -57,7 +57,7 @@ def keep_measured(
 
 
 def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[ProfileRow]:
-    for each in {id(each): each for each in classes}.values():
+    for each in {id(each): each for each in classes if each.batch == 1}.values():
         for (stage, degrees), recent in each.measured.items():
             samples = recent.samples
             if stage is Stage.REUSE:  # profiles have computed tasks only
