@@ -69,12 +69,22 @@ def test_several_runs_are_averaged_by_samples_and_other_rows_stay():
     assert found.num_ranks == 4
 
 
-def test_a_profile_has_no_times_of_steps_in_batches():
+def test_a_run_leaves_times_of_steps_in_batches_apart_from_others_and_of_all_decodes_together():
     costs, job = CostModel(), make_job("a")
-    costs.observe(costs.class_of(job, batch=2), Stage.DENOISE, ONE, 1.0)
-    costs.observe(costs.class_of(job), Stage.DENOISE, ONE, 1.6)
+    for batch, step_s in ((1, 1.6), (2, 1.0)):
+        for _ in range(3):
+            costs.observe(costs.class_of(job, batch=batch), Stage.DENOISE, ONE, step_s)
+            costs.observe(costs.class_of(job, batch=batch), Stage.DECODE, ONE, 0.5)
     keep(runs_path(), costs.classes)
-    assert [each.seconds for each in load_profile(runs_path()).rows] == [1.6]
+    found = load_profile(runs_path())
+    assert sorted((each.shape, each.stage, each.num_samples) for each in found.rows) == [
+        ("small", "decode", 6),
+        ("small", "denoise", 3),
+        ("small in batches of 2", "denoise", 3),
+    ]
+    known = CostModel(found)
+    times = [known.task_s(known.class_of(job, batch=batch), Stage.DENOISE, ONE) for batch in (1, 2, 3)]
+    assert times == [1.6, 1.0, pytest.approx(1.3)]  # of a batch of 3 nothing is known but the others
 
 
 def test_rows_are_bounded_and_the_oldest_go_first(monkeypatch):

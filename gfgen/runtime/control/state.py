@@ -171,21 +171,19 @@ class State:
             max_degree=self.max_degree,
             now_s=self.clock.turn_s,
         )
-        task, layout, batch_end = decision.task, decision.layout, None
+        task, layout, batch = decision.task, decision.layout, None
         if len(record.batch) > 1 and layout.degree == 1 and batches.takes_steps_together(record):
-            mates = batches.mates(record, task.index)
-            if mates:
-                batch_end = self.flights.last_number + 1 + len(mates)
-            for each in (record, *mates):
-                each.usage.batch = max(each.usage.batch, 1 + len(mates))
-        return self._begin(record, task, layout, batch_end=batch_end)
+            first = self.flights.last_number + 1
+            numbers = range(first, first + 1 + len(batches.mates(record, task.index)))
+            batch = numbers if len(numbers) > 1 else None
+        return self._begin(record, task, layout, batch=batch)
 
     def begin_mates(self, lead: Dispatch) -> Iterator[Dispatch]:
         """Register the other steps of a batch, whose first step this is; the leader's decision is theirs."""
         for mate in batches.mates(self.jobs.records[lead.task.job_id], lead.task.index):
-            yield self._begin(mate, mate.next_task, lead.layout, batch_end=lead.batch_end)
+            yield self._begin(mate, mate.next_task, lead.layout, batch=lead.batch)
 
-    def _begin(self, record: JobRecord, task: Task, layout: Layout, *, batch_end: int | None) -> Dispatch:
+    def _begin(self, record: JobRecord, task: Task, layout: Layout, *, batch: range | None) -> Dispatch:
         """Steps of a batch are predicted, and later reported, as if they ran in turn."""
         now_s, progress = self.clock.turn_s, record.progress
         cost_class, degrees = record.cost_class, layout.degrees
@@ -200,7 +198,7 @@ class State:
             self.ranks.merge(layout, record.model, record.loras)
         transfers: tuple[Transfer, ...] = ()
         # Otherwise ranks take the state from the slab, where its last holders publish it.
-        is_moving = task.index >= FIRST_STEP and source is not None and not stays and batch_end is None
+        is_moving = task.index >= FIRST_STEP and source is not None and not stays and batch is None
         if is_moving and source is not None and self.ranks.can_send(source, layout):
             latents = record.job.trajectory.artifact("latents")
             transfers = plan_transfers(latents, source=source, destination=layout)
@@ -218,11 +216,11 @@ class State:
             source=source,
             transfers=transfers,
             switch_s=switch_s,
-            batch_end=batch_end,
+            batch=batch,
             late_s=late_s,
         )
         # Nothing is queued behind a batch, whose steps end together.
-        is_measured = batch_end is None and self._costs.has_seen(cost_class, task.stage, degrees)
+        is_measured = batch is None and self._costs.has_seen(cost_class, task.stage, degrees)
         flight = self.flights.add(
             dispatch,
             soonest_s=start_s + least_s,  # moves and switches may take less than predicted
@@ -232,6 +230,8 @@ class State:
         self.ranks.take(flight)
         if task.stage is Stage.DENOISE and self.closing.closes_s < math.inf:
             self.closing.note(cost_class, degrees)
+        if batch is not None:
+            record.usage.batch = max(record.usage.batch, len(batch))
         record.flights.append(flight)
         progress.begin(task.index, layout, dispatch.number)
         self.jobs.place(record)
@@ -335,7 +335,7 @@ class State:
         self.ranks.leave(flight, at_s=event.time_s)
         flight.is_void = flight.is_void or event.void
         record.fail_flight(flight, flight.failure or event.reason, is_lost=event.lost)
-        if flight.dispatch.batch_end is not None:
+        if flight.dispatch.batch is not None:
             self.jobs.leave_batch(record)  # so that a job with which steps fail does not fail others
         return self._settle(record)
 
@@ -422,7 +422,7 @@ class State:
         if record.trouble.doom:
             self.jobs.leave_batch(record)
             # A step of a batch ends for the sake of the others.
-            self.flights.give_up(each for each in record.flights if each.dispatch.batch_end is None)
+            self.flights.give_up(each for each in record.flights if each.dispatch.batch is None)
         self.jobs.place(record)
         return ()
 

@@ -194,7 +194,7 @@ class CostModel:
             published = cost_class.published[key] = estimate.loaded_s
             if estimate.provenance >= Provenance.EXTRAPOLATED:
                 self._doubts.add(
-                    UncertainEstimate(estimate.provenance, cost_class.model, cost_class.shape, stage, degrees)
+                    UncertainEstimate(estimate.provenance, cost_class.model, cost_class.kind, stage, degrees)
                 )
         return published
 
@@ -430,9 +430,10 @@ class CostModel:
             return None
         key = (stage, degrees)
         if key not in cost_class.profiled:
-            cost_class.profiled[key] = self._table.task(
-                cost_class.model, cost_class.shape, stage, degrees, cost_class.work(stage)
-            )
+            # A table without steps of such a batch takes those of the same work: of single jobs.
+            shape = cost_class.kind if stage is Stage.DENOISE else cost_class.shape
+            work = cost_class.work(stage)
+            cost_class.profiled[key] = self._table.task(cost_class.model, shape, stage, degrees, work)
         return cost_class.profiled[key]
 
     def _has_degrees(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
