@@ -29,6 +29,8 @@ class Stage(StrEnum):
 
 
 STEPS = frozenset((Stage.DENOISE, Stage.REUSE))
+FIRST_STEP = 2
+"""Index of the first step in a trajectory."""
 
 DTYPE_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8}
 
@@ -107,24 +109,24 @@ class Trajectory:
             return Task(self.job_id, 0, Stage.ENCODE)
         if index == 1:
             return Task(self.job_id, 1, Stage.PREPARE)
-        if 2 <= index < self.num_steps + 2:
-            stage = Stage.REUSE if index - 2 in self.reused else Stage.DENOISE
-            return Task(self.job_id, index, stage, step=index - 2)
-        if index == self.num_steps + 2:
+        if FIRST_STEP <= index < self.num_steps + FIRST_STEP:
+            stage = Stage.REUSE if index - FIRST_STEP in self.reused else Stage.DENOISE
+            return Task(self.job_id, index, stage, step=index - FIRST_STEP)
+        if index == self.num_steps + FIRST_STEP:
             return Task(self.job_id, index, Stage.DECODE)
         raise IndexError(f"job {self.job_id} has tasks 0 to {self.num_tasks - 1}, not {index}")
 
     def num_reused_from(self, index: int) -> int:
         """Reused steps from the task at a position on."""
-        return len(self.reused) - bisect_left(self.reused, index - 2)
+        return len(self.reused) - bisect_left(self.reused, index - FIRST_STEP)
 
     def num_reusable_from(self, index: int) -> int:
         """Steps from the task at a position on that a policy may have reused."""
-        return len(self.reusable) - bisect_left(self.reusable, index - 2)
+        return len(self.reusable) - bisect_left(self.reusable, index - FIRST_STEP)
 
     def may_reuse(self, index: int) -> bool:
         """Whether a policy may have the task at this position reused."""
-        return index - 2 in self.reusable
+        return index - FIRST_STEP in self.reusable
 
     def name_of(self, task: Task) -> str:
         """A task as people count: 'denoise 3 of 20' for step 2, other stages by their name."""

@@ -66,7 +66,7 @@ class JobView:
     max_ulysses_degree: int = MAX_RANKS
     """The most of them that can share the heads; beyond that they share keys, in rings."""
     shape: str = ""
-    """Jobs of one model and shape take equally long for a task."""
+    """Jobs of one model and shape take equally long for a task; the size of a batch is part of it."""
     max_decode_degree: int = 1
     """The most ranks that can share the rows of its decode."""
     arrangement: Arrangement | None = None

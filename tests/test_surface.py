@@ -125,7 +125,6 @@ def test_check_has_the_options_of_run_that_decide_what_it_does():
         "--retries",
         "--verbose",
         "-v",
-        "--batch",
         "--grace",
         "--log-file",
         "--log-json",
@@ -245,6 +244,7 @@ def test_options_of_the_other_commands():
     ]
     assert options_of(subcommand("simulate")) == sorted(
         [
+            "--batch",
             "--json",
             "--memory",
             "--model",
@@ -260,6 +260,7 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("plan")) == sorted(
         [
             "--at",
+            "--batch",
             "--by",
             "--json",
             "--memory",

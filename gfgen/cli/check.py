@@ -20,7 +20,7 @@ from gfgen.cluster.session import cluster_admission
 from gfgen.errors import InputError, Problem, listed
 from gfgen.job.inputs import FileLine
 from gfgen.job.source import JobSource
-from gfgen.runtime.core.admission import AdmittedJob, tell_of_rounding
+from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of, tell_of_rounding
 from gfgen.runtime.core.devices import CUDA
 from gfgen.runtime.core.memory_check import gpu_work_bytes, job_bytes
 from gfgen.runtime.predict.profile_file import check_profile
@@ -49,6 +49,7 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
         found = judge(source, admission, has_bar=has_bar(options), done=known.done, claim=known.claim)
         tell_of_rounding(found.jobs)
         todo = [job for job in found.jobs if job.job_id not in known.done_ids]
+        check_batch(options.batch, families_of(todo))
         warn_of_passed_deadlines(todo, now=now)
         memory = _memory(todo, admission) if cluster is None else None
         prediction = _prediction(todo, options, now=now)
@@ -147,7 +148,9 @@ def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float)
         check_profile(profile, jobs, num_ranks=num_ranks)
     except InputError as error:
         return _Prediction(str(error))
-    snapshot = everything_open(jobs, num_ranks=num_ranks, profile=profile, started_at=now)
+    snapshot = everything_open(
+        jobs, num_ranks=num_ranks, profile=profile, started_at=now, batch=options.batch
+    )
     try:
         outcomes = estimate(jobs, snapshot, decides_first(options.policy, snapshot))
     except DecisionTimeout as error:

@@ -13,7 +13,15 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from gfgen.cli.options import A_POLICY, JobOptions, configure_log, job_options, model_option, profile_option
+from gfgen.cli.options import (
+    A_POLICY,
+    JobOptions,
+    batch_option,
+    configure_log,
+    job_options,
+    model_option,
+    profile_option,
+)
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import (
     NodesType,
@@ -30,6 +38,7 @@ from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_o
 from gfgen.cluster.plan import NodePlanner, Nodes
 from gfgen.job.moments import closing_at
 from gfgen.policies.catalog import BUILT_IN, load_policy
+from gfgen.runtime.core.admission import check_batch, families_of
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.plan_report import as_json as plan_as_json
 from gfgen.runtime.simulate.plan_report import in_plain_words
@@ -80,6 +89,7 @@ ON_NODES = ("auto", "edf", "makespan", "srtf", "triage")
 )
 @profile_option
 @model_option
+@batch_option
 @simulated_memory_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def plan(
@@ -92,6 +102,7 @@ def plan(
     at: str | None,
     profile_path: Path | None,
     model: str,
+    batch: int,
     memory: str | None,
     as_json: bool,
 ) -> None:
@@ -100,15 +111,16 @@ def plan(
     The plan comes from simulations with a profile. It generates nothing.
     """
     configure_log("warning")
-    if nodes and (memory or ranks):
-        option = "--memory" if memory else "--ranks"
+    if nodes and (memory or ranks or batch > 1):
+        option = "--memory" if memory else "--ranks" if ranks else "--batch"
         raise click.UsageError(f"{option} goes with one machine; leave out --nodes")
     now = time.time()
     started_at = now if at is None else closing_at(at, now=now, option="--at")
     by_s = None if by is None else closing_at(by, now=started_at, option="--by") - started_at
     source = jobs.source()
     admitted = admit_weightless(source, default_model=model, has_bar=has_cursor(sys.stderr))
-    window, names = PlanWindow(started_at, by_s), [load_policy(text).name for text in policies]
+    check_batch(batch, families_of(admitted))
+    window, names = PlanWindow(started_at, by_s, batch), [load_policy(text).name for text in policies]
     room = SimulatedMemory.of(admitted, memory, source=source.name)
     if nodes is None:
         found = _of_one_machine(room, names, ranks, profile_path, window)

@@ -442,7 +442,6 @@ _NOT_CHECKED = (
     "trace",
     "grace",
     "lookahead",
-    "batch",
     "log_file",
     "quiet",
     "verbose",

@@ -15,7 +15,15 @@ from typing import Any
 
 import click
 
-from gfgen.cli.options import A_POLICY, JobOptions, configure_log, job_options, model_option, profile_option
+from gfgen.cli.options import (
+    A_POLICY,
+    JobOptions,
+    batch_option,
+    configure_log,
+    job_options,
+    model_option,
+    profile_option,
+)
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
 from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
@@ -23,6 +31,7 @@ from gfgen.cluster.simulated import MAX_NODES, simulate_nodes
 from gfgen.errors import InputError, OutputError, RunError
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.decider import FALLBACK
+from gfgen.runtime.core.admission import check_batch, families_of
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME
@@ -60,6 +69,7 @@ TRACE_NAME = "trace.json"
 )
 @profile_option
 @model_option
+@batch_option
 @simulated_memory_option
 @click.option(
     "--output",
@@ -76,6 +86,7 @@ def simulate(
     nodes: tuple[int, ...] | None,
     profile_path: Path | None,
     model: str,
+    batch: int,
     memory: str | None,
     output: Path | None,
     as_json: bool,
@@ -85,12 +96,13 @@ def simulate(
     The simulation uses the scheduler and the policies of a real run. Only task times are predicted.
     """
     configure_log("warning")
-    if nodes and (memory or output):
-        option = "--memory" if memory else "--output"
+    if nodes and (memory or output or batch > 1):
+        option = "--memory" if memory else "--output" if output else "--batch"
         raise click.UsageError(f"{option} goes with one machine; leave out --nodes")
     named = [load_policy(text) for text in dict.fromkeys(policies)]
     source = jobs.source()
     admitted = admit_weightless(source, default_model=model, has_bar=has_cursor(sys.stderr))
+    check_batch(batch, families_of(admitted))
     room = SimulatedMemory.of(admitted, memory, source=source.name)
     counts = ranks or default_ranks(profile_path, admitted)
     profile = choose_profile(profile_path, admitted, num_ranks=max(counts))
@@ -105,7 +117,7 @@ def simulate(
     with _held(output, folders):
         for each, folder in zip(asked, folders, strict=True):
             try:
-                done = _simulate(room, each, profile, folder, started_at=now)
+                done = _simulate(room, each, profile, folder, started_at=now, batch=batch)
                 runs.append((each.name, done))
             except OutputError:
                 raise
@@ -151,6 +163,7 @@ def _simulate(
     folder: Path | None,
     *,
     started_at: float,
+    batch: int,
 ) -> Simulated:
     policy, num_ranks = asked.policy, asked.num_ranks
     if asked.num_nodes is not None:
@@ -171,6 +184,7 @@ def _simulate(
             num_ranks=num_ranks,
             profile=profile,
             started_at=started_at,
+            batch=batch,
             observers=observers,
             residency=room.residency(num_ranks),
         )

@@ -71,7 +71,7 @@ class WholeJobCosts(CostModel):
         self._parts: dict[CostClass, tuple[CostClass, int]] = {}
         """Of each class of whole jobs: the class of its tasks, and their number."""
 
-    def class_of(self, job: AdmittedJob) -> CostClass:
+    def class_of(self, job: AdmittedJob, *, batch: int = 1) -> CostClass:
         num_steps = job.trajectory.num_steps
         whole = self.cost_class(
             job.spec.model or "",
@@ -79,6 +79,7 @@ class WholeJobCosts(CostModel):
             flops={**job.flops, Stage.DENOISE: num_steps * job.flops[Stage.DENOISE]},
             state_bytes=job.state_bytes,
             limits=job.limits,
+            batch=batch,
         )
         if whole not in self._parts:
             self._parts[whole] = (self._tasks.class_of(job), num_steps + 3)

@@ -24,7 +24,7 @@ from gfgen.runtime.control.decider import Chooser
 from gfgen.runtime.control.flights import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
-from gfgen.runtime.core.admission import AdmittedJob, check_batch
+from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
@@ -178,7 +178,7 @@ class Session:
         found = {name: self.admission.find_model(name) for name in models}
         named = {name: model.checkpoint for name, model in found.items()}
         families = {name: model.geometry.family for name, model in found.items()}
-        check_batch(options.batch, {job.spec.model or "": job.info.family for job in jobs} | families)
+        check_batch(options.batch, {**families_of(jobs), **families})
         checkpoints = {*named.values(), *(job.checkpoint for job in jobs)}
         self.residency = self.admission.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
@@ -297,7 +297,7 @@ class Session:
 
     def _keep_measured(self, ranks: Ranks, costs: CostModel) -> None:
         """Keep the task times for the predictions of later runs, unless an option changes them."""
-        if ranks.vae_dtype == "auto" and ranks.has_graphs and self.options.batch == 1:
+        if ranks.vae_dtype == "auto" and ranks.has_graphs:
             keep_measured(
                 runs_path(ranks.profiled_as),
                 costs.classes,

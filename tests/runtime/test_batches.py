@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,12 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob, check_batch
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import TaskDone
 from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.runtime.simulate import planner
 from gfgen.snapshot import Decision
 
 
@@ -32,7 +36,7 @@ def job_of(job_id: str, *, family: str = "wan-ti2v", **fields: Any) -> AdmittedJ
 def steps_of(dispatches: Sequence[Dispatch]) -> list[str]:
     """The steps, in their order: a0 is the first one of job a. A bar follows the last one of a batch."""
     steps = [each for each in dispatches if each.task.stage is Stage.DENOISE]
-    return [f"{x.task.job_id}{x.task.step}" + "|" * (x.number == x.batch_end) for x in steps]
+    return [f"{x.task.job_id}{x.task.step}" + "|" * (x.number == (x.batch or [0])[-1]) for x in steps]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "srtf", "edf", "makespan"])
@@ -40,7 +44,7 @@ def test_steps_of_equal_jobs_go_together_on_one_rank(policy: str) -> None:
     jobs = [job_of(name, steps=2) for name in "abc"]
     recorder = simulate(jobs, batch=3, num_ranks=2, policy=policy, lookahead_s=0.005)
     assert steps_of(recorder.dispatches) == ["a0", "b0", "c0|", "a1", "b1", "c1|"]
-    steps = [each for each in recorder.dispatches if each.batch_end is not None]
+    steps = [each for each in recorder.dispatches if each.batch is not None]
     assert {each.layout.degree for each in steps} == {1}
     assert sorted(recorder.end_order) == ["a", "b", "c"]
 
@@ -49,7 +53,7 @@ def test_a_batch_has_no_more_jobs_than_asked_and_without_batch_each_is_alone() -
     jobs = [job_of(name, steps=1) for name in "abc"]
     two = steps_of(simulate(jobs, batch=2, num_ranks=1, policy="fcfs").dispatches)
     assert two == ["a0", "b0|", "c0"]
-    assert all(each.batch_end is None for each in simulate(jobs, num_ranks=1).dispatches)
+    assert all(each.batch is None for each in simulate(jobs, num_ranks=1).dispatches)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +61,7 @@ def test_a_batch_has_no_more_jobs_than_asked_and_without_batch_each_is_alone() -
 )
 def test_jobs_that_differ_take_their_steps_alone(other: dict[str, Any]) -> None:
     jobs = [job_of("a", steps=1), job_of("b", **{"steps": 1} | other)]
-    assert all(each.batch_end is None for each in simulate(jobs, batch=2, num_ranks=1).dispatches)
+    assert all(each.batch is None for each in simulate(jobs, batch=2, num_ranks=1).dispatches)
 
 
 class Batch:
@@ -84,7 +88,7 @@ class Batch:
     def begin(self, job_id: str, index: int) -> list[Dispatch]:
         task = self.jobs[job_id].trajectory.task(index)
         first = self.state.begin(Decision(task, Layout((0,))))
-        return [first] if first.batch_end is None else [first, *self.state.begin_mates(first)]
+        return [first] if first.batch is None else [first, *self.state.begin_mates(first)]
 
     def end(self, dispatches: Sequence[Dispatch]) -> None:
         for each in dispatches:
@@ -99,7 +103,7 @@ def test_policies_see_the_leader_of_a_batch_when_all_are_as_far() -> None:
     assert batch.open == ["a"]
     dispatches = batch.begin("a", 2)
     assert [each.task.job_id for each in dispatches] == ["a", "b", "c"]
-    assert {each.batch_end for each in dispatches} == {dispatches[-1].number}
+    assert {each.batch for each in dispatches} == {range(dispatches[0].number, dispatches[-1].number + 1)}
     batch.end(dispatches[:2])
     assert (batch.open, list(batch.state.snapshot().busy)) == ([], ["c"])
     batch.end(dispatches[2:])
@@ -134,6 +138,61 @@ def test_jobs_that_are_behind_another_one_catch_up_first() -> None:
     batch.end(dispatches)
     assert batch.open == ["a"]
     assert [each.task.job_id for each in batch.begin("a", 3)] == ["a", "b", "c"]
+
+
+def test_steps_of_a_batch_are_predicted_as_they_are_reported_apart_from_steps_of_single_jobs() -> None:
+    """A step of each of three jobs takes 0.1 s together with the others, and 0.16 s alone."""
+
+    def task_s(dispatch: Dispatch) -> float:
+        return STEP_S if dispatch.task.stage is not Stage.DENOISE or dispatch.batch else 0.16
+
+    jobs = [job_of(name, steps=9) for name in "abcd"]
+    for lookahead_s in (0.0, 0.005):
+        recorder = simulate(jobs, batch=3, num_ranks=1, policy="fcfs", lookahead_s=lookahead_s, task_s=task_s)
+        took_s = {event.dispatch: event.busy_s for event in recorder.events if isinstance(event, TaskDone)}
+        later = [each for each in recorder.dispatches if (each.task.step or 0) > 1]
+        assert {each.task.job_id for each in later} == set("abcd")
+        for each in later:
+            assert each.predicted_end_s - each.predicted_start_s == pytest.approx(took_s[each.number])
+        ends_s = {each.batch: each.predicted_end_s for each in later if each.batch}
+        starts_s = {each.batch: each.submitted_s for each in reversed(later) if each.batch}
+        assert all(ends_s[last] == pytest.approx(starts_s[last] + 3 * STEP_S) for last in ends_s)
+
+
+def test_before_closing_time_only_jobs_of_a_batch_are_predicted_to_take_as_long_as_it() -> None:
+    # One rank: the first batch takes 1.4 s, another one would end at 2.8 s, and a single job at 2.1 s.
+    two = [job_of(name) for name in ("a", "b", "c", "d")]
+    single = job_of("single", priority=-1)
+    recorder = simulate([*two, single], batch=2, policy="fcfs", num_ranks=1, closes_s=2.3)
+    assert recorder.end_order == ["a", "b", "single"]
+
+
+@pytest.mark.parametrize("is_coarse", [False, True])
+def test_a_plan_predicts_batches_as_runs_measured_them(
+    monkeypatch: pytest.MonkeyPatch, *, is_coarse: bool
+) -> None:
+    """Of four jobs with two steps the other three tasks take 0.3 s each, and a step takes 1.6 s alone."""
+
+    def row(stage: Stage, seconds: float, shape: str = "small") -> ProfileRow:
+        return ProfileRow("fake", shape, stage, (1, 1, 1), seconds, flops=1e9)
+
+    rows = [row(stage, 1.6 if stage is Stage.DENOISE else 0.1) for stage in Stage]
+    jobs = [job_of(name, steps=2) for name in "abcd"]
+    monkeypatch.setattr(planner, "FULL_TASKS", 0 if is_coarse else math.inf)
+
+    def end_s(*more: ProfileRow, batch: int) -> float:
+        window = planner.PlanWindow(0.0, batch=batch)
+        profile = Profile("a test", "2026-11-26", "made up", 1, (*rows, *more))
+        options = {"policies": ["srtf", "fcfs"], "num_ranks": 1, "rank_counts": [1]}
+        plan = planner.make_plan(jobs, profile=profile, window=window, **options)
+        assert {each.is_estimated for each in plan.by_policy[1:]} == {is_coarse}
+        assert len({round(each.end_s, 6) for each in plan.by_policy}) == 1
+        return plan.best.end_s
+
+    in_batches = row(Stage.DENOISE, 1.0, "small in batches of 2")
+    assert end_s(batch=1) == end_s(in_batches, batch=1) == pytest.approx(4 * (0.3 + 2 * 1.6))
+    assert end_s(in_batches, batch=2) == pytest.approx(4 * (0.3 + 2 * 1.0))
+    assert end_s(batch=2) == pytest.approx(4 * (0.3 + 2 * 1.6)), "what nobody measured counts as single steps"
 
 
 def test_models_that_compute_one_job_at_a_time_are_refused() -> None:

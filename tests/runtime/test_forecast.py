@@ -7,7 +7,7 @@ import pytest
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.predict.forecast import predict
-from gfgen.snapshot import JobView
+from gfgen.snapshot import JobView, RunningTask
 
 
 def view(job_id: str, *, remaining_s: float, deadline_s: float, has_begun: bool = False) -> JobView:
@@ -33,3 +33,14 @@ def test_what_has_begun_goes_on_before_its_equals(policy: str) -> None:
     found = predict(views, running=(), ranks=[0], now_s=0.0, policy=policy)
     assert next(iter(found.starts_s)) == "begun"
     assert found.end_s == 35.0
+
+
+def test_jobs_of_a_batch_end_together_and_then_their_rank_is_free() -> None:
+    views = {name: view(name, remaining_s=4.0, deadline_s=50.0, has_begun=True) for name in ("a", "b")}
+    running = [
+        RunningTask(Task(name, 2, Stage.DENOISE, 0), Layout.single(0), end_s)
+        for name, end_s in (("a", 1.0), ("b", 2.0))
+    ]
+    views["next"] = view("next", remaining_s=3.0, deadline_s=50.0)
+    found = predict(views, running=running, ranks=[0], now_s=0.5, policy="fcfs")
+    assert found.ends_s == {"a": 10.0, "b": 10.0, "next": 13.0}

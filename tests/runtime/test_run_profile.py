@@ -69,6 +69,24 @@ def test_several_runs_are_averaged_by_samples_and_other_rows_stay():
     assert found.num_ranks == 4
 
 
+def test_a_run_leaves_times_of_steps_in_batches_apart_from_others_and_of_all_decodes_together():
+    costs, job = CostModel(), make_job("a")
+    for batch, step_s in ((1, 1.6), (2, 1.0)):
+        for _ in range(3):
+            costs.observe(costs.class_of(job, batch=batch), Stage.DENOISE, ONE, step_s)
+            costs.observe(costs.class_of(job, batch=batch), Stage.DECODE, ONE, 0.5)
+    keep(runs_path(), costs.classes)
+    found = load_profile(runs_path())
+    assert sorted((each.shape, each.stage, each.num_samples) for each in found.rows) == [
+        ("small", "decode", 6),
+        ("small", "denoise", 3),
+        ("small in batches of 2", "denoise", 3),
+    ]
+    known = CostModel(found)
+    times = [known.task_s(known.class_of(job, batch=batch), Stage.DENOISE, ONE) for batch in (1, 2, 3)]
+    assert times == [1.6, 1.0, pytest.approx(1.3)]  # of a batch of 3 nothing is known but the others
+
+
 def test_rows_are_bounded_and_the_oldest_go_first(monkeypatch):
     monkeypatch.setattr(run_profile, "MAX_ROWS", 2)
     for shape in ("a", "b", "c", "b"):

@@ -2,9 +2,9 @@
 
 A batch consists of jobs that follow each other in the file, arrive at once, and are equal in all but prompts,
 seeds and files. Each is encoded, prepared, decoded and written by itself, and has its own state, records and
-failures. Only their steps go together, as dispatches with consecutive numbers on one rank (`batch_end`), each
-of which takes an equal part of the time. Policies see one job of a batch, the leader, when all others have
-come as far.
+failures. Only their steps go together, as dispatches with consecutive numbers on one rank, each of which
+takes an equal part of the time. Policies see one job of a batch, the leader, when all others have come as
+far.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from gfgen.graph import FIRST_STEP
 from gfgen.runtime.core.admission import AdmittedJob
 
 if TYPE_CHECKING:
     from gfgen.runtime.control.jobs import JobRecord
 
-FIRST_STEP = 2
-"""Index of the first step in a trajectory."""
 _OF_ONE_JOB: dict[str, Any] = dict.fromkeys(
     ("negative_prompt", "seed", "tag", "output", "format", "quality", "fps", "line")
 )

@@ -36,7 +36,6 @@ class Closing:
         """The signal that asked the run to stop."""
         self.is_stopping = False
         """Nothing new is dispatched; what runs is left to end."""
-        self._num_together = start.batch
         self._costs = costs
         self._degrees: dict[str, Degrees] = {}
         """By model: of the last step."""
@@ -61,15 +60,16 @@ class Closing:
         """Those kinds of jobs that would not end in time if they began now."""
         return {kind for kind in kinds if self._is_late(*kind, now_s=now_s)}
 
-    def _is_late(self, model: str, shape: str, num_tasks: int, num_reused: int, *, now_s: float) -> bool:
-        cost_class = self._costs.known_class(model, shape)
+    def _is_late(self, model: str, kind: str, num_tasks: int, num_reused: int, *, now_s: float) -> bool:
+        cost_class = self._costs.known_class(model, kind)
         if not self._costs.is_measured(cost_class):
             return False
         degrees = self._degrees.get(cost_class.model, (1, 1, 1))
         remaining_s = self._costs.remaining_s(
             cost_class, _FIRST_TASK, num_tasks, degrees, num_reused=num_reused
         )
-        return now_s + CAUTION * remaining_s * self._num_together > self.closes_s
+        # A job ends with its batch.
+        return now_s + CAUTION * remaining_s * cost_class.batch > self.closes_s
 
     def check(self) -> None:
         """Assert what always holds."""

@@ -307,7 +307,7 @@ class Control:
             self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
             return ()
         dispatches = [dispatch]
-        if dispatch.batch_end is not None:
+        if dispatch.batch is not None:
             dispatches += self.state.begin_mates(dispatch)
         for each in dispatches:
             self.backend.submit(each)

@@ -227,13 +227,12 @@ class JobRecord:
         """What policies see of it; a new one when that, or the predictions, have changed."""
         task, view = self.next_task, self._view
         is_same = view is not None and view.next_task is task and view.last_layout is self.progress.holder
-        job, cost_class, is_alone = self.job, self.cost_class, len(self.batch) == 1
+        job, cost_class = self.job, self.cost_class
         if view is not None and is_same and self._view_version == cost_class.version:
             return view
         spec, trajectory = job.info.spec, job.trajectory
         num_reused = trajectory.num_reused_from(task.index) if trajectory.reused else 0
         remaining_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reused)
-        remaining_s *= len(self.batch)  # steps of a batch end together
         num_reusable, saving_s = 0, 0.0
         if trajectory.reusable:
             num_reusable = trajectory.num_reusable_from(task.index)
@@ -251,9 +250,9 @@ class JobRecord:
             num_tasks=self.num_tasks,
             remaining_s=remaining_s,
             last_layout=self.progress.holder,
-            uses_cfg=job.uses_cfg and is_alone,
-            max_sequence_degree=job.max_sequence_degree if is_alone else 1,
-            shape=cost_class.shape,
+            uses_cfg=job.uses_cfg and cost_class.batch == 1,
+            max_sequence_degree=job.max_sequence_degree if cost_class.batch == 1 else 1,
+            shape=cost_class.kind,
             max_ulysses_degree=job.max_ulysses_degree,
             max_decode_degree=job.max_decode_degree,
             arrangement=costs.arrangement(cost_class),
@@ -393,6 +392,8 @@ class Jobs:
             record.usage.given_up = point.given_up
         self.records[job.job_id] = record
         self._forming.add(record)
+        if len(record.batch) > 1:
+            self._resize(record.batch)
 
     def arrive(self, record: JobRecord) -> None:
         record.arrived = True
@@ -430,9 +431,13 @@ class Jobs:
             return
         others.remove(record)
         record.batch = [record]
-        for each in (record, *others):
-            each._view = None  # one that is alone may have several ranks
-        for each in others:
+        self._resize(others)
+        self._resize([record])
+
+    def _resize(self, batch: Sequence[JobRecord]) -> None:
+        """Its jobs take other times than before; one that is alone may have several ranks."""
+        for each in batch:
+            each.cost_class, each._view = self._costs.class_of(each.job, batch=len(batch)), None
             self._place(each)
 
     def place(self, record: JobRecord) -> None:

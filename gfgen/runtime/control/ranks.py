@@ -179,7 +179,7 @@ class Ranks:
     def check(self) -> None:
         """Assert what always holds."""
         for rank in self.records:
-            tasks = {each.dispatch.batch_end or each.dispatch.number for each in rank.flights}
+            tasks = {each.dispatch.batch or each.dispatch.number for each in rank.flights}
             assert len(tasks) <= 2, f"rank {rank.rank} has {len(tasks)} tasks"
             is_idle = rank.can_work and not rank.flights
             assert (rank.rank in self.idle) is is_idle, f"rank {rank.rank}: idle is {not is_idle}"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from gfgen.errors import WorkerError
-from gfgen.graph import Stage, Task
+from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.runtime.control import batches
 from gfgen.runtime.control.closing import Closing
@@ -171,42 +171,34 @@ class State:
             max_degree=self.max_degree,
             now_s=self.clock.turn_s,
         )
-        task, layout = decision.task, decision.layout
-        num_mates = 0
+        task, layout, batch = decision.task, decision.layout, None
         if len(record.batch) > 1 and layout.degree == 1 and batches.takes_steps_together(record):
-            num_mates = len(batches.mates(record, task.index))
-        return self._begin(record, task, layout, num_mates=num_mates)
+            first = self.flights.last_number + 1
+            numbers = range(first, first + 1 + len(batches.mates(record, task.index)))
+            batch = numbers if len(numbers) > 1 else None
+        return self._begin(record, task, layout, batch=batch)
 
     def begin_mates(self, lead: Dispatch) -> Iterator[Dispatch]:
         """Register the other steps of a batch, whose first step this is; the leader's decision is theirs."""
         for mate in batches.mates(self.jobs.records[lead.task.job_id], lead.task.index):
-            yield self._begin(mate, mate.next_task, lead.layout, lead=lead)
+            yield self._begin(mate, mate.next_task, lead.layout, batch=lead.batch)
 
-    def _begin(
-        self,
-        record: JobRecord,
-        task: Task,
-        layout: Layout,
-        *,
-        num_mates: int = 0,
-        lead: Dispatch | None = None,
-    ) -> Dispatch:
-        now_s, number, progress = self.clock.turn_s, self.flights.last_number + 1, record.progress
-        batch_end = lead.batch_end if lead else number + num_mates if num_mates else None
+    def _begin(self, record: JobRecord, task: Task, layout: Layout, *, batch: range | None) -> Dispatch:
+        """Steps of a batch are predicted, and later reported, as if they ran in turn."""
+        now_s, progress = self.clock.turn_s, record.progress
         cost_class, degrees = record.cost_class, layout.degrees
         source = progress.holder if progress.is_held else None
         start_s = max([now_s, *[self.ranks.records[rank].free_at_s for rank in layout.ranks]])
         stays = source is None or source == layout
         move_s = 0.0 if stays else self._costs.move_s(cost_class, source, layout)
         task_s, least_s = self._costs.expected_s(cost_class, task.stage, degrees)
-        task_s *= 1 + num_mates
         switch_s = 0.0
         if record.merges_loras(task.stage) and not self.ranks.hold(layout, record.model, record.loras):
             switch_s = self._costs.switch_s(cost_class)
             self.ranks.merge(layout, record.model, record.loras)
         transfers: tuple[Transfer, ...] = ()
         # Otherwise ranks take the state from the slab, where its last holders publish it.
-        is_moving = task.index >= 2 and source is not None and not stays and batch_end is None
+        is_moving = task.index >= FIRST_STEP and source is not None and not stays and batch is None
         if is_moving and source is not None and self.ranks.can_send(source, layout):
             latents = record.job.trajectory.artifact("latents")
             transfers = plan_transfers(latents, source=source, destination=layout)
@@ -214,21 +206,21 @@ class State:
         if task.stage is Stage.REUSE and record.job.trajectory.reusable:
             late_s = start_s + self._job_costs.remaining_s(task, layout) - record.deadline_s
         dispatch = Dispatch(
-            number=number,
+            number=self.flights.last_number + 1,
             task=task,
             layout=layout,
             submitted_s=now_s,
-            predicted_start_s=lead.predicted_start_s if lead else start_s,
-            predicted_end_s=lead.predicted_end_s if lead else start_s + move_s + switch_s + task_s,
+            predicted_start_s=start_s,
+            predicted_end_s=start_s + move_s + switch_s + task_s,
             producer=progress.producer,
             source=source,
             transfers=transfers,
             switch_s=switch_s,
-            batch_end=batch_end,
+            batch=batch,
             late_s=late_s,
         )
         # Nothing is queued behind a batch, whose steps end together.
-        is_measured = batch_end is None and self._costs.has_seen(cost_class, task.stage, degrees)
+        is_measured = batch is None and self._costs.has_seen(cost_class, task.stage, degrees)
         flight = self.flights.add(
             dispatch,
             soonest_s=start_s + least_s,  # moves and switches may take less than predicted
@@ -238,8 +230,8 @@ class State:
         self.ranks.take(flight)
         if task.stage is Stage.DENOISE and self.closing.closes_s < math.inf:
             self.closing.note(cost_class, degrees)
-        if batch_end is not None:
-            record.usage.batch = max(record.usage.batch, batch_end - (lead.number if lead else number) + 1)
+        if batch is not None:
+            record.usage.batch = max(record.usage.batch, len(batch))
         record.flights.append(flight)
         progress.begin(task.index, layout, dispatch.number)
         self.jobs.place(record)
@@ -343,7 +335,7 @@ class State:
         self.ranks.leave(flight, at_s=event.time_s)
         flight.is_void = flight.is_void or event.void
         record.fail_flight(flight, flight.failure or event.reason, is_lost=event.lost)
-        if flight.dispatch.batch_end is not None:
+        if flight.dispatch.batch is not None:
             self.jobs.leave_batch(record)  # so that a job with which steps fail does not fail others
         return self._settle(record)
 
@@ -430,7 +422,7 @@ class State:
         if record.trouble.doom:
             self.jobs.leave_batch(record)
             # A step of a batch ends for the sake of the others.
-            self.flights.give_up(each for each in record.flights if each.dispatch.batch_end is None)
+            self.flights.give_up(each for each in record.flights if each.dispatch.batch is None)
         self.jobs.place(record)
         return ()
 

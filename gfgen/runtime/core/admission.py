@@ -134,6 +134,11 @@ def admit(
     return tuple(jobs), (*problems, *missing)
 
 
+def families_of(jobs: Iterable[AdmittedJob]) -> Mapping[str, str]:
+    """By model."""
+    return {job.spec.model or "": job.info.family for job in jobs}
+
+
 def check_batch(size: int, families: Mapping[str, str]) -> None:
     """Raises: InputError for --batch with a model, named with its family, that computes one job at a time."""
     for name, family in families.items():

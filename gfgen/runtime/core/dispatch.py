@@ -41,8 +41,8 @@ class Dispatch:
     """Moves from `source` to `layout` before the task can start."""
     switch_s: float = 0.0
     """Predicted time to merge the job's LoRAs, as a part of the task; 0 if the ranks hold them."""
-    batch_end: int | None = None
-    """The last dispatch of its batch: the rank computes the steps of these dispatches together."""
+    batch: range | None = None
+    """The dispatches of its batch, by number: the rank computes their steps together."""
     late_s: float = 0.0
     """Of a step that a policy has reused: how late its job would be without."""
 

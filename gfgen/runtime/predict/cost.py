@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gfgen.graph import Stage, Task
+from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
@@ -80,7 +80,7 @@ class Recent:
 
 @dataclass(slots=True, eq=False)
 class CostClass:
-    """All jobs of one model and shape."""
+    """All jobs of one model and shape that share their steps with as many others."""
 
     model: str
     shape: str
@@ -97,10 +97,17 @@ class CostClass:
     profiled: dict[tuple[Stage, Degrees], Estimate | None] = field(default_factory=dict)
     """The profile's estimates, looked up once."""
     limits: Limits = field(default_factory=Limits)
+    batch: int = 1
+    """Jobs that take their steps together (control/batches.py). A step of one of them is an equal part."""
+    kind: str = field(init=False)
+    """The shape, in words that tell batches of different sizes apart."""
     arrangement: Arrangement | None = None
     """Chosen for this version."""
     version: int = 0
     """Rises when a returned estimate changes notably, or is renewed."""
+
+    def __post_init__(self) -> None:
+        self.kind = _kind(self.shape, self.batch)
 
     def work(self, stage: Stage) -> TaskWork:
         return TaskWork(self.flops[stage], self.state_bytes)
@@ -136,8 +143,8 @@ class CostModel:
         """Seconds to merge other LoRAs, by model."""
         self._doubts: set[UncertainEstimate] = set()
 
-    def class_of(self, job: AdmittedJob) -> CostClass:
-        key = (job.spec.model or "", job.shape)
+    def class_of(self, job: AdmittedJob, *, batch: int = 1) -> CostClass:
+        key = (job.spec.model or "", _kind(job.shape, batch))
         if key not in self._classes:
             self._classes[key] = self.cost_class(
                 job.model_in(() if self._table is None else self._table.models),
@@ -145,6 +152,7 @@ class CostModel:
                 flops=job.flops,
                 state_bytes=job.state_bytes,
                 limits=job.limits,
+                batch=batch,
             )
         return self._classes[key]
 
@@ -156,16 +164,18 @@ class CostModel:
         flops: Mapping[Stage, float],
         state_bytes: int,
         limits: Limits | None = None,
+        batch: int = 1,
     ) -> CostClass:
         """The class of jobs of this model and shape, created if new."""
-        key = (model, shape)
+        key = (model, _kind(shape, batch))
         if key not in self._classes:
-            self._classes[key] = CostClass(model, shape, flops, state_bytes, limits=limits or Limits())
+            limits = limits or Limits()
+            self._classes[key] = CostClass(model, shape, flops, state_bytes, limits=limits, batch=batch)
         return self._classes[key]
 
-    def known_class(self, model: str, shape: str) -> CostClass:
-        """The existing class of this model and shape."""
-        return self._classes[model, shape]
+    def known_class(self, model: str, kind: str) -> CostClass:
+        """The existing class of this model and `CostClass.kind`."""
+        return self._classes[model, kind]
 
     def task_s(
         self, cost_class: CostClass, stage: Stage, degrees: Degrees, *, is_handed_out: bool = True
@@ -184,7 +194,7 @@ class CostModel:
             published = cost_class.published[key] = estimate.loaded_s
             if estimate.provenance >= Provenance.EXTRAPOLATED:
                 self._doubts.add(
-                    UncertainEstimate(estimate.provenance, cost_class.model, cost_class.shape, stage, degrees)
+                    UncertainEstimate(estimate.provenance, cost_class.model, cost_class.kind, stage, degrees)
                 )
         return published
 
@@ -265,7 +275,8 @@ class CostModel:
         All views of equal jobs then agree. If the rest of a started job came from newer and longer estimates,
         jobs that have not started would overtake it.
         """
-        key = (min(task.index, 2), num_tasks - task.index, num_reused)  # all that `remaining_s` depends on
+        # All that `remaining_s` depends on.
+        key = (min(task.index, FIRST_STEP), num_tasks - task.index, num_reused)
         rest_s = cost_class.rests.get(key)
         if rest_s is None:
 
@@ -286,7 +297,7 @@ class CostModel:
         if num_reused:
             total_s += num_reused * stage_s(Stage.REUSE)
         total_s += stage_s(Stage.DECODE)
-        if task.index < 2:
+        if task.index < FIRST_STEP:
             total_s += stage_s(Stage.PREPARE)
         if task.index < 1:
             total_s += stage_s(Stage.ENCODE)
@@ -363,7 +374,7 @@ class CostModel:
         if usual is None:
             self.observe(cost_class, stage, degrees, max(0.0, duration_s - self.switch_s(cost_class)))
         else:
-            switch_s = max(0.0, duration_s - usual.value)
+            switch_s = max(0.0, duration_s - usual.value) * cost_class.batch
             self._switches.setdefault(cost_class.model, Recent()).add(switch_s, switch_s)
 
     def observe(
@@ -419,9 +430,10 @@ class CostModel:
             return None
         key = (stage, degrees)
         if key not in cost_class.profiled:
-            cost_class.profiled[key] = self._table.task(
-                cost_class.model, cost_class.shape, stage, degrees, cost_class.work(stage)
-            )
+            # A table without steps of such a batch takes those of the same work: of single jobs.
+            shape = cost_class.kind if stage is Stage.DENOISE else cost_class.shape
+            work = cost_class.work(stage)
+            cost_class.profiled[key] = self._table.task(cost_class.model, shape, stage, degrees, work)
         return cost_class.profiled[key]
 
     def _has_degrees(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
@@ -440,6 +452,10 @@ class CostModel:
         flops_per_s = (rate.value if rate else DEFAULT_FLOPS_PER_S) * speed_up(math.prod(degrees))
         seconds = cost_class.flops[stage] / flops_per_s + OVERHEAD_S
         return Estimate(seconds, seconds, Provenance.EXTRAPOLATED if rate else Provenance.GUESSED)
+
+
+def _kind(shape: str, batch: int) -> str:
+    return shape if batch == 1 else f"{shape} in batches of {batch}"
 
 
 def _is_notable(seconds: float, before_s: float) -> bool:

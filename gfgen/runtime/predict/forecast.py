@@ -49,18 +49,21 @@ def predict(
 ) -> Forecast:
     """Running jobs continue on their ranks; the others follow in the policy's order.
 
-    A rough list schedule, one rank per job, without preemption: right for the whole batch and for the next
-    jobs, and updated often.
+    Running jobs that have a rank in common, as those of a batch, end together. A rough list schedule, one
+    rank per job, without preemption: right for the whole run and for the next jobs, and updated often.
     """
     ends_s: dict[str, float] = {}
     starts_s: dict[str, float] = {}
     free_at = dict.fromkeys(ranks, now_s)
+    at_work = {task.task.job_id: task.layout.ranks for task in running}
     for task in running:
-        job_id, its_ranks = task.task.job_id, task.layout.ranks
+        free_at |= dict.fromkeys(task.layout.ranks, max(now_s, task.predicted_end_s))
+    for job_id, its_ranks in at_work.items():
         view = views.get(job_id)
-        rest_s = 0.0 if view is None else view.remaining_s / len(its_ranks)
-        ends_s[job_id] = max(now_s, task.predicted_end_s) + rest_s
-        free_at |= dict.fromkeys(its_ranks, ends_s[job_id])
+        for rank in its_ranks:
+            free_at[rank] += 0.0 if view is None else view.remaining_s / len(its_ranks)
+    for job_id, its_ranks in at_work.items():
+        ends_s[job_id] = max(free_at[rank] for rank in its_ranks)
     waiting = (view for job_id, view in views.items() if job_id not in ends_s)
     queue = _by_turns(sorted(waiting, key=_order(policy)))
     free = list(free_at.values()) or [now_s]

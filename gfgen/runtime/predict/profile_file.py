@@ -43,7 +43,7 @@ class ProfileRow:
 
     model: str
     shape: str
-    """`AdmittedJob.shape`."""
+    """`AdmittedJob.shape`; of a step in batches, `CostClass.kind`."""
     stage: Stage
     degrees: Degrees
     seconds: float

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage
+from gfgen.layout import Degrees
 from gfgen.runtime.predict.cost import CostClass
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, interquartile_range, load_profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, write_profile
@@ -57,25 +58,27 @@ def keep_measured(
 
 
 def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[ProfileRow]:
+    found: dict[tuple[str, str, Stage, Degrees], tuple[CostClass, list[float]]] = {}
     for each in {id(each): each for each in classes}.values():
         for (stage, degrees), recent in each.measured.items():
-            samples = recent.samples
-            if stage is Stage.REUSE:  # profiles have computed tasks only
-                continue
-            seconds = round(statistics.median(samples), 6)
-            yield ProfileRow(
-                model=each.model,
-                shape=each.shape,
-                stage=stage,
-                degrees=degrees,
-                seconds=seconds,
-                spread_s=round(interquartile_range(samples), 6),
-                num_samples=len(samples),
-                loaded_s=seconds if share_cores else None,
-                flops=each.flops[stage],
-                state_bytes=each.state_bytes,
-                basis="runs",
-            )
+            if stage is not Stage.REUSE:  # profiles have computed tasks only
+                shape = each.kind if stage is Stage.DENOISE else each.shape
+                found.setdefault((each.model, shape, stage, degrees), (each, []))[1].extend(recent.samples)
+    for (model, shape, stage, degrees), (cost_class, samples) in found.items():
+        seconds = round(statistics.median(samples), 6)
+        yield ProfileRow(
+            model=model,
+            shape=shape,
+            stage=stage,
+            degrees=degrees,
+            seconds=seconds,
+            spread_s=round(interquartile_range(samples), 6),
+            num_samples=len(samples),
+            loaded_s=seconds if share_cores else None,
+            flops=cost_class.flops[stage],
+            state_bytes=cost_class.state_bytes,
+            basis="runs",
+        )
 
 
 def _merged(path: Path, profile: Profile) -> Profile:

@@ -168,7 +168,7 @@ class ProcessBackend:
                 transfers=tuple([t for t in dispatch.transfers if t.destination == rank]),
                 wait_s=self._watchdog.time_to_wait_s(dispatch),
                 expected_s=dispatch.predicted_end_s - dispatch.predicted_start_s,
-                batch_end=dispatch.batch_end,
+                batch_end=None if dispatch.batch is None else dispatch.batch[-1],
                 is_reused=task.stage is Stage.REUSE,
             )
             worker.tell(message, fds)

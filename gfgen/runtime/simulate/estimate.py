@@ -26,12 +26,17 @@ from gfgen.system.timelimit import DECISION_LIMIT_S, DecisionTimeout, within
 
 
 def everything_open(
-    jobs: Sequence[AdmittedJob], *, num_ranks: int, profile: Profile, started_at: float = 0.0
+    jobs: Sequence[AdmittedJob],
+    *,
+    num_ranks: int,
+    profile: Profile,
+    started_at: float = 0.0,
+    batch: int = 1,
 ) -> Snapshot:
     """The snapshot from which estimates start: all jobs are open, including those that arrive later."""
     state = State(
         jobs,
-        RunStart(num_ranks=num_ranks, lookahead_s=LOOKAHEAD_S, started_at=started_at),
+        RunStart(num_ranks=num_ranks, lookahead_s=LOOKAHEAD_S, started_at=started_at, batch=batch),
         clock=Clock(virtual=True),
         costs=CostModel(profile),
     )

@@ -90,6 +90,8 @@ class PlanWindow:
 
     started_at: float
     by_s: float | None = None
+    batch: int = 1
+    """The most jobs that take their steps together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,7 @@ class _Evaluator:
                 num_ranks=num_ranks,
                 profile=self.profile,
                 started_at=self.window.started_at,
+                batch=self.window.batch,
                 residency=self.residency(num_ranks),
                 observers=[_EndCounter(self._note(policy, num_ranks, share=1.0))],
             )
@@ -306,7 +309,11 @@ class _Evaluator:
         """The estimated option; None if only a simulation can tell."""
         if num_ranks not in self._snapshots:
             self._snapshots[num_ranks] = everything_open(
-                self.jobs, num_ranks=num_ranks, profile=self.profile, started_at=self.window.started_at
+                self.jobs,
+                num_ranks=num_ranks,
+                profile=self.profile,
+                started_at=self.window.started_at,
+                batch=self.window.batch,
             )
         snapshot = self._snapshots[num_ranks]
         decide = decides_first(load_policy(policy), snapshot)

@@ -49,12 +49,13 @@ class _Truth:
         self._profile = profile
         self._table = CostTable(profile)
         self._costs = CostModel(profile)
-        self._classes = {job.job_id: self._costs.class_of(job) for job in jobs}
+        self._jobs = {job.job_id: job for job in jobs}
         self._writes: dict[tuple[str, str], float] = {}
         self._estimates: dict[object, Estimate] = {}
 
     def estimate(self, dispatch: Dispatch) -> Estimate:
-        cost_class = self._classes[dispatch.task.job_id]
+        batch = 1 if dispatch.batch is None else len(dispatch.batch)
+        cost_class = self._costs.class_of(self._jobs[dispatch.task.job_id], batch=batch)
         key = (cost_class, dispatch.task.stage, dispatch.layout.degrees)
         if key not in self._estimates:
             self._estimates[key] = self._costs.estimate(*key)
@@ -78,7 +79,7 @@ class _Truth:
         return self._profile.move_s + max(received.values()) / self._profile.move_bytes_per_s
 
     def write_s(self, dispatch: Dispatch) -> float:
-        cost_class = self._classes[dispatch.task.job_id]
+        cost_class = self._costs.class_of(self._jobs[dispatch.task.job_id])
         key = (cost_class.model, cost_class.shape)
         if key not in self._writes:
             work = cost_class.work(dispatch.task.stage)

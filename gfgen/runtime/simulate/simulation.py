@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.control import Control, Steering
@@ -39,16 +40,16 @@ def simulate(
     policy: NamedPolicy,
     num_ranks: int,
     profile: Profile,
-    started_at: float = 0.0,
     observers: Sequence[Observer] = (),
     times: SimulatedTimes | None = None,
     residency: Residency | None = None,
+    **start: Any,
 ) -> Simulated:
     """Run these jobs in virtual time, with task times from the profile.
 
     The policy sees the same predictions as in a real run that starts from this profile. `times` replaces the
     profile's true times. `residency`, for one run only, lets models take turns; without it all of them are in
-    memory.
+    memory. `start`: further fields of `RunStart`.
 
     Raises: StalledError if the policy leaves jobs waiting forever; it names them.
     """
@@ -60,8 +61,8 @@ def simulate(
         RunStart(
             num_ranks=num_ranks,
             lookahead_s=LOOKAHEAD_S,
-            started_at=started_at,
             resident=residency.resident if residency else None,
+            **start,
         ),
         clock=clock,
         costs=costs,

@@ -354,7 +354,7 @@ class GpuDevice(Device):
         def is_void() -> bool:
             return all(map(self._dispatches.is_void, numbers))
 
-        if message.expected_s < _SHORT_S:
+        if message.expected_s * len(works) < _SHORT_S:
             return stop_checks.Watch(is_void)
         return stop_checks.DeviceWatch(is_void, record=self.event)
 
