@@ -40,8 +40,14 @@ def test_an_offloaded_model_makes_the_pictures_of_the_whole_one(
 ) -> None:
     job, found = JobSpec(id="a", prompt="a red fox", seed=1, width=64, height=64, steps=2), []
     for offloads in (False, True):
-        ranks = RankSettings(num_ranks=1, has_random_weights=has_random_weights, is_offloaded=offloads)
+        ranks = RankSettings(
+            num_ranks=1,
+            has_random_weights=has_random_weights,
+            is_offloaded=offloads,
+            lora_copies_on_host=(str(tiny_models[name]),) if offloads else (),
+        )
         adapter: Any = load_model(WorkerSettings(0, (), ranks), str(tiny_models[name]))
+        assert adapter.loras.keeps_on_host is offloads
         spec = adapter.geometry.resolve(job)
         found.append(result(adapter, spec))
         pipeline = adapter._pipeline if name == "tiny-qwen-image" else adapter._text
