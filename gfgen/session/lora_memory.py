@@ -146,11 +146,12 @@ class LoraMemory:
             need = self.needs.get(path, LoraNeed())
             if need.is_on_host and need.loras:
                 logger.info(
-                    "%s: GPUs lack room for copies of the weights that LoRAs change (%s), so main memory has "
-                    "them for each of %s; a switch of LoRAs copies the changed weights to the GPU",
+                    "%s: GPUs lack room for copies of the weights that LoRAs change, so main memory has them "
+                    "(%s for %s); a switch of LoRAs copies up to %s to a GPU",
                     model_name(path),
-                    size_in_words(GPU_BYTES * sum(need.changed.values())),
+                    size_in_words(self.host_bytes(need)),
                     counted(self.devices.num_ranks, "rank"),
+                    size_in_words(GPU_BYTES * sum(need.changed.values())),
                 )
 
 

@@ -12,6 +12,7 @@ import torch
 from one_job import parse_job
 from safetensors.torch import save_file
 
+from gfgen.cli.shown.simulated_memory import SimulatedMemory
 from gfgen.errors import InputError, ModelError
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import NoImages
@@ -226,13 +227,18 @@ def test_copies_without_room_on_gpus_are_in_main_memory(
         (job,), problems = found.fitting([large_lora])
         assert not problems
         assert list(found.lora_copies_on_host([job.checkpoint])) == [job.checkpoint] * is_on_host
-        told = "GPUs lack room for copies of the weights that LoRAs change (40.9 GB), so main memory has them"
+        told = "so main memory has them (40.9 GB for 1 rank); a switch of LoRAs copies up to 40.9 GB to a GPU"
         assert (told in caplog.text) is is_on_host
         assert found.lora_bytes()[job.checkpoint] < 1 * GB or not is_on_host
     _, (problem,) = on_gpus(80, num_ranks=2).fitting([large_lora])
-    assert "at least 81.7 GB of main memory needed for copies of the weights that LoRAs change, 50.0" in str(
+    assert "at least 81.7 GB of main memory needed for copies of the weights that LoRAs change" in str(
         problem
     )
+
+
+def test_simulations_with_memory_take_jobs_with_loras(large_lora: JobSpec) -> None:
+    (job,), _ = on_gpus(80).fitting([large_lora])
+    assert SimulatedMemory.of([job], "80GB", source="jobs").residency(1) is None
 
 
 def test_jobs_that_come_later_find_copies_where_the_start_placed_them(large_lora: JobSpec) -> None:

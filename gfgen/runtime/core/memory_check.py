@@ -196,11 +196,12 @@ def refuse_lora(job: AdmittedJob, lora_bytes: int, *, beside: int | None, availa
 
     `beside` is for its model and its state; None: GPUs have these, and main memory lacks room for copies.
     """
-    kind = "main memory" if beside is None else "memory"
-    others = "" if beside is None else f"beside {size_in_words(beside)} for the model and the job, "
+    kind, others = "main memory", "which do not fit on GPUs"
+    if beside is not None:
+        kind, others = "memory", f"beside {size_in_words(beside)} for the model and the job"
     accepted = (
         f"at least {size_in_words(lora_bytes)} of {kind} needed for copies of the weights that LoRAs change, "
-        f"{others}{size_in_words(available)} available; fewer --ranks, or LoRAs of fewer layers would help"
+        f"{others}, {size_in_words(available)} available; fewer --ranks, or LoRAs of fewer layers would help"
     )
     return Problem(job.spec.line, "lora", None, accepted)
 
