@@ -137,6 +137,18 @@ def test_a_lora_is_merged_and_taken_out_wherever_the_original_weights_are(keeps_
     assert torch.equal(layer.weight.data, original)
 
 
+def test_copies_in_host_memory_share_blocks_and_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing can be pinned, and usual memory takes its place."""
+    monkeypatch.setattr(merging, "_BLOCK_BYTES", 200)
+    memory = merging._HostMemory()
+    weights = [torch.randn(3, 5).bfloat16(), torch.randn(7), torch.randn(9, 9), torch.randn(2).half()]
+    copies = [memory.copy_of(weight, is_pinned=True) for weight in weights]
+    assert all(map(torch.equal, copies, weights))
+    places = [copy.untyped_storage().data_ptr() for copy in copies]
+    assert [place == places[0] for place in places] == [True, True, False, False]
+    assert len({copy.data_ptr() for copy in copies}) == len(copies)
+
+
 @pytest.mark.gpu
 def test_an_experts_place_changes_no_bit_of_a_merged_lora() -> None:
     if not torch.cuda.is_available():
