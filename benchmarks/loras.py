@@ -1,11 +1,13 @@
 """Time to switch the LoRAs of a full-size transformer on one GPU, and that its steps then cost nothing extra.
 
     python -m benchmarks.loras wan2.2-ti2v-5b [--rank 32] [--without img_mod,txt_mod] [--blocks 30] [--theirs]
+    python -m benchmarks.loras qwen-image --on-host
     python -m benchmarks.loras tiny-qwen-image --device cpu
 
 Random weights and two random LoRAs of all linear layers of the blocks. Times are milliseconds by the host's
 clock, from an idle device to an idle device. `--without` leaves layers out and `--blocks` leaves blocks out,
-where weights and their copies do not fit in memory. `--theirs` measures diffusers' own switch, too.
+where weights and their copies do not fit in memory. `--on-host` has the copies in main memory. `--theirs`
+measures diffusers' own switch, too.
 """
 
 from __future__ import annotations
@@ -141,6 +143,7 @@ def measure_switches(case: Case) -> None:
     forward = recorded_forward(case)
     say("a forward before all", forward_times(forward))
     merged = MergedLoras(case.pipeline(transformer))
+    merged.keeps_on_host = case.options.on_host
 
     def switch(idx: int | None) -> float:
         return 1e3 * host_s(partial(merged.merge, case.job(idx)))
@@ -221,6 +224,7 @@ def main() -> None:
     parser.add_argument("--without", default="", metavar="PART,...")
     parser.add_argument("--blocks", type=int)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--on-host", action="store_true")
     parser.add_argument("--theirs", action="store_true")
     options = parser.parse_args()
     scratch = "/dev/shm" if Path("/dev/shm").is_dir() else None

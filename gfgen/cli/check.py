@@ -99,7 +99,7 @@ def _memory(jobs: Sequence[AdmittedJob], admission: Admission) -> _Memory | None
     if not jobs:
         return None
     checkpoints = {job.checkpoint: job.spec.model or "" for job in jobs}
-    needed, of_loras = admission.check(checkpoints), admission.lora_bytes(jobs)
+    needed, of_loras = admission.check(checkpoints), admission.lora_bytes()
     is_gpu = admission.devices.kind == CUDA
     largest = max(map(gpu_work_bytes if is_gpu else job_bytes, jobs))
     weights = {checkpoints[path]: size + of_loras.get(path, 0) for path, size in needed.items()}

@@ -9,7 +9,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,10 @@ def profile(
         admission = options.admission(models[0] if models else DEFAULT_MODEL)
         found = judge(JobSource(files=(jobs,)), admission, are_models_together=True)
         admitted, _ = jobs_to_run(found)
+        on_host = admission.lora_copies_on_host({job.checkpoint for job in admitted})
     else:
         admitted = _default_jobs(models or _MEASURED_MODELS[options.are_on_gpus], sizes, options)
+        on_host = ()
     path = output or default_path(options.profiled_as)
     most = _widest(options)
     costs = CostModel(known_here(admitted, options))
@@ -132,7 +134,7 @@ def profile(
         if dry_run:
             return
         unfinished.open()
-        _measure(todo, unfinished, costs, options)
+        _measure(todo, unfinished, costs, options, on_host)
         words = [*_given(jobs, models, sizes), "--ranks", str(options.num_ranks), *options.words]
         made = profiling.assemble(
             unfinished.measured,
@@ -223,14 +225,23 @@ def _predicted_s(todo: Sequence[Measurement], costs: CostModel, options: Ranks) 
     return math.fsum(profiling.predicted_s(entry, costs, num_ranks=num_ranks) for entry in todo)
 
 
-def _measure(todo: Sequence[Measurement], unfinished: _Unfinished, costs: CostModel, options: Ranks) -> None:
+def _measure(
+    todo: Sequence[Measurement],
+    unfinished: _Unfinished,
+    costs: CostModel,
+    options: Ranks,
+    lora_copies_on_host: Collection[Path],
+) -> None:
     if not todo:
         return
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-profile-")))
         checkpoints = {entry.job.checkpoint for entry in todo}
-        pool = stack.enter_context(ready_pool(checkpoints, options, signals, are_all_needed=True))
+        ready = ready_pool(
+            checkpoints, options, signals, are_all_needed=True, lora_copies_on_host=lora_copies_on_host
+        )
+        pool = stack.enter_context(ready)
         if options.has_graphs and options.are_on_gpus:
             _record_forwards(pool, profiling.jobs_like(todo), options, signals)
         for number, entry in enumerate(todo):

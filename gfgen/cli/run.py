@@ -300,6 +300,7 @@ def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary
     with contextlib.closing(inbox):
         first = inbox.look()
         session.load(first, models=[options.model])
+        session.admission.tell_of_unused_precision(session.checkpoints)
         with contextlib.suppress(OSError):  # a folder that others own: gfgen status needs the output folder
             write_live(folder, {"output": str(options.output_dir.absolute())})
         inbox.start(admit=replace(session.admission, loaded=session.checkpoints))

@@ -391,7 +391,9 @@ def serve_models(options: ServeOptions) -> None:
             write_live(options.output_dir, {"url": url_of(options.host, options.port)})
         logger.info("listening on http://%s:%d; loading the models", options.host, options.port)
         found = [session.admission.find_model(name) for name in options.models]
-        session.admission.check_served_loras(options.loras, [model.checkpoint for model in found])
+        checkpoints = [model.checkpoint for model in found]
+        session.admission.tell_of_unused_precision(checkpoints)
+        session.admission.check_served_loras(options.loras, checkpoints)
         try:
             session.load([], models=options.models)
             loaded = replace(

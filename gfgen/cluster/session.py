@@ -51,6 +51,14 @@ class ClusterAdmission(Admission):
     def check(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
         return {}
 
+    def check_offloaded(self, checkpoints: Collection[Path]) -> int:
+        return 0
+
+    def _refuse_loras(
+        self, jobs: Sequence[AdmittedJob], models_bytes: Mapping[Path, int]
+    ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+        return jobs, ()
+
     def _refuse_large(
         self, jobs: Sequence[AdmittedJob], models_bytes: Mapping[Path, int]
     ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:

@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,14 @@ from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.job.reader import ParsedJobs, passed_deadlines, with_bar
 from gfgen.job.source import JobSource
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.precision import FP8, check_heads, check_layers, precision_of
+from gfgen.models.families.precision import (
+    ATTENTION,
+    FP8,
+    check_heads,
+    check_layers,
+    precision_of,
+    tell_of_other_models,
+)
 from gfgen.models.families.registry import (
     DEFAULT_MODEL,
     check_name,
@@ -41,19 +49,12 @@ from gfgen.runtime.core.memory_check import (
     job_bytes,
     refuse_large,
     refuse_large_on_gpu,
-    refuse_lora,
 )
 from gfgen.runtime.ipc.arenas import SIDE_BYTES, default_plan
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
-from gfgen.session.loras import (
-    LoraMemory,
-    ServedLora,
-    check_fit,
-    loras_of,
-    split_by_loras,
-    with_served_loras,
-)
-from gfgen.system.wording import counted, first_of, in_words, size_in_words
+from gfgen.session.lora_memory import Lora, LoraMemory, LoraNeed, loras_of
+from gfgen.session.loras import ServedLora, check_fit, split_by_loras, with_served_loras
+from gfgen.system.wording import counted, first_of, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,8 @@ def judge(
     parsed = _read(source, admission.default_model, has_bar=has_bar)
     specs = _with_bar(parsed.specs, has_bar=has_bar)
     fitting, refused = admission.fitting(specs, are_models_together=are_models_together)
+    if fitting:
+        admission.tell_of_unused_precision({job.checkpoint for job in fitting})
     fitting, beyond_bounds = admission.keep_bounds(fitting, done=done)
     fitting, without_file = claim(fitting)
     problems = _by_line(parsed.problems, refused, beyond_bounds, without_file)
@@ -230,6 +233,8 @@ class Admission:
     step_times: StepTimes | None = None
     """For the bound of a step."""
     lora_fits: LoraFits = field(default_factory=LoraFits)
+    lora_needs: dict[Path, LoraNeed] = field(default_factory=dict)
+    """Of admitted jobs and served LoRAs, by model."""
     served_loras: Mapping[str, ServedLora] = field(default_factory=dict)
     """By the name that requests give."""
 
@@ -249,18 +254,11 @@ class Admission:
         """
         admitted, refused = self._admit(specs)
         models_bytes = self.check(checkpoints := {job.checkpoint for job in admitted})
+        self.check_offloaded(checkpoints)
         if are_models_together:
             check_together(models_bytes, available=self.room_bytes)
         fitting, too_large = self._refuse_large(admitted, models_bytes)
         fitting, without_room = self._refuse_loras(fitting, models_bytes)
-        if self.is_offloaded:
-            check_offloaded(
-                checkpoints,
-                num_ranks=self.devices.num_ranks,
-                available=available_bytes(),
-                copies_bytes=self._lora_memory(fitting).host_bytes(),
-                has_random_weights=self.has_random_weights,
-            )
         return fitting, (*refused, *too_large, *without_room)
 
     def keep_bounds(
@@ -316,6 +314,22 @@ class Admission:
             where=self.devices.where,
         )
 
+    def tell_of_unused_precision(self, checkpoints: Collection[Path]) -> None:
+        """Log if --precision or --attention names none of these models."""
+        tell_of_other_models(self.precision, checkpoints)
+        tell_of_other_models(self.attention, checkpoints, option=ATTENTION)
+
+    def check_offloaded(self, checkpoints: Collection[Path]) -> int:
+        """Bytes of main memory that --offload takes. Raises: InputError when they are not available."""
+        if not self.is_offloaded:
+            return 0
+        return check_offloaded(
+            checkpoints,
+            num_ranks=self.devices.num_ranks,
+            available=available_bytes(),
+            has_random_weights=self.has_random_weights,
+        )
+
     def _admit(self, specs: Iterable[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         unknown: list[Problem] = []
         jobs, refused = admit(
@@ -338,51 +352,65 @@ class Admission:
         self, jobs: Sequence[AdmittedJob], models_bytes: Mapping[Path, int]
     ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         """The jobs for whose LoRAs there is room beside the model and the LoRAs of earlier jobs."""
-        if not any(job.spec.lora for job in jobs) or (room_bytes := self.room_bytes) is None:
+        asking, memory = [job for job in jobs if job.spec.lora], self._lora_memory
+        if not asking or memory is None:
             return jobs, ()
-        memory = self._lora_memory()
-        refused: dict[str, Problem] = {}
-        for job in jobs:
-            if job.spec.lora:
-                beside = models_bytes.get(job.checkpoint, 0) + self._work_bytes(job)
-                lora_bytes = memory.add(job.checkpoint, loras_of(job), room_bytes=room_bytes - beside)
-                if lora_bytes + beside > room_bytes:
-                    refused[job.job_id] = refuse_lora(job, lora_bytes, beside=beside, available=room_bytes)
+        checkpoints = {job.checkpoint for job in asking}
+        news = {path for path in checkpoints if not memory.needs.get(path, LoraNeed()).loras}
+        for path in checkpoints - memory.needs.keys() if self.devices.kind == CUDA else ():
+            own = [job for job in asking if job.checkpoint == path]
+            size = models_bytes[path] if path in models_bytes else self.check([path])[path]
+            loras, work = frozenset[Lora]().union(*map(loras_of, own)), max(map(gpu_work_bytes, own))
+            memory.place(path, loras, weights=size, work=work)
+        found = memory.refuse(
+            asking,
+            beside=lambda job: models_bytes.get(job.checkpoint, 0) + self._work_bytes(job),
+            host_room_bytes=self._host_room_bytes(checkpoints),
+        )
+        refused = dict(found)
+        memory.tell_of_copies(news)
         return [job for job in jobs if job.job_id not in refused], tuple(refused.values())
 
-    def lora_bytes(self, jobs: Iterable[AdmittedJob]) -> Mapping[Path, int]:
-        """By model, what the LoRAs of these jobs take: on each GPU, or in main memory on all ranks."""
-        return self._lora_memory(jobs).by_model()
+    def lora_bytes(self) -> Mapping[Path, int]:
+        """By model, what LoRAs take: on each GPU, or in main memory on all ranks."""
+        return {} if (memory := self._lora_memory) is None else memory.by_model()
+
+    def lora_copies_on_host(self, checkpoints: Collection[Path]) -> Collection[Path]:
+        """The models of which main memory has the copies of the weights that LoRAs change on GPUs."""
+        memory = self._lora_memory
+        if memory is None or self.devices.kind != CUDA:
+            return ()
+        memory.place_rest(self.check(set(checkpoints) - memory.needs.keys()), on_host=self.is_offloaded)
+        return [path for path in checkpoints if memory.needs[path].is_on_host]
 
     def check_served_loras(self, served: Mapping[str, ServedLora], checkpoints: Sequence[Path]) -> None:
         """Raises: InputError for a LoRA that fits no model, and if there is no room for all of them."""
+        if not served:
+            return
         usable = [path for path in checkpoints if precision_of(self.precision, path) != FP8]
-        if served and not usable:
+        if not usable:
             raise InputError("--lora: LoRAs are for weights in bf16; serve a model without --precision fp8")
         check_fit(served, usable, self.lora_fits)
-        memory, room_bytes = self._lora_memory(), self.room_bytes
-        for path in usable if served else ():
-            shas = {lora.sha256 for lora in served.values()}
-            memory.add(path, {(sha, None) for sha in shas if self.lora_fits.of(path, sha).error is None})
-        need = sum(self.check(checkpoints).values()) + sum(memory.by_model().values()) if served else 0
-        if room_bytes is not None and need > room_bytes:
-            raise InputError(
-                "--lora: models and copies of the weights that LoRAs change take at least "
-                f"{size_in_words(need)}, {size_in_words(room_bytes)} available; name fewer LoRAs"
+        if (memory := self._lora_memory) is not None:
+            shas, host_room_bytes = (
+                {lora.sha256 for lora in served.values()},
+                self._host_room_bytes(checkpoints),
             )
+            memory.add_served(self.check(usable), shas, host_room_bytes=host_room_bytes)
 
-    def _lora_memory(self, jobs: Iterable[AdmittedJob] = ()) -> LoraMemory:
-        """With the LoRAs of these jobs."""
-        memory = LoraMemory(
-            self.lora_fits,
-            num_ranks=self.devices.num_ranks,
-            is_gpu=self.devices.kind == CUDA,
-            is_offloaded=self.is_offloaded,
-        )
-        for job in jobs:
-            if job.spec.lora:
-                memory.add(job.checkpoint, loras_of(job))
-        return memory
+    @property
+    def _lora_memory(self) -> LoraMemory | None:
+        """None if the memory is unknown."""
+        room_bytes = self.room_bytes
+        if room_bytes is None:
+            return None
+        return LoraMemory(self.lora_fits, self.devices, self.lora_needs, room_bytes)
+
+    def _host_room_bytes(self, checkpoints: Collection[Path]) -> float:
+        """Main memory for copies of weights."""
+        available = available_bytes()
+        offloaded = 0 if self.loaded is not None else self.check_offloaded(checkpoints)
+        return math.inf if available is None else available - offloaded
 
     def _work_bytes(self, job: AdmittedJob) -> int:
         return gpu_job_bytes(job) if self.devices.kind == CUDA else job_bytes(job)
@@ -420,7 +448,7 @@ class Admission:
         if room_bytes is None:
             return None
         checkpoints = {job.checkpoint for job in jobs} | set((names or {}).values())
-        of_loras = self.lora_bytes(jobs)
+        of_loras = self.lora_bytes()
         found = Residency(
             jobs,
             weights={path: size + of_loras.get(path, 0) for path, size in self.check(checkpoints).items()},

@@ -1,11 +1,9 @@
-"""Refuse jobs whose LoRAs do not fit their model, and count the memory that LoRAs take."""
+"""Refuse jobs whose LoRAs do not fit their model, and find the LoRAs of a server."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,9 @@ from gfgen.errors import InputError, JobError, ModelError, Problem
 from gfgen.job.loras import LoraError, LoraFiles
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import FP8, precision_of
-from gfgen.models.geometry.weights import TEXT_ENCODER, footprint
-from gfgen.models.lora.fit import KEPT_FILES, LoraFits
+from gfgen.models.geometry.weights import TEXT_ENCODER
+from gfgen.models.lora.fit import LoraFits
 from gfgen.runtime.core.admission import AdmittedJob
-
-CPU_BYTES, GPU_BYTES = 4, 2
-"""Of a parameter: fp32 on CPU ranks, bf16 on GPUs."""
 
 
 def split_by_loras(
@@ -45,88 +40,6 @@ def split_by_loras(
         problems = {job.job_id: list(_problems(job, fits, is_offloaded=is_offloaded)) for job in asking}
     kept = [job for job in jobs if not problems.get(job.job_id)]
     return kept, [problem for found in problems.values() for problem in found]
-
-
-Lora = tuple[str, str | None]
-"""The hash of a LoRA, and the model that a job applies it to."""
-
-
-def loras_of(job: AdmittedJob) -> Set[Lora]:
-    return {(lora["sha256"], lora.get("target")) for lora in job.spec.lora or ()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Need:
-    loras: frozenset[Lora] = frozenset()
-    changed: Mapping[str, int] = field(default_factory=dict)
-    """Parameters by weight that they change."""
-    factors: Mapping[str, int] = field(default_factory=dict)
-    """Their own parameters, by hash."""
-
-
-class LoraMemory:
-    """Bytes that LoRAs take beside the models: copies of the weights that they change, and their factors.
-
-    Copies stay until the run ends, so they add up over jobs. `num_ranks` share one memory. With
-    `is_offloaded`, GPUs' copies are in main memory, and each is on the GPU while it is merged.
-    """
-
-    def __init__(self, fits: LoraFits, *, num_ranks: int, is_gpu: bool, is_offloaded: bool = False) -> None:
-        self._fits = fits
-        self._num_ranks = num_ranks
-        self._is_gpu = is_gpu
-        self._is_on_host = is_offloaded and is_gpu
-        self._needs: dict[Path, _Need] = {}
-
-    def add(self, checkpoint: Path, loras: Set[Lora], *, room_bytes: float = math.inf) -> int:
-        """What these LoRAs and those that were added before take beside a model.
-
-        If that is more than `room_bytes`, they are not added.
-        """
-        need = self._with(self._needs.get(checkpoint, _Need()), checkpoint, loras)
-        size_bytes = self._bytes(checkpoint, need)
-        if size_bytes <= room_bytes:
-            self._needs[checkpoint] = need
-        return size_bytes
-
-    def by_model(self) -> Mapping[Path, int]:
-        return {checkpoint: self._bytes(checkpoint, need) for checkpoint, need in self._needs.items()}
-
-    def host_bytes(self) -> Mapping[Path, int]:
-        """By model, the copies that ranks on GPUs have in main memory."""
-        return {
-            checkpoint: GPU_BYTES * sum(need.changed.values()) * self._num_ranks if self._is_on_host else 0
-            for checkpoint, need in self._needs.items()
-        }
-
-    def _with(self, need: _Need, checkpoint: Path, loras: Set[Lora]) -> _Need:
-        if loras <= need.loras:
-            return need
-        changed, factors = dict(need.changed), dict(need.factors)
-        for sha256, target in loras:
-            fit = self._fits.of(checkpoint, sha256)
-            changed.update(fit.changed_in(target))
-            factors[sha256] = fit.num_factors
-        return _Need(need.loras | loras, changed, factors)
-
-    def _bytes(self, checkpoint: Path, need: _Need) -> int:
-        num_base = sum(need.changed.values())
-        if self._is_on_host:  # the original and the changed values of one weight
-            num_base = 2 * max(need.changed.values(), default=0)
-        num_factors = sum(sorted(need.factors.values())[-KEPT_FILES:])
-        if self._is_gpu:
-            return GPU_BYTES * (num_base + num_factors)
-        # A mapped weight that changes becomes private to its rank.
-        num_base *= 2 if _is_mapped(checkpoint) else 1
-        return CPU_BYTES * (num_base + num_factors) * self._num_ranks
-
-
-@functools.cache
-def _is_mapped(checkpoint: Path) -> bool:
-    try:
-        return footprint(checkpoint).shared_bytes > 0
-    except ModelError:  # random weights have no files
-        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,7 @@ def ready_pool(
     worker_main: str | None = None,
     are_all_needed: bool = False,
     kernels: KernelChoice = "own",
+    lora_copies_on_host: Collection[Path] = (),
     keep_fds: Sequence[int] = (),
 ) -> Iterator[WorkerPool]:
     """Start workers with these models.
@@ -222,6 +223,7 @@ def ready_pool(
         is_offloaded=ranks.is_offloaded,
         trusts_code=ranks.trusts_code,
         kernels=kernels,
+        lora_copies_on_host=tuple(map(str, lora_copies_on_host)),
         are_all_needed=are_all_needed,
     )
     began_s = time.monotonic()

@@ -180,6 +180,7 @@ class Session:
         families = {name: model.geometry.family for name, model in found.items()}
         check_batch(options.batch, {**families_of(jobs), **families})
         checkpoints = {*named.values(), *(job.checkpoint for job in jobs)}
+        self.admission.check_offloaded(checkpoints)
         self.residency = self.admission.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
         held = checkpoints if self.residency is None else self.residency.checkpoints
@@ -193,6 +194,7 @@ class Session:
             self.signals,
             are_all_needed=are_all_needed,
             kernels=kernels,
+            lora_copies_on_host=self.admission.lora_copies_on_host(checkpoints),
             keep_fds=[self._lock],
         )
         self._pool = self._stack.enter_context(ready)

@@ -3,6 +3,7 @@
 import pytest
 
 from gfgen.job.spec import JobSpec
+from gfgen.models.families.precision import tell_of_other_models
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import admit, tell_of_rounding
 from gfgen.runtime.core.clock import Clock
@@ -29,6 +30,15 @@ def test_a_model_that_no_job_takes_is_told_to_have_no_effect(caplog, model, jobs
     assert [record.getMessage() for record in caplog.records] == [
         f"--model {model} has no effect: every job names its own"
     ] * is_told
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"), [("fp8", None), ("qwen-image=fp8", None), ("wan2.2-ti2v-5b=fp8", "wan2.2-ti2v-5b=fp8")]
+)
+def test_a_precision_for_a_model_of_no_job_is_told_to_have_no_effect(caplog, asked, told):
+    tell_of_other_models([asked], [find_weightless("qwen-image").checkpoint])
+    expected = f"--precision {told} has no effect: no job uses this model"
+    assert [record.getMessage() for record in caplog.records] == [expected] * (told is not None)
 
 
 def jobs_of(*specs):

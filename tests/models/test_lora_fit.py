@@ -12,6 +12,7 @@ import torch
 from one_job import parse_job
 from safetensors.torch import save_file
 
+from gfgen.cli.shown.simulated_memory import SimulatedMemory
 from gfgen.errors import InputError, ModelError
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import NoImages
@@ -23,12 +24,15 @@ from gfgen.models.lora import fit
 from gfgen.models.lora.fit import LoraFit, LoraFits, by_headers
 from gfgen.models.lora.outlines import Outlines, changed_by, weightless_pipeline
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.devices import CPU, Devices
+from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.runtime.core.memory_check import job_bytes
+from gfgen.session import admission as admission_module
 from gfgen.session.admission import Admission
-from gfgen.session.loras import LoraMemory, find_loras
+from gfgen.session.lora_memory import LoraMemory, LoraNeed
+from gfgen.session.loras import find_loras
 
 LAYER = "blocks.0.attn1.to_q"
+GB = 10**9
 
 
 def lora(path: Path, layer: str = f"transformer.{LAYER}", *, width: int) -> Path:
@@ -169,7 +173,7 @@ def test_jobs_are_refused_if_copies_of_changed_weights_do_not_fit(tmp_path: Path
     assert spec is not None
     roomy = admission()
     (job,), _ = roomy.fitting([spec])
-    lora_bytes = roomy.lora_bytes([job])[job.checkpoint]
+    lora_bytes = roomy.lora_bytes()[job.checkpoint]
     assert lora_bytes == 2 * 4 * (width * width + 2 * 2 * width)  # on two ranks: a copy, and the factors
     need = roomy.check([job.checkpoint])[job.checkpoint] + job_bytes(job) + lora_bytes
     for memory, is_refused in ((need, False), (need - 1, True)):
@@ -179,17 +183,89 @@ def test_jobs_are_refused_if_copies_of_changed_weights_do_not_fit(tmp_path: Path
         ] * is_refused
 
 
-def test_copies_of_offloaded_experts_take_main_memory(tmp_path: Path) -> None:
-    """On each of two ranks copies of both experts' weight; a GPU has one copy and the changed weight."""
+def test_copies_take_memory_of_gpus_or_main_memory(tmp_path: Path) -> None:
+    """On each of two ranks, copies of both experts' weight."""
     checkpoint = resolve_checkpoint("tiny-wan-moe")
     config = json.loads((checkpoint / "transformer" / "config.json").read_text())
     width = config["num_attention_heads"] * config["attention_head_dim"]
     path, fits = lora(tmp_path / "a.safetensors", width=width), LoraFits()
     fits.look([(checkpoint, "a", path)])
-    for offloads, on_gpu, on_host in ((False, 2, 0), (True, 2, 2 * 2)):
-        memory = LoraMemory(fits, num_ranks=2, is_gpu=True, is_offloaded=offloads)
-        assert memory.add(checkpoint, {("a", None)}) == 2 * (on_gpu * width * width + 2 * 2 * width)
-        assert memory.host_bytes() == {checkpoint: 2 * on_host * width * width}
+    for keeps_on_host, on_gpu, on_host in ((False, 2, 0), (True, 1, 2 * 2)):
+        needs = {checkpoint: LoraNeed(keeps_on_host)}
+        memory = LoraMemory(fits, Devices(CUDA, 2), needs, room_bytes=0)
+        need = memory.with_loras(checkpoint, {("a", None)})
+        assert memory.device_bytes(checkpoint, need) == 2 * (on_gpu * width * width + 2 * 2 * width)
+        assert memory.host_bytes(need) == 2 * on_host * width * width
+
+
+@pytest.fixture
+def large_lora(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> JobSpec:
+    """A job of Qwen-Image with a LoRA of all 20.43 G parameters of the transformer."""
+    changed = {f"transformer.{name}": 20_430_000_000 // 60 for name in range(60)}
+    found = LoraFit(changed=changed, components=("transformer",))
+    monkeypatch.setattr(fit, "by_headers", lambda *_: found)
+    monkeypatch.setattr(admission_module, "available_bytes", lambda: 50 * GB)
+    path = lora(tmp_path / "all.safetensors", width=width)
+    spec, _ = parse_job({"prompt": "a fox", "lora": [str(path)]})
+    assert spec is not None
+    return spec
+
+
+def on_gpus(gpu_gb: int, *, num_ranks: int = 1) -> Admission:
+    gpus = (Gpu("a GPU", gpu_gb * GB),) * num_ranks
+    devices = Devices(CUDA, num_ranks, gpus)
+    return Admission(default_model="qwen-image", devices=devices, has_random_weights=True)
+
+
+def test_copies_without_room_on_gpus_are_in_main_memory(
+    large_lora: JobSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "gfgen")
+    for gpu_gb, is_on_host in ((80, True), (141, False)):
+        caplog.clear()
+        found = on_gpus(gpu_gb)
+        (job,), problems = found.fitting([large_lora])
+        assert not problems
+        assert list(found.lora_copies_on_host([job.checkpoint])) == [job.checkpoint] * is_on_host
+        told = "so main memory has them (40.9 GB for 1 rank); a switch of LoRAs copies up to 40.9 GB to a GPU"
+        assert (told in caplog.text) is is_on_host
+        assert found.lora_bytes()[job.checkpoint] < 1 * GB or not is_on_host
+    _, (problem,) = on_gpus(80, num_ranks=2).fitting([large_lora])
+    assert "at least 81.7 GB of main memory needed for copies of the weights that LoRAs change" in str(
+        problem
+    )
+
+
+def test_simulations_with_memory_take_jobs_with_loras(large_lora: JobSpec) -> None:
+    (job,), _ = on_gpus(80).fitting([large_lora])
+    assert SimulatedMemory.of([job], "80GB", source="jobs").residency(1) is None
+
+
+def test_jobs_that_come_later_find_copies_where_the_start_placed_them(large_lora: JobSpec) -> None:
+    """Without jobs at the start, as on nodes, any weight may be changed later."""
+    for gpu_gb, is_on_host in ((80, True), (141, False)):
+        start = on_gpus(gpu_gb)
+        checkpoint = start.find_model("qwen-image").checkpoint
+        assert list(start.lora_copies_on_host([checkpoint])) == [checkpoint] * is_on_host
+        later = replace(start, loaded=frozenset({checkpoint}))
+        for _ in range(2):
+            _, problems = later([large_lora])
+            assert not problems, "the second job needs no more copies"
+
+
+def test_a_server_places_copies_for_all_its_loras_or_does_not_start(
+    large_lora: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = find_loras([f"style={path}" for path in large_lora.lora_files or ()])
+    found = on_gpus(80)
+    checkpoint = found.find_model("qwen-image").checkpoint
+    found.check_served_loras(served, [checkpoint])
+    assert list(found.lora_copies_on_host([checkpoint])) == [checkpoint]
+    monkeypatch.setattr(admission_module, "available_bytes", lambda: 1 * GB)  # the copies are there now
+    _, problems = replace(found, loaded=frozenset({checkpoint}))([large_lora])
+    assert not problems
+    with pytest.raises(InputError, match=r"at least 40\.9 GB of main memory needed for copies .* 1\.0 GB"):
+        on_gpus(80).check_served_loras(served, [checkpoint])
 
 
 def test_a_request_names_a_lora_of_the_server(tmp_path: Path, width: int) -> None:

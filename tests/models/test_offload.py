@@ -40,8 +40,14 @@ def test_an_offloaded_model_makes_the_pictures_of_the_whole_one(
 ) -> None:
     job, found = JobSpec(id="a", prompt="a red fox", seed=1, width=64, height=64, steps=2), []
     for offloads in (False, True):
-        ranks = RankSettings(num_ranks=1, has_random_weights=has_random_weights, is_offloaded=offloads)
+        ranks = RankSettings(
+            num_ranks=1,
+            has_random_weights=has_random_weights,
+            is_offloaded=offloads,
+            lora_copies_on_host=(str(tiny_models[name]),) if offloads else (),
+        )
         adapter: Any = load_model(WorkerSettings(0, (), ranks), str(tiny_models[name]))
+        assert adapter.loras.keeps_on_host is offloads
         spec = adapter.geometry.resolve(job)
         found.append(result(adapter, spec))
         pipeline = adapter._pipeline if name == "tiny-qwen-image" else adapter._text
@@ -129,6 +135,18 @@ def test_a_lora_is_merged_and_taken_out_wherever_the_original_weights_are(keeps_
     assert torch.equal(layer.weight.data, original + 0.5 * (up @ down))
     model.set({})
     assert torch.equal(layer.weight.data, original)
+
+
+def test_copies_in_host_memory_share_blocks_and_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing can be pinned, and usual memory takes its place."""
+    monkeypatch.setattr(merging, "_BLOCK_BYTES", 200)
+    memory = merging._HostMemory()
+    weights = [torch.randn(3, 5).bfloat16(), torch.randn(7), torch.randn(9, 9), torch.randn(2).half()]
+    copies = [memory.copy_of(weight, is_pinned=True) for weight in weights]
+    assert all(map(torch.equal, copies, weights))
+    places = [copy.untyped_storage().data_ptr() for copy in copies]
+    assert [place == places[0] for place in places] == [True, True, False, False]
+    assert len({copy.data_ptr() for copy in copies}) == len(copies)
 
 
 @pytest.mark.gpu

@@ -206,14 +206,6 @@ def test_main_memory_must_hold_what_is_offloaded_once_for_all_ranks_or_for_each(
     message = r"--offload: wan2\.2-t2v-a14b on 4 ranks needs at least 125\.\d GB of main memory, 125\.0"
     with pytest.raises(InputError, match=message):
         check_offloaded([folder], num_ranks=4, available=125 * GB, has_random_weights=True)
-    with pytest.raises(InputError, match=r"at least 13\d\.\d GB of main memory"):
-        check_offloaded(
-            [folder],
-            num_ranks=4,
-            available=126 * GB,
-            copies_bytes={folder: 10 * GB},
-            has_random_weights=True,
-        )
 
 
 def test_weights_of_a_checkpoint_on_a_gpu_are_counted_from_its_files(tiny_models):

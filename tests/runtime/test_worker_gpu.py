@@ -330,11 +330,14 @@ def test_kinds_of_tasks_differ_where_their_kernels_may():
     def message(layout: Layout, *transfers: Transfer) -> RunTask:
         return RunTask(1, "a", 9, 0, layout, (), transfers)
 
-    def kinds(layout: Layout, step: int, text_tokens: int = 7) -> frozenset[object]:
+    def kinds(layout: Layout, step: int, text_tokens: int = 7, **fields: Any) -> frozenset[object]:
         prompt = Fields({"prompt_embeds": torch.empty(1, text_tokens, 4)})
         job: Any = SimpleNamespace(
             start=SimpleNamespace(
-                checkpoint="c", spec=None, shape="", trajectory=SimpleNamespace(artifacts=())
+                checkpoint="c",
+                spec=JobSpec(id="a", prompt="a fox", **fields),
+                shape="",
+                trajectory=SimpleNamespace(artifacts=()),
             ),
             artifacts={"prompt": prompt},
         )
@@ -346,6 +349,7 @@ def test_kinds_of_tasks_differ_where_their_kernels_may():
     assert len(set(found)) == len(found)
     assert kinds(layouts[-1], 7) == found[-1]
     assert kinds(layouts[-1], 7, text_tokens=8) != found[-1]
+    assert kinds(layouts[-1], 7, lora=[{"sha256": "b", "scale": 1.0}]) > found[-1]
     job: Any = SimpleNamespace(start=SimpleNamespace(shape="", trajectory=SimpleNamespace(artifacts=())))
     near, far = (
         gpu.arrival_kind(

@@ -1,17 +1,21 @@
 """The Python interface, as docs/python.md shows it."""
 
+import contextlib
 import hashlib
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gfgen.errors import JobFileError
+from gfgen.errors import InputError, JobFileError
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.core.devices import choose_devices
+from gfgen.runtime.core.devices import CUDA, Devices, Gpu, choose_devices
+from gfgen.session import admission, session
 from gfgen.session.ranks import Ranks
 from gfgen.session.session import Session, SessionOptions
 
@@ -46,6 +50,40 @@ def test_a_session_that_made_nothing_leaves_no_folder(tmp_path: Path) -> None:
     with Session(options_in(tmp_path / "out")):
         pass
     assert not (tmp_path / "out").exists()
+
+
+def on_gpu(folder: Path, *, gpu_gb: int, is_offloaded: bool = False) -> SessionOptions:
+    devices = Devices(CUDA, 1, (Gpu("a GPU", gpu_gb * 10**9),))
+    ranks = Ranks(devices, has_random_weights=True, is_offloaded=is_offloaded)
+    return replace(options_in(folder), ranks=ranks)
+
+
+def test_nothing_is_loaded_if_main_memory_lacks_room_for_what_is_offloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "available_bytes", lambda: 10**10)
+    with (
+        Session(on_gpu(tmp_path / "out", gpu_gb=48, is_offloaded=True)) as found,
+        pytest.raises(InputError, match=r"--offload: qwen-image on 1 rank needs at least 16\.6 GB of main"),
+    ):
+        found.load([], models=["qwen-image"])
+
+
+@pytest.mark.parametrize(("gpu_gb", "names"), [(80, ("qwen-image",)), (141, ())])
+def test_ranks_are_told_where_copies_for_loras_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_gb: int, names: tuple[str, ...]
+) -> None:
+    told: list[tuple[str, ...]] = []
+
+    def ready(*_: object, lora_copies_on_host: Sequence[Path], **__: object) -> object:
+        told.append(tuple(path.name for path in lora_copies_on_host))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(session, "ready_pool", ready)
+    monkeypatch.setattr(Session, "warm_up", lambda self, jobs: None)
+    with Session(on_gpu(tmp_path / "out", gpu_gb=gpu_gb)) as found:
+        found.load([], models=["qwen-image"])
+    assert told == [names]
 
 
 def test_an_error_inside_a_session_reaches_what_it_holds(tmp_path: Path) -> None:

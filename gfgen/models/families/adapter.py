@@ -17,6 +17,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.fast.evaluation import Evaluator
 from gfgen.models.geometry.model import Geometry
+from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel.parallel import Parallel
 
 Scalar = int | float | bool | str | None | list[int] | list[float]
@@ -68,6 +69,8 @@ class Adapter(Protocol):
     """
 
     geometry: Geometry
+    loras: MergedLoras
+    """What its models contain."""
 
     def encode(self, spec: JobSpec) -> Fields:
         """The artifact `prompt`: embeddings of the prompt and of the negative prompt."""

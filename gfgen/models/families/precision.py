@@ -5,7 +5,8 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.weight_files import SINGLE_FILE
 from gfgen.models.geometry.weights import EXPERTS
+
+logger = logging.getLogger(__name__)
 
 AUTO: Literal["auto"] = "auto"
 FP8: Literal["fp8"] = "fp8"
@@ -71,6 +74,16 @@ def precision_of(asked: Sequence[str], checkpoint: Path) -> Precision:
         if not model or _is_model(checkpoint, model):
             found = FP8 if precision == FP8 else AUTO
     return found
+
+
+def tell_of_other_models(
+    asked: Sequence[str], checkpoints: Collection[Path], *, option: str = PRECISION
+) -> None:
+    """Log what an option says of other models than these."""
+    for text in asked:
+        model, _, _ = text.rpartition("=")
+        if model and not any(_is_model(checkpoint, model) for checkpoint in checkpoints):
+            logger.warning("%s %s has no effect: no job uses this model", option, text)
 
 
 def check_layers(geometry: Geometry, checkpoint: Path) -> None:

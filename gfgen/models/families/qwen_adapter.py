@@ -56,7 +56,7 @@ class QwenImageAdapter(BatchAdapter):
         self._pipeline = pipeline
         self._vae = pipeline.vae
         self._forward: Evaluator = evaluate
-        self._loras = MergedLoras(pipeline)
+        self.loras = MergedLoras(pipeline)
         self._text_encoder = text_encoder_on(self.device, pipeline.text_encoder)
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
@@ -87,7 +87,7 @@ class QwenImageAdapter(BatchAdapter):
         self, inputs: Sequence[StepInput], *, step: int, parallel: Parallel | None = None
     ) -> list[Fields]:
         spec = inputs[0].spec
-        self._loras.merge(spec)
+        self.loras.merge(spec)
         solvers = [solver.Solver(self._scheduler(spec), each.latents, step=step) for each in inputs]
         sample_BSC = solver.stacked([each.sample for each in solvers])
         shared = self._model_inputs(spec, sample_BSC, timestep=solvers[0].timestep)

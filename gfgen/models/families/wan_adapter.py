@@ -65,7 +65,7 @@ class WanAdapter(BatchAdapter):
         self._experts = (text_pipeline.transformer, text_pipeline.transformer_2)
         self._dtype: torch.dtype = text_pipeline.transformer.dtype
         self._forward: Evaluator = evaluate
-        self._loras = MergedLoras(text_pipeline, changed=forget_prompts)
+        self.loras = MergedLoras(text_pipeline, changed=forget_prompts)
         self._text_encoder = text_encoder_on(self.device, text_pipeline.text_encoder)
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
@@ -116,7 +116,7 @@ class WanAdapter(BatchAdapter):
     ) -> list[Fields]:
         spec, image_BCTHW = inputs[0].spec, inputs[0].condition.tensors.get("condition")
         assert len(inputs) == 1 or image_BCTHW is None, "jobs with images have steps of their own"
-        self._loras.merge(spec)
+        self.loras.merge(spec)
         solvers = [solver.Solver(self._scheduler(spec), each.latents, step=step) for each in inputs]
         sample_BCTHW, timestep = solver.stacked([each.sample for each in solvers]), solvers[0].timestep
         num_train = solvers[0].scheduler.config.num_train_timesteps

@@ -1,10 +1,11 @@
 """LoRAs merged into the weights of a pipeline's models, and taken out again.
 
 diffusers' own loader converts a file and attaches its factors to an *outline* of each model, which has shapes
-but no weights (outlines.py). The base weights of changed layers are kept on the device, with `--offload` in
-host memory. A switch writes base weight plus change to the model's weight in place, also where a fused block
-has it as rows of a larger one (fused.py), so recorded forwards stay valid. Nothing is subtracted, so a model
-without LoRAs has the bits that it was loaded with.
+but no weights (outlines.py). The base weights of changed layers are kept on the device, or in host memory
+where the device has no room for them (session/loras.py). A switch writes base weight plus change to the
+model's weight in place, also where a fused block has it as rows of a larger one (fused.py), so recorded
+forwards stay valid. Nothing is subtracted, so a model without LoRAs has the bits that it was loaded with.
+Bits do not depend on where base weights are.
 
 A linear layer's change is the product of two factors, computed as in `fuse_lora`. On a GPU, one kernel reads
 the base weight once and adds the product (low_rank.py). Factors under diffusers' own names are read from the
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +34,14 @@ from torch import Tensor, nn
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.models.fast.fused import original_weights
-from gfgen.models.loading.offload import is_offloaded
 from gfgen.models.lora.fit import ADAPTER_METADATA, FACTOR, KEPT_FILES, SECOND
 from gfgen.models.lora.outlines import Outlines
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 1 << 30
+"""Of pinned memory, of which torch takes a power of two for each tensor; weights in one block waste less."""
+_ALIGNMENT = 64
 
 
 class MergedLoras:
@@ -47,8 +54,8 @@ class MergedLoras:
         self._pipeline = pipeline
         self._changed = changed
         self._outlines = Outlines(pipeline)
-        parts = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
-        self._keeps_on_host = any(map(is_offloaded, parts))
+        self.keeps_on_host = False
+        """Whether host memory has the base weights of changed layers; set before the first job."""
         self._models: dict[str, _Model] = {}
         self._merged: dict[str, tuple[object, ...]] = {}
         self._loaded: OrderedDict[tuple[str, bool], _Loaded] = OrderedDict()
@@ -77,7 +84,7 @@ class MergedLoras:
     def _set(self, component: str, loras: Sequence[Mapping[str, Any]]) -> None:
         if component not in self._models:
             model = getattr(self._pipeline, component)
-            self._models[component] = _Model(model, keeps_on_host=self._keeps_on_host)
+            self._models[component] = _Model(model, keeps_on_host=self.keeps_on_host)
         wanted: dict[str, list[tuple[_Change, float]]] = {}
         for lora in loras:
             for change in self._changes(lora, component):
@@ -129,13 +136,12 @@ class _Model:
     """A model's weights, and the original values of those that were ever changed.
 
     An offloaded expert's weights may be on the device or in host memory. Its changes are always computed on
-    the device, which may round differently from a CPU. With `keeps_on_host`, original values are in host
-    memory, as everything is that a step does not need.
+    the device, which may round differently from a CPU.
     """
 
     def __init__(self, model: nn.Module, *, keeps_on_host: bool = False) -> None:
         self._model = model
-        self._keeps_on_host = keeps_on_host
+        self._host = _HostMemory() if keeps_on_host else None
         hook = getattr(model, "_hf_hook", None)
         self._device: torch.device | None = None if hook is None else hook.execution_device
         """Where an offloaded expert computes; None for a model that stays where it is."""
@@ -173,20 +179,53 @@ class _Model:
         if not self._weights or self._device is not None:  # an offloaded expert may have moved since
             self._weights = original_weights(self._model)
         for name in sorted(self._changed - wanted.keys()):
-            self._weights[name].copy_(self._base[name])
+            self._weights[name].copy_(self._base[name], non_blocking=True)
         self._changed |= wanted.keys()
         for name, changes in wanted.items():
             weight = self._weights[name]
             if name not in self._base:
-                self._base[name] = weight.to("cpu", copy=True) if self._keeps_on_host else weight.clone()
+                self._base[name] = self._copy_of(weight)
+            base = self._base[name]
             out = weight if self._device is None else torch.empty_like(weight, device=self._device)
-            source = self._base[name].to(out.device)
+            source = base if base.device == out.device else out.copy_(base, non_blocking=True)
             for change, scale in changes:
                 change.add(source, scale, out=out)
                 source = out
             if out is not weight:
                 weight.copy_(out)
         self._changed = set(wanted)
+
+    def _copy_of(self, weight: Tensor) -> Tensor:
+        device = self._device or weight.device
+        if self._host is None:
+            return weight.to(device, copy=True)
+        return self._host.copy_of(weight, is_pinned=device.type == "cuda")
+
+
+class _HostMemory:
+    """Host memory for copies of weights; a GPU reads pinned memory by itself, while the host goes on."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+        """The rest of the last block."""
+
+    def copy_of(self, weight: Tensor, *, is_pinned: bool) -> Tensor:
+        num_bytes = -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if num_bytes > len(self._left):
+            num_block = max(num_bytes, _BLOCK_BYTES) if is_pinned else num_bytes
+            self._left = _block(num_block, is_pinned=is_pinned)
+        place, self._left = self._left[: weight.nbytes], self._left[num_bytes:]
+        return place.view(weight.dtype).view(weight.shape).copy_(weight)
+
+
+def _block(num_bytes: int, *, is_pinned: bool) -> Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    except RuntimeError:  # the system limits pinned memory, such as WSL
+        if not is_pinned:
+            raise
+        logger.warning("no more memory can be pinned: switches of LoRAs take longer")
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class _Change(Protocol):

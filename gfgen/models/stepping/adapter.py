@@ -63,17 +63,17 @@ class PipelineAdapter:
         self._shares_tokens = _prepare_sharing(pipeline, geometry)
         for transformer in _transformers(pipeline):
             prepare_kernels(transformer, may_copy=device != "cpu")
-        self._loras = MergedLoras(pipeline)
+        self.loras = MergedLoras(pipeline)
         self._calls = functools.lru_cache(NUM_SCHEDULERS)(self._new_call)
 
     def encode(self, spec: JobSpec) -> Fields:
-        self._loras.merge(spec)
+        self.loras.merge(spec)
         prompt = self._call(spec).encode(self.arguments(spec), seed=known(spec.seed))
         prompt.scalars[UNCHECKED] = True
         return prompt
 
     def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
-        self._loras.merge(spec)  # some calls encode their prompts here
+        self.loras.merge(spec)  # some calls encode their prompts here
         condition, latents = self._call(spec).prepare(prompt)
         condition.scalars[UNCHECKED] = True
         return condition, latents
@@ -91,7 +91,7 @@ class PipelineAdapter:
         """Each step takes its share of the pipeline's iterations, which may be fewer or more than steps."""
         if parallel is not None and parallel.sequence.size > 1 and not self._shares_tokens:
             parallel = None  # each rank evaluates the whole step
-        self._loras.merge(spec)
+        self.loras.merge(spec)
         is_last = step == known(spec.steps) - 1
         until = math.ceil(latents.number(NUM_ITERATIONS) * (step + 1) / known(spec.steps))
         call = self._call(spec)
@@ -124,7 +124,7 @@ class PipelineAdapter:
         return state
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
-        self._loras.merge(spec)
+        self.loras.merge(spec)
         output = self._call(spec).decode(latents)
         frames = as_frames(output)
         made = Fields({"frames": frames, PIXEL_SUM: frames.sum(dtype=torch.float32)}, {"first_row": 0})

@@ -148,23 +148,24 @@ def check_offloaded(
     *,
     num_ranks: int,
     available: int | None,
-    copies_bytes: Mapping[Path, int] | None = None,
     has_random_weights: bool = False,
-) -> None:
-    """Check that main memory can hold what `--offload` keeps there.
+) -> int:
+    """Bytes of main memory that `--offload` takes for all of these models.
 
-    copies_bytes: by model, copies of the weights that LoRAs change.
-    Raises: InputError if it cannot.
+    Raises: InputError if one takes more than is available.
     """
+    total = 0
     for path in sorted(checkpoints):
         parts = _gpu_bytes(path, has_random_weights=has_random_weights, vae_dtype="auto")
-        need = offloaded(parts).on(num_ranks) + (copies_bytes or {}).get(path, 0)
+        need = offloaded(parts).on(num_ranks)
+        total += need
         if available is not None and need > available:
             raise InputError(
                 f"--offload: {model_name(path)} on {counted(num_ranks, 'rank')} needs at least "
                 f"{size_in_words(need)} of main memory, {size_in_words(available)} available; fewer --ranks "
                 "or no --offload would help"
             )
+    return total
 
 
 def refuse_large_on_gpu(
@@ -190,13 +191,17 @@ def refuse_large_on_gpu(
     return tuple(job for job in jobs if needs[job.job_id] <= memory_bytes), problems
 
 
-def refuse_lora(job: AdmittedJob, lora_bytes: int, *, beside: int, available: int) -> Problem:
-    """The problem of a job whose LoRAs need too much beside its model and its state."""
+def refuse_lora(job: AdmittedJob, lora_bytes: int, *, beside: int | None, available: int) -> Problem:
+    """The problem of a job whose LoRAs need too much.
+
+    `beside` is for its model and its state; None: GPUs have these, and main memory lacks room for copies.
+    """
+    kind, others = "main memory", "which do not fit on GPUs"
+    if beside is not None:
+        kind, others = "memory", f"beside {size_in_words(beside)} for the model and the job"
     accepted = (
-        f"at least {size_in_words(lora_bytes)} of memory needed for copies of the weights that LoRAs change, "
-        f"beside {size_in_words(beside)} for the model and the job, {size_in_words(available)} available; "
-        "fewer --ranks, --offload on GPUs (it keeps copies in main memory), or LoRAs of fewer layers "
-        "would help"
+        f"at least {size_in_words(lora_bytes)} of {kind} needed for copies of the weights that LoRAs change, "
+        f"{others}, {size_in_words(available)} available; fewer --ranks, or LoRAs of fewer layers would help"
     )
     return Problem(job.spec.line, "lora", None, accepted)
 

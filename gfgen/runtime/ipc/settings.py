@@ -35,6 +35,8 @@ class RankSettings:
     """On a GPU: whether forwards may be recorded, to be launched at once."""
     is_offloaded: bool = False
     """On a GPU: whether text encoders and idle experts are in host memory."""
+    lora_copies_on_host: tuple[str, ...] = ()
+    """On a GPU: models of which host memory has the copies of the weights that LoRAs change."""
     trusts_code: bool = False
     kernels: KernelChoice = "own"
     """Of the steps of pipelines without an adapter of their own."""

@@ -68,7 +68,8 @@ class WorkerPool:
     ) -> None:
         self.settings = settings
         self.models = HeldModels(checkpoints)
-        patience = Patience().with_offload() if settings.is_offloaded else Patience()
+        copies_weights = settings.is_offloaded or settings.lora_copies_on_host
+        patience = Patience().with_offload() if copies_weights else Patience()
         self.patience = patience.with_shared_gpus(settings.ranks_per_gpu)
         """With its ranks; more where they share GPUs or copy weights."""
         self._launcher = Launcher(

@@ -81,5 +81,6 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
             precision_of(settings.ranks.attention, Path(path)) == FP8,
         ),
     )
+    adapter.loras.keeps_on_host = path in settings.ranks.lora_copies_on_host
     give_back_freed_memory()
     return adapter

@@ -479,13 +479,15 @@ def pad_as_others(message: Arenas, *, can_pad: bool) -> None:
 def task_kinds(work: RankTask, rank: int, forward: Kind | None) -> frozenset[object]:
     """The kinds that determine which kernels a task launches: its own, and that of its forward.
 
-    They consist of shapes, the solver's order, the place in the layout, and the lengths of prompts.
+    They consist of shapes, the solver's order, the place in the layout, and the lengths of prompts. The first
+    use of a LoRA takes memory, too, for factors and copies of weights.
     """
     start, layout, task = work.job.start, work.message.layout, work.task
     what = (start.checkpoint, task.stage, start.shape, start.trajectory.artifacts)
     place = (layout.degrees, layout.slot_of(rank))
     own = (*what, place, min(task.step or 0, _FIRST_STEPS))
-    return frozenset({own} if forward is None else {own, forward})
+    loras = {(start.checkpoint, x["sha256"], x.get("target")) for x in start.spec.lora or ()}
+    return frozenset({own} | loras | ({forward} if forward is not None else set()))
 
 
 def arrival_kind(work: RankTask) -> object:
