@@ -16,6 +16,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
@@ -125,6 +126,8 @@ class CostModel:
         """Classes of which an estimate has changed notably since their last renewal."""
         self.corrected: set[CostClass] = set()
         """Those of them that had no measurement: `rest_alone_s` is too far off to wait for the others."""
+        self.kept: dict[Any, Any] = {}
+        """As in snapshots: emptied whenever a returned estimate changes."""
         self._table = None if profile is None else CostTable(profile)
         self._move_s = 0.0 if profile is None else profile.move_s
         self._move_bytes_per_s = MOVE_BYTES_PER_S if profile is None else profile.move_bytes_per_s
@@ -305,6 +308,7 @@ class CostModel:
         """Begin another version of a class."""
         cost_class.version += 1
         cost_class.arrangement = None
+        self.kept.clear()
 
     def arrangement(self, cost_class: CostClass) -> Arrangement:
         """The best predicted use of ranks by tasks of this class; changes only with its version."""
