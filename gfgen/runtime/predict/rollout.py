@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gfgen.graph import STEPS, Stage, Task
 from gfgen.layout import Degrees, Layout
@@ -274,6 +275,7 @@ class _Rollout:
         self._ended = ended
         self._start, self._policy, self._costs = start, policy, snapshot.costs
         self._now_s = snapshot.now_s
+        self._kept: dict[Any, Any] = {}
         self._open = OpenJobs()
         for view in snapshot.open.values():
             self._open.put(view)
@@ -436,6 +438,7 @@ class _Rollout:
             max_degree=start.max_degree,
             costs=self._costs,
             orders=OpenJobOrders(self._open, open_jobs, joining=[]),
+            kept=self._kept,
         )
 
     def _note_end(self, job: JobView, end_s: float) -> None:
