@@ -69,7 +69,8 @@ class _Queue:
 
     def __init__(self, snapshot: Snapshot, degree: int) -> None:
         self._snapshot, self._degree = snapshot, degree
-        self._cases: dict[str, _Case] = snapshot.kept.setdefault((triage, degree, len(snapshot.ranks)), {})
+        key = (triage, degree, len(snapshot.ranks), snapshot.max_degree)
+        self._cases: dict[str, _Case] = snapshot.kept.setdefault(key, {})
         if len(self._cases) > MAX_KEPT:
             self._cases.clear()
         self._waits_s: dict[str, float] = {}
@@ -122,7 +123,7 @@ class _Queue:
                 others += itertools.islice(waiting, num_others)
                 num_others -= len(others)
             for job in busy.pop(precedence, ()):
-                if self._hopeful([job], 1):
+                if job.deadline_s < math.inf and not is_past_rescue(snapshot, job):
                     insort(hopeful, job, key=_due)
                 else:
                     insort(others, job, key=_short)

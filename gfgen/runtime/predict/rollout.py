@@ -174,7 +174,7 @@ def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] | None = Non
     It holds only plain values, so that another thread can look ahead during the run.
     """
     start = _start_of(snapshot, pause)
-    return replace(snapshot, costs=start.snapshot.costs, orders=None, foresee=start.foresee)
+    return replace(snapshot, costs=start.snapshot.costs, orders=None, foresee=start.foresee, kept={})
 
 
 def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> RolloutStart:
