@@ -80,18 +80,12 @@ class _Queue:
         now_s = end_s = self._snapshot.now_s
         before_s = 0.0
         for hopeful, others in self._by_priority():
-            saved, given_up = self._cases_of(hopeful), list[_Case]()
+            due = self._cases_of(hopeful)
+            saved, given_up, end_s = _most_in_time(now_s, due, self._waits_s, end_s=end_s)
             room = _Room(now_s, saved, before_s=before_s)
-            late = [job for job, _, least_s in saved if now_s + least_s > job.deadline_s]
-            is_tight = room.least_s < 0 or len(late) > 0
-            if is_tight:
-                saved, given_up, end_s = _most_in_time(now_s, saved, self._waits_s, end_s=end_s)
-                room = _Room(now_s, saved, before_s=before_s)
             rest = [*given_up, *self._cases_of(others)]
             self._not_saved.update([job.job_id for job, _, _ in rest])
             yield from self._shortest_first(room, saved, rest)
-            if not is_tight:
-                end_s = sum([work_s for _, work_s, _ in saved], end_s)
             before_s += math.fsum([work_s for _, work_s, _ in (*saved, *rest)])
 
     def wanted(self, job: JobView) -> int:
