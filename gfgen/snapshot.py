@@ -211,6 +211,9 @@ class Snapshot:
     """Simulates ahead from here under a policy; None where nobody chooses between policies."""
     served_s: Mapping[str | None, float] = field(default_factory=dict)
     """Rank seconds that each owner of jobs has had, for comparison with each other."""
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """What policies have computed from views and costs, for later snapshots; empty when a prediction has
+    changed. No decision may depend on whether something is in it."""
 
     def in_order(self, key: Callable[[JobView], Any]) -> Sequence[JobView]:
         """The open jobs, smallest key first, ties in the order in which they opened.

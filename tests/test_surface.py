@@ -463,6 +463,7 @@ def test_what_a_policy_sees():
         "recent",
         "foresee",
         "served_s",
+        "kept",
     ]
     assert [field.name for field in dataclasses.fields(JobView)] == [
         "job_id",

@@ -27,21 +27,21 @@ def allot(
     wanted: Callable[[JobView], int],
     chosen: Callable[[JobView, Layout], Task] = lambda job, _: job.next_task,
 ) -> list[Decision]:
-    """Start jobs of the queue while ranks are free, each on as many as it wants.
+    """Start jobs of the queue while ranks are free, which some are, each on as many as it wants.
 
     chosen: the task of a job on a layout, which may be its step without the transformer.
     """
     ranks = _RankClaims(snapshot, chosen)
     decisions = []
     for job in queue:
-        if not ranks.free:
-            break
         if job.job_id in snapshot.busy:
             ranks.hold_for_busy(job, wanted(job))
         elif ranks.unheld:
             decisions += ranks.start(job, wanted(job))
         elif (decision := ranks.fill_gap(job)) is not None:
             decisions.append(decision)
+        if not ranks.free:  # before the next job, whose place may take long to find
+            break
     return decisions
 
 

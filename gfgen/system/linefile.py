@@ -29,7 +29,8 @@ class LineFile:
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             raise OutputError(_explain(path, error)) from error
-        self._size = os.fstat(self._fd).st_size
+        self._opened = os.fstat(self._fd)
+        self._size = self._opened.st_size
         if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
             self.append(b"\n")
 
@@ -39,7 +40,7 @@ class LineFile:
         Fails if the file no longer has its name: the content would be lost. A stat takes two microseconds.
         """
         try:
-            is_there = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+            is_there = os.path.samestat(os.stat(self.path), self._opened)
         except OSError:
             is_there = False
         if not is_there:

@@ -96,6 +96,16 @@ def test_triage_lets_short_jobs_overtake_while_long_ones_keep_room():
     assert placed(triage(four_ranks(hurried, short, free=(0,)), degree=1)) == {"long": (0,)}
 
 
+def test_triage_does_not_go_by_what_it_has_kept_of_a_job_that_has_changed():
+    jobs = [view("long", remaining_s=40, deadline_s=100), view("short", remaining_s=4, deadline_s=200)]
+    first = four_ranks(*jobs, free=(0,))
+    assert placed(triage(first, degree=1)) == {"short": (0,)}
+    assert first.kept
+    longer = replace(jobs[1], remaining_s=120)
+    second = replace(four_ranks(jobs[0], longer, free=(0,)), kept=first.kept)
+    assert placed(triage(second, degree=1)) == {"long": (0,)}
+
+
 @pytest.mark.parametrize(("deadline_s", "degree"), [(100, 1), (11, 2), (4, 4)])
 def test_triage_uses_the_fewest_ranks_that_meet_a_deadline_with_ease(deadline_s, degree):
     others = [view(f"other-{n}", remaining_s=1, deadline_s=900) for n in range(4)]

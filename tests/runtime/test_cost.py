@@ -57,6 +57,25 @@ def test_a_notable_change_raises_the_version_and_a_small_one_does_not():
     assert small.version == 1
 
 
+def test_what_was_worked_out_of_estimates_goes_with_a_notable_change():
+    costs = CostModel()
+    small, trajectory = cost_class(costs), Trajectory("job", num_steps=3)
+
+    def remaining_s() -> float:
+        return costs.remaining_s(small, trajectory.task(4), trajectory.num_tasks, ONE)
+
+    for stage in Stage:
+        costs.observe(small, stage, ONE, 1.0)
+    before_s = remaining_s()
+    costs.kept["by a policy"] = before_s
+    costs.observe(small, Stage.DENOISE, ONE, 1.05)
+    assert (remaining_s(), costs.kept) == (before_s, {"by a policy": before_s})
+    costs.observe(small, Stage.DENOISE, ONE, 3.0)
+    costs.observe(small, Stage.DENOISE, ONE, 3.0)
+    assert costs.kept == {}
+    assert remaining_s() > before_s
+
+
 def test_slow_first_steps_lift_neither_the_prediction_nor_the_least_time():
     costs = CostModel()
     small = cost_class(costs)

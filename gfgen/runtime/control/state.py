@@ -129,6 +129,7 @@ class State:
             costs=self._job_costs,
             orders=OpenJobOrders(self.jobs.open, open_jobs, joining=joining),
             served_s=self.shares.served_s.copy(),
+            kept=self._costs.kept,
         )
 
     def snapshot_of_traffic(self) -> Snapshot:
@@ -142,6 +143,7 @@ class State:
             self.snapshot(),
             costs=_JobCosts(records, self._costs, are_handed_out=False),
             recent=tuple([view for _, view in recent]),
+            kept={},
         )
 
     def holds_back(self, decision: Decision) -> bool:

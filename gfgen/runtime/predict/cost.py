@@ -16,6 +16,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
@@ -94,6 +95,8 @@ class CostClass:
     rests: dict[tuple[int, int, int], float] = field(default_factory=dict)
     """Results of `rest_alone_s` since then, by next task (2 for any step or the decode), tasks left,
     and reused steps of them."""
+    rests_on: dict[tuple[Degrees, int, int, int], float] = field(default_factory=dict)
+    """Results of `remaining_s` for this version, by degrees and the same."""
     profiled: dict[tuple[Stage, Degrees], Estimate | None] = field(default_factory=dict)
     """The profile's estimates, looked up once."""
     limits: Limits = field(default_factory=Limits)
@@ -132,6 +135,8 @@ class CostModel:
         """Classes of which an estimate has changed notably since their last renewal."""
         self.corrected: set[CostClass] = set()
         """Those of them that had no measurement: `rest_alone_s` is too far off to wait for the others."""
+        self.kept: dict[Any, Any] = {}
+        """As in snapshots: emptied whenever a returned estimate changes."""
         self._table = None if profile is None else CostTable(profile)
         self._move_s = 0.0 if profile is None else profile.move_s
         self._move_bytes_per_s = MOVE_BYTES_PER_S if profile is None else profile.move_bytes_per_s
@@ -259,13 +264,19 @@ class CostModel:
 
         num_reused: of these steps. The decode runs on as many of the same ranks as make it fastest.
         """
+        key = (degrees, min(task.index, 2), num_tasks - task.index, num_reused)
+        if (rest_s := cost_class.rests_on.get(key)) is not None:
+            return rest_s
         bands = 1 if degrees == _ONE else self.arrangement(cost_class).decodes[math.prod(degrees) - 1]
         own = {Stage.DENOISE: degrees, Stage.REUSE: degrees, Stage.DECODE: (1, bands, 1)}
 
         def stage_s(stage: Stage) -> float:
             return self.task_s(cost_class, stage, own.get(stage, _ONE), is_handed_out=is_handed_out)
 
-        return self._rest_s(stage_s, task, num_tasks, num_reused=num_reused)
+        rest_s = self._rest_s(stage_s, task, num_tasks, num_reused=num_reused)
+        if is_handed_out:
+            cost_class.rests_on[key] = rest_s
+        return rest_s
 
     def rest_alone_s(
         self, cost_class: CostClass, task: Task, num_tasks: int, *, num_reused: int = 0
@@ -316,6 +327,8 @@ class CostModel:
         """Begin another version of a class."""
         cost_class.version += 1
         cost_class.arrangement = None
+        cost_class.rests_on.clear()
+        self.kept.clear()
 
     def arrangement(self, cost_class: CostClass) -> Arrangement:
         """The best predicted use of ranks by tasks of this class; changes only with its version."""

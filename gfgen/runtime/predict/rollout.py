@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gfgen.graph import STEPS, Stage, Task
 from gfgen.layout import Degrees, Layout
@@ -173,7 +174,7 @@ def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] | None = Non
     It holds only plain values, so that another thread can look ahead during the run.
     """
     start = _start_of(snapshot, pause)
-    return replace(snapshot, costs=start.snapshot.costs, orders=None, foresee=start.foresee)
+    return replace(snapshot, costs=start.snapshot.costs, orders=None, foresee=start.foresee, kept={})
 
 
 def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> RolloutStart:
@@ -274,6 +275,7 @@ class _Rollout:
         self._ended = ended
         self._start, self._policy, self._costs = start, policy, snapshot.costs
         self._now_s = snapshot.now_s
+        self._kept: dict[Any, Any] = {}
         self._open = OpenJobs()
         for view in snapshot.open.values():
             self._open.put(view)
@@ -436,6 +438,7 @@ class _Rollout:
             max_degree=start.max_degree,
             costs=self._costs,
             orders=OpenJobOrders(self._open, open_jobs, joining=[]),
+            kept=self._kept,
         )
 
     def _note_end(self, job: JobView, end_s: float) -> None:
