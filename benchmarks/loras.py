@@ -2,12 +2,13 @@
 
     python -m benchmarks.loras wan2.2-ti2v-5b [--rank 32] [--without img_mod,txt_mod] [--blocks 30] [--theirs]
     python -m benchmarks.loras qwen-image --on-host
+    python -m benchmarks.loras qwen-image --fp8
     python -m benchmarks.loras tiny-qwen-image --device cpu
 
 Random weights and two random LoRAs of all linear layers of the blocks. Times are milliseconds by the host's
 clock, from an idle device to an idle device. `--without` leaves layers out and `--blocks` leaves blocks out,
-where weights and their copies do not fit in memory. `--on-host` has the copies in main memory. `--theirs`
-measures diffusers' own switch, too.
+where weights and their copies do not fit in memory. `--on-host` has the copies in main memory, `--fp8` the
+blocks in 8 bits. `--theirs` measures diffusers' own switch, too.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from benchmarks.measure_forward import ForwardShape, RunForward, captured, forwa
 from benchmarks.timing import host_s
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import resolve_checkpoint
-from gfgen.models.fast.fused import fuse, original_weights
+from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.components import without_progress_bars
 from gfgen.models.loading.random_weights import random_component
+from gfgen.models.loading.stored_weights import StoredWeights
 from gfgen.models.lora.merging import MergedLoras
+from gfgen.models.lora.weights import original_weights
 from gfgen.models.parallel.hooks import install
 
 REPEATS = 10
@@ -54,16 +57,16 @@ class Case:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options = options
         self.device = torch.device(options.device)
+        name = options.model
+        self.checkpoint = CONFIGS / name if (CONFIGS / name).is_dir() else resolve_checkpoint(name)
         self.transformer = self.make()
         self.layers = dict(self._linears())
         self.files = [self._save(folder / f"{idx}.safetensors", seed=idx) for idx in range(2)]
         self.hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.files]
 
     def make(self) -> Any:
-        name = self.options.model
-        checkpoint = CONFIGS / name if (CONFIGS / name).is_dir() else resolve_checkpoint(name)
         dtype = torch.bfloat16
-        model = random_component(checkpoint, "transformer", device=str(self.device), dtype=dtype)
+        model = random_component(self.checkpoint, "transformer", device=str(self.device), dtype=dtype)
         if self.options.blocks:
             blocks = "transformer_blocks" if hasattr(model, "transformer_blocks") else "blocks"
             setattr(model, blocks, getattr(model, blocks)[: self.options.blocks])
@@ -108,10 +111,11 @@ class Case:
 
 
 def checksum(model: nn.Module) -> list[int]:
-    """A number for each parameter, which depends on every bit and its place."""
+    """A number for each weight, which depends on every bit and its place."""
     found = []
-    for parameter in model.parameters():
-        bits = parameter.data.flatten().view(torch.int16 if parameter.element_size() == 2 else torch.int32)
+    dtypes = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    for parameter in model.state_dict().values():
+        bits = parameter.flatten().view(dtypes[parameter.element_size()])
         total = 0
         for start in range(0, len(bits), 2**24):
             part = bits[start : start + 2**24]
@@ -135,15 +139,16 @@ def errors(case: Case, weights: Mapping[str, Tensor], base: Mapping[str, Tensor]
 def measure_switches(case: Case) -> None:
     device, transformer = case.device, case.transformer
     install(transformer)
-    fuse(transformer)
+    fuse(transformer, fp8_on=device if case.options.fp8 else None)
     before = checksum(transformer)
     weights = original_weights(transformer)
     checked = [f"{name}.weight" for name in list(case.layers)[:: max(1, len(case.layers) // NUM_CHECKED)]]
-    base = {name: weights[name].clone() for name in checked}
+    base = {} if case.options.fp8 else {name: weights[name].clone() for name in checked}
     forward = recorded_forward(case)
     say("a forward before all", forward_times(forward))
     merged = MergedLoras(case.pipeline(transformer))
     merged.keeps_on_host = case.options.on_host
+    merged.stored = StoredWeights(case.checkpoint, has_random_weights=True)
 
     def switch(idx: int | None) -> float:
         return 1e3 * host_s(partial(merged.merge, case.job(idx)))
@@ -154,8 +159,9 @@ def measure_switches(case: Case) -> None:
     for idx in range(2):
         switch(idx)
         sums.append(checksum(transformer))
-        error = errors(case, weights, base, seed=idx)
-        print(f"LoRA {idx}: largest error against fp64 is {error:.2f} half units of bf16", flush=True)
+        if base:
+            error = errors(case, weights, base, seed=idx)
+            print(f"LoRA {idx}: largest error against fp64 is {error:.2f} half units of bf16", flush=True)
     say("a forward with a LoRA", forward_times(forward))
     for turn in range(REPEATS // 2):
         restores_ms.append(switch(None))
@@ -225,6 +231,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--on-host", action="store_true")
+    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--theirs", action="store_true")
     options = parser.parse_args()
     scratch = "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -34,7 +34,7 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
             signal.pause()
         if path.name.startswith("deadly"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return SimpleNamespace()
+        return SimpleNamespace(loras=SimpleNamespace())
 
     def warm_up(worker: loop.Worker, message: WarmUp, _: object) -> None:
         name = f"warm {message.number} on {settings.rank} with {len(worker.device.adapters)} models"

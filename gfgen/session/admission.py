@@ -335,9 +335,7 @@ class Admission:
         jobs, refused = admit(
             self._with_files(specs, unknown), default_model=self.default_model, find_model=self.find_model
         )
-        fitting, unfit = split_by_loras(
-            jobs, self.lora_fits, is_offloaded=self.is_offloaded, precision=self.precision
-        )
+        fitting, unfit = split_by_loras(jobs, self.lora_fits, is_offloaded=self.is_offloaded)
         return fitting, (*unknown, *refused, *unfit)
 
     def _with_files(self, specs: Iterable[JobSpec], unknown: list[Problem]) -> Iterator[JobSpec]:
@@ -387,16 +385,11 @@ class Admission:
         """Raises: InputError for a LoRA that fits no model, and if there is no room for all of them."""
         if not served:
             return
-        usable = [path for path in checkpoints if precision_of(self.precision, path) != FP8]
-        if not usable:
-            raise InputError("--lora: LoRAs are for weights in bf16; serve a model without --precision fp8")
-        check_fit(served, usable, self.lora_fits)
+        check_fit(served, checkpoints, self.lora_fits)
         if (memory := self._lora_memory) is not None:
-            shas, host_room_bytes = (
-                {lora.sha256 for lora in served.values()},
-                self._host_room_bytes(checkpoints),
-            )
-            memory.add_served(self.check(usable), shas, host_room_bytes=host_room_bytes)
+            shas = {lora.sha256 for lora in served.values()}
+            room = self._host_room_bytes(checkpoints)
+            memory.add_served(self.check(checkpoints), shas, host_room_bytes=room)
 
     @property
     def _lora_memory(self) -> LoraMemory | None:
@@ -404,7 +397,7 @@ class Admission:
         room_bytes = self.room_bytes
         if room_bytes is None:
             return None
-        return LoraMemory(self.lora_fits, self.devices, self.lora_needs, room_bytes)
+        return LoraMemory(self.lora_fits, self.devices, self.lora_needs, room_bytes, self.precision)
 
     def _host_room_bytes(self, checkpoints: Collection[Path]) -> float:
         """Main memory for copies of weights."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gfgen.errors import InputError, ModelError, Problem
+from gfgen.models.families.precision import FP8, precision_of
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.models.geometry.weights import footprint
 from gfgen.models.lora.fit import KEPT_FILES, LoraFits
@@ -23,6 +24,9 @@ CPU_BYTES, GPU_BYTES = 4, 2
 """Of a parameter: fp32 on CPU ranks, bf16 on GPUs."""
 _SPARE = 10
 """Copies leave one part in so many of a GPU free; with less, no graphs are recorded (recorder.py)."""
+_QUANTISING = 7
+"""Of the largest weight in bf16: what a GPU needs besides while a weight goes into 8 bits, at most
+(modulation.in_int8, in fp32)."""
 
 Lora = tuple[str, str | None]
 """The hash of a LoRA, and the model that a job applies it to."""
@@ -57,6 +61,7 @@ class LoraMemory:
     devices: Devices
     needs: dict[Path, LoraNeed]
     room_bytes: int
+    precision: Sequence[str] = ()
 
     def place(self, checkpoint: Path, loras: Set[Lora], *, weights: int, work: int = 0) -> None:
         """Decide where copies are: in main memory if GPUs have no room for those of these LoRAs."""
@@ -67,7 +72,11 @@ class LoraMemory:
     def place_rest(self, weights: Mapping[Path, int], *, on_host: bool) -> None:
         """Decide it for other models, of which any weight may be changed later; `on_host` for all of them."""
         for path, size in weights.items():
-            self.needs.setdefault(path, LoraNeed(on_host or self._lack(2 * size, 0)))
+            with_copies = size * (3 if self._is_in_fp8(path) else 2)  # copies are in bf16
+            self.needs.setdefault(path, LoraNeed(on_host or self._lack(with_copies, 0)))
+
+    def _is_in_fp8(self, checkpoint: Path) -> bool:
+        return precision_of(self.precision, checkpoint) == FP8
 
     def _lack(self, size: int, work: int) -> bool:
         return size + max(work, self.room_bytes // _SPARE) > self.room_bytes
@@ -86,7 +95,9 @@ class LoraMemory:
 
     def device_bytes(self, checkpoint: Path, need: LoraNeed) -> int:
         """On each GPU, or in main memory on all CPU ranks."""
-        num_base = max(need.changed.values(), default=0) if need.is_on_host else sum(need.changed.values())
+        largest = max(need.changed.values(), default=0)
+        num_base = largest if need.is_on_host else sum(need.changed.values())
+        num_base += _QUANTISING * largest if self._is_in_fp8(checkpoint) else 0
         num_factors = sum(sorted(need.factors.values())[-KEPT_FILES:])
         if self.devices.kind == CUDA:
             return GPU_BYTES * (num_base + num_factors)

@@ -10,27 +10,18 @@ from typing import Any
 from gfgen.errors import InputError, JobError, ModelError, Problem
 from gfgen.job.loras import LoraError, LoraFiles
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.precision import FP8, precision_of
 from gfgen.models.geometry.weights import TEXT_ENCODER
 from gfgen.models.lora.fit import LoraFits
 from gfgen.runtime.core.admission import AdmittedJob
 
 
 def split_by_loras(
-    jobs: Sequence[AdmittedJob], fits: LoraFits, *, is_offloaded: bool = False, precision: Sequence[str] = ()
+    jobs: Sequence[AdmittedJob], fits: LoraFits, *, is_offloaded: bool = False
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs whose LoRAs fit their models, and problems for the others."""
     asking = [job for job in jobs if job.spec.lora]
     if not asking:
         return jobs, ()
-    checkpoints = {job.checkpoint for job in asking}
-    in_fp8 = {path for path in checkpoints if precision_of(precision, path) == FP8}
-    if in_fp8:
-        unfit = [job for job in asking if job.checkpoint in in_fp8]
-        why = Problem.of("lora", None, f"is for weights in bf16; run {unfit[0].spec.model} without fp8")
-        kept = [job for job in jobs if not (job.spec.lora and job.checkpoint in in_fp8)]
-        others, more = split_by_loras(kept, fits, is_offloaded=is_offloaded)
-        return others, [*(replace(why, line=job.spec.line) for job in unfit), *more]
     try:
         fits.look(wanted for job in asking for wanted in _wanted(job))
     except ModelError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import SAMPLE
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint
-from gfgen.models.fast.fused import fuse, original_weights
+from gfgen.models.fast.fused import fuse
 from gfgen.models.loading.components import without_progress_bars
+from gfgen.models.loading.offload import offload
+from gfgen.models.loading.random_weights import random_component
+from gfgen.models.loading.stored_weights import StoredWeights
 from gfgen.models.lora.merging import MergedLoras
+from gfgen.models.lora.weights import QuantisedRows, original_weights
 
 RANK = 4
 CLASSES = {"tiny-wan-moe": "WanPipeline", "tiny-qwen-image": "QwenImagePipeline"}
@@ -258,6 +263,112 @@ def fuse_by_diffusers(pipeline: Any, path: Path, scale: float, *, is_video: bool
         )
     pipeline.set_adapters([f"own{idx}" for idx in range(1 + is_video)], scale)
     pipeline.fuse_lora(components=["transformer", "transformer_2"][: 1 + is_video])
+
+
+# In 8 bits ----------------------------------------------------------------------------------------
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", GPU])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    return str(request.param)
+
+
+def in_fp8(pipeline: Any, device: str = "cpu") -> Any:
+    for transformer in experts_of(pipeline):
+        fuse(transformer, fp8_on=torch.device(device))
+    return pipeline
+
+
+def experts_of(pipeline: Any) -> list[Any]:
+    return [x for x in (pipeline.transformer, getattr(pipeline, "transformer_2", None)) if x is not None]
+
+
+def bits_of(pipeline: Any) -> list[dict[str, torch.Tensor]]:
+    """Parameters, values and scales, as bytes."""
+    return [
+        {
+            name: each.flatten().view(torch.uint8).to("cpu", copy=True)
+            for name, each in transformer.state_dict().items()
+        }
+        for transformer in experts_of(pipeline)
+    ]
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_in_fp8_a_lora_gives_what_merging_and_then_quantising_gives(
+    model: str, files: list[Path], device: str, is_offloaded: bool
+) -> None:
+    pipeline = in_fp8(loaded(model, torch.bfloat16), device)
+    if is_offloaded:
+        for transformer in experts_of(pipeline) if model == "tiny-wan-moe" else ():
+            transformer.to("cpu")
+        offload(pipeline, torch.device(device))
+    before, places = bits_of(pipeline), [x.data_ptr() for x in pipeline.transformer.state_dict().values()]
+    merged = MergedLoras(pipeline)
+    merged.keeps_on_host, merged.stored = is_offloaded, StoredWeights(resolve_checkpoint(model))
+    merged.merge(asked())
+    assert not merged._models, "without LoRAs no weights are kept"
+    for loras in ([(files[0], 1.0)], [(files[0], 0.7), (files[1], -0.3)]):
+        merged.merge(asked(*loras))
+        wanted = loaded(model, torch.bfloat16).to(device)
+        MergedLoras(wanted).merge(asked(*loras))
+        expected = bits_of(in_fp8(wanted, device))
+        assert not any(map(differing, bits_of(pipeline), expected))
+        assert all(map(differing, before, expected))
+    merged.merge(asked())
+    assert not any(map(differing, bits_of(pipeline), before))
+    assert places == [x.data_ptr() for x in pipeline.transformer.state_dict().values()]
+
+
+def test_in_fp8_every_weight_that_a_lora_can_change_is_found(model: str, files: list[Path]) -> None:
+    plain, quantised = loaded(model, torch.bfloat16), in_fp8(loaded(model, torch.bfloat16))
+    expected = dict(plain.transformer.named_parameters())
+    found = original_weights(quantised.transformer)
+    assert {name: (x.shape, x.dtype) for name, x in found.items()} == {
+        name: (x.shape, x.dtype) for name, x in expected.items()
+    }
+    quantised_names = {name for name, x in found.items() if isinstance(x, QuantisedRows)}
+    names = {key.removeprefix("transformer.").rpartition(".lora_")[0] for key in load_file(files[0])}
+    assert quantised_names == {f"{name}.weight" for name in names}
+
+
+def test_in_fp8_files_that_changed_since_loading_are_refused(
+    model: str, files: list[Path], tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(resolve_checkpoint(model), tmp_path / model))
+    pipeline = in_fp8(loaded(model, torch.bfloat16))
+    before, merged = bits_of(pipeline), MergedLoras(pipeline)
+    merged.stored = StoredWeights(copy)
+    for path in copy.glob("transformer*/*.safetensors"):
+        save_file({name: 2 * each for name, each in load_file(path).items()}, path)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="the files of the model have changed since it was loaded"):
+            merged.merge(asked((files[0], 1.0)))
+    merged.merge(asked())
+    assert not any(map(differing, bits_of(pipeline), before))
+
+
+@pytest.mark.parametrize("way", ["random", "pickled"])
+def test_weights_that_no_safetensors_file_has_are_those_of_the_loaded_model(
+    model: str, way: str, tmp_path: Path
+) -> None:
+    checkpoint = resolve_checkpoint(model)
+    if way == "random":
+        stored = StoredWeights(checkpoint, has_random_weights=True)
+        made = random_component(checkpoint, "transformer", device="cpu", dtype=torch.bfloat16)
+    else:
+        made = loaded(model, torch.bfloat16).transformer
+        copy = Path(shutil.copytree(checkpoint, tmp_path / model))
+        shutil.rmtree(copy / "transformer")
+        made.save_pretrained(copy / "transformer", safe_serialization=False)
+        stored = StoredWeights(copy)
+    expected = {name: x.data for name, x in made.named_parameters() if name.endswith("to_k.weight")}
+    found = dict(stored.read("transformer", expected, device=torch.device("cpu")))
+    assert not differing(found, expected)
 
 
 @pytest.mark.gpu

@@ -121,25 +121,15 @@ def test_jobs_are_refused_for_misfits_and_unknown_targets(tmp_path: Path, width:
     ]
 
 
-def test_a_lora_is_refused_for_a_model_in_fp8(tmp_path: Path, width: int) -> None:
-    lora(tmp_path / "ok.safetensors", width=width)
-    job = {"prompt": "a red circle", "frames": 1, "lora": ["ok.safetensors"]}
-    spec, _ = parse_job(job, folder=tmp_path)
-    plain, _ = parse_job({"prompt": "a red circle", "frames": 1})
+def test_models_in_fp8_take_loras_of_jobs_and_servers(tmp_path: Path, width: int) -> None:
+    path = lora(tmp_path / "ok.safetensors", width=width)
+    spec, _ = parse_job({"prompt": "a red circle", "frames": 1, "lora": [str(path)]})
     assert spec is not None
-    assert plain is not None
-    kept, problems = replace(admission(), precision=("shapes=fp8",)).fitting([spec, plain])
-    assert [job.spec.lora for job in kept] == [None]
-    assert [str(each) for each in problems] == ["lora: is for weights in bf16; run shapes without fp8"]
-
-
-def test_a_server_whose_models_are_all_in_fp8_takes_no_lora(tmp_path: Path, width: int) -> None:
-    served = find_loras([f"style={lora(tmp_path / 'ok.safetensors', width=width)}"])
-    models = [resolve_checkpoint(name) for name in ("shapes", "tiny-wan")]
-    some = replace(admission(), precision=("tiny-wan=fp8",))
-    some.check_served_loras(served, models)
-    with pytest.raises(InputError, match="LoRAs are for weights in bf16; serve a model without --prec"):
-        some.check_served_loras(served, models[1:])
+    in_fp8 = replace(admission(), precision=("fp8",))
+    (job,), problems = in_fp8.fitting([spec])
+    assert job.spec.lora
+    assert not problems
+    in_fp8.check_served_loras(find_loras([f"style={path}"]), [job.checkpoint])
 
 
 def test_a_lora_of_a_text_encoder_is_refused_where_that_is_offloaded(
@@ -198,6 +188,21 @@ def test_copies_take_memory_of_gpus_or_main_memory(tmp_path: Path) -> None:
         assert memory.host_bytes(need) == 2 * on_host * width * width
 
 
+def test_a_model_in_fp8_needs_copies_in_bf16_and_memory_to_quantise(tmp_path: Path, width: int) -> None:
+    checkpoint, fits = resolve_checkpoint("shapes"), LoraFits()
+    fits.look([(checkpoint, "a", lora(tmp_path / "a.safetensors", width=width))])
+    for keeps_on_host in (False, True):
+        bf16, fp8 = (
+            LoraMemory(fits, Devices(CUDA, 1), {checkpoint: LoraNeed(keeps_on_host)}, 0, precision)
+            for precision in ((), ("fp8",))
+        )
+        need = bf16.with_loras(checkpoint, {("a", None)})
+        more = fp8.device_bytes(checkpoint, need) - bf16.device_bytes(checkpoint, need)
+        assert more == 14 * width * width
+        assert fp8.host_bytes(need) == bf16.host_bytes(need)
+        assert fp8.device_bytes(checkpoint, LoraNeed()) == 0
+
+
 @pytest.fixture
 def large_lora(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> JobSpec:
     """A job of Qwen-Image with a LoRA of all 20.43 G parameters of the transformer."""
@@ -211,25 +216,27 @@ def large_lora(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> J
     return spec
 
 
-def on_gpus(gpu_gb: int, *, num_ranks: int = 1) -> Admission:
+def on_gpus(gpu_gb: int, *, num_ranks: int = 1, precision: tuple[str, ...] = ()) -> Admission:
     gpus = (Gpu("a GPU", gpu_gb * GB),) * num_ranks
     devices = Devices(CUDA, num_ranks, gpus)
-    return Admission(default_model="qwen-image", devices=devices, has_random_weights=True)
+    return Admission(
+        default_model="qwen-image", devices=devices, has_random_weights=True, precision=precision
+    )
 
 
 def test_copies_without_room_on_gpus_are_in_main_memory(
     large_lora: JobSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "gfgen")
-    for gpu_gb, is_on_host in ((80, True), (141, False)):
+    for gpu_gb, is_on_host, precision in ((80, True, ()), (80, True, ("fp8",)), (141, False, ())):
         caplog.clear()
-        found = on_gpus(gpu_gb)
+        found = on_gpus(gpu_gb, precision=precision)
         (job,), problems = found.fitting([large_lora])
         assert not problems
         assert list(found.lora_copies_on_host([job.checkpoint])) == [job.checkpoint] * is_on_host
         told = "so main memory has them (40.9 GB for 1 rank); a switch of LoRAs copies up to 40.9 GB to a GPU"
         assert (told in caplog.text) is is_on_host
-        assert found.lora_bytes()[job.checkpoint] < 1 * GB or not is_on_host
+        assert found.lora_bytes()[job.checkpoint] < 6 * GB or not is_on_host
     _, (problem,) = on_gpus(80, num_ranks=2).fitting([large_lora])
     assert "at least 81.7 GB of main memory needed for copies of the weights that LoRAs change" in str(
         problem

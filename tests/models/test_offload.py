@@ -16,6 +16,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.weights import is_offloaded
 from gfgen.models.loading.components import load_pipeline
 from gfgen.models.loading.offload import offload
+from gfgen.models.loading.stored_weights import StoredWeights
 from gfgen.models.lora import merging
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.worker.entry import load_model
@@ -48,6 +49,7 @@ def test_an_offloaded_model_makes_the_pictures_of_the_whole_one(
         )
         adapter: Any = load_model(WorkerSettings(0, (), ranks), str(tiny_models[name]))
         assert adapter.loras.keeps_on_host is offloads
+        assert adapter.loras.stored == StoredWeights(tiny_models[name], has_random_weights)
         spec = adapter.geometry.resolve(job)
         found.append(result(adapter, spec))
         pipeline = adapter._pipeline if name == "tiny-qwen-image" else adapter._text

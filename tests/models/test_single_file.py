@@ -18,6 +18,7 @@ from gfgen.models.families.precision import precision_of
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.weights import count_parameters, footprint
+from gfgen.models.loading.stored_weights import StoredWeights
 from gfgen.models.lora.fit import by_headers
 
 PUBLISHED = (
@@ -86,6 +87,8 @@ def test_a_transformer_in_the_published_layout_loads_as_by_diffusers(
     assert ours.keys() == theirs.keys() == weights.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in weights)
     assert all(torch.equal(ours[name], weights[name]) for name in weights)
+    alone = dict(StoredWeights(checkpoint).read("transformer", weights, device=torch.device("cpu")))
+    assert all(torch.equal(alone[name], weights[name]) for name in weights)
     assert count_parameters(checkpoint) == count_parameters(base)
     assert footprint(checkpoint) == footprint(base)
 

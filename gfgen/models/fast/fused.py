@@ -35,7 +35,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
 from gfgen.models.fast.linears import LinearGelu, joined, quantise, takes_fp8
-from gfgen.models.fast.modulation import Modulation, fuse_modulation
+from gfgen.models.fast.modulation import fuse_modulation
 from gfgen.models.fast.rows import Fp8Rows, RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
 from gfgen.models.parallel.fp8_attention import E4M3, VALUE_SCALE, from_fp8
 from gfgen.models.parallel.plans import TEXT
@@ -83,28 +83,6 @@ def _in_fp8(block: nn.Module, device: torch.device | None) -> Iterator[None]:
     _fuse_activations(block)
     for part in parts:
         quantise(part)
-
-
-_PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "to_kv": ("to_k", "to_v")}
-_PARTS |= {"to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
-"""Layers of an attention and of diffusers' model, whose outputs are concatenated, all of one width."""
-
-
-def original_weights(model: nn.Module) -> dict[str, Tensor]:
-    """All weights under the names of diffusers' model: those of merged layers as rows of the fused ones."""
-    found: dict[str, Tensor] = {}
-    for name, weight in model.named_parameters():
-        layer = name.split(".")[-2:][0]
-        parts = _PARTS.get(layer, (layer,))
-        for part, rows in zip(parts, weight.data.chunk(len(parts)), strict=True):
-            found[name.replace(f".{layer}.", f".{part}.")] = rows
-    modulation = getattr(model, "modulation", None)
-    for idx in range(len(modulation.layers) // 2 if isinstance(modulation, Modulation) else 0):
-        for offset, part in enumerate(("img_mod", "txt_mod")):
-            for kind in ("weight", "bias"):
-                fused = f"modulation.layers.{2 * idx + offset}.{kind}"
-                found[f"transformer_blocks.{idx}.{part}.1.{kind}"] = found.pop(fused)
-    return found
 
 
 # Wan --------------------------------------------------------------------------------------------

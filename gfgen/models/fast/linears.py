@@ -80,20 +80,20 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight", rows.values)
         self.register_buffer("scales", rows.scales.view(1, -1))
         self.bias = layer.bias
-        self._dtype = layer.weight.dtype
+        self.dtype = layer.weight.dtype
 
     def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         rows = x if isinstance(x, Fp8Rows) else to_fp8(x)
         shape, features = rows.values.shape, self.weight.shape[0]
         if not rows.values.numel():
-            return self.scales.new_empty((*shape[:-1], features), dtype=self._dtype)
+            return self.scales.new_empty((*shape[:-1], features), dtype=self.dtype)
         result = torch._scaled_mm(
             rows.values.view(-1, shape[-1]),
             self.weight.t(),
             rows.scales,
             self.scales,
             bias=self.bias,
-            out_dtype=self._dtype,
+            out_dtype=self.dtype,
             use_fast_accum=True,
         )
         return result.view(*shape[:-1], features)

@@ -101,6 +101,14 @@ def load_pipeline(
     return pipeline
 
 
+def load_component(checkpoint: Path, name: str, *, dtype: torch.dtype) -> Any:
+    """One component of a checkpoint, in host memory."""
+    files = component_files(checkpoint)[name]
+    with without_progress_bars():
+        kind = _class_of(files.library, files.class_name)
+        return _load_model(files, kind, device="cpu", dtype=dtype)
+
+
 def load_class(own: OwnClass) -> Any:
     """A class from a checkpoint's own file, which is run.
 

@@ -102,11 +102,12 @@ def draw_weights(model: torch.nn.Module, *, name: str) -> None:
     }
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            generator = torch.Generator(parameter.device).manual_seed(_seed(f"{name}.{parameter_name}"))
-            _draw(parameter, parameter_name, generator, is_table=parameter_name in tables)
+            draw_weight(parameter, f"{name}.{parameter_name}", is_table=parameter_name in tables)
 
 
-def _draw(parameter: Any, name: str, generator: torch.Generator, *, is_table: bool) -> None:
+def draw_weight(parameter: Any, name: str, *, is_table: bool = False) -> None:
+    """Random values for one parameter; its name begins with that of the component."""
+    generator = torch.Generator(parameter.device).manual_seed(_seed(name))
     last = name.rpartition(".")[2]
     if last.endswith("bias"):
         parameter.zero_()

@@ -2,10 +2,11 @@
 
 diffusers' own loader converts a file and attaches its factors to an *outline* of each model, which has shapes
 but no weights (outlines.py). The base weights of changed layers are kept on the device, or in host memory
-where the device has no room for them (session/loras.py). A switch writes base weight plus change to the
-model's weight in place, also where a fused block has it as rows of a larger one (fused.py), so recorded
-forwards stay valid. Nothing is subtracted, so a model without LoRAs has the bits that it was loaded with.
-Bits do not depend on where base weights are.
+where the device has no room for them (session/lora_memory.py). A switch writes base weight plus change to the
+model's weight in place, also where a fused block has it as rows of a larger one (weights.py), so recorded
+forwards stay valid. Layers in 8 bits get the sum quantised; their base weights are read from the checkpoint
+(stored_weights.py) when a LoRA first changes them. Nothing is subtracted, so a model without LoRAs has the
+bits that it was loaded with. Bits do not depend on where base weights are.
 
 A linear layer's change is the product of two factors, computed as in `fuse_lora`. On a GPU, one kernel reads
 the base weight once and adds the product (low_rank.py). Factors under diffusers' own names are read from the
@@ -22,8 +23,9 @@ import itertools
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,9 +35,10 @@ from torch import Tensor, nn
 
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
-from gfgen.models.fast.fused import original_weights
+from gfgen.models.loading.stored_weights import StoredWeights
 from gfgen.models.lora.fit import ADAPTER_METADATA, FACTOR, KEPT_FILES, SECOND
 from gfgen.models.lora.outlines import Outlines
+from gfgen.models.lora.weights import QuantisedRows, original_weights
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,8 @@ class MergedLoras:
         self._outlines = Outlines(pipeline)
         self.keeps_on_host = False
         """Whether host memory has the base weights of changed layers; set before the first job."""
+        self.stored: StoredWeights | None = None
+        """Where the base weights of layers in 8 bits are; set before the first job of such a model."""
         self._models: dict[str, _Model] = {}
         self._merged: dict[str, tuple[object, ...]] = {}
         self._loaded: OrderedDict[tuple[str, bool], _Loaded] = OrderedDict()
@@ -84,7 +89,8 @@ class MergedLoras:
     def _set(self, component: str, loras: Sequence[Mapping[str, Any]]) -> None:
         if component not in self._models:
             model = getattr(self._pipeline, component)
-            self._models[component] = _Model(model, keeps_on_host=self.keeps_on_host)
+            read = None if self.stored is None else partial(self.stored.read, component)
+            self._models[component] = _Model(model, keeps_on_host=self.keeps_on_host, read=read)
         wanted: dict[str, list[tuple[_Change, float]]] = {}
         for lora in loras:
             for change in self._changes(lora, component):
@@ -139,13 +145,20 @@ class _Model:
     the device, which may round differently from a CPU.
     """
 
-    def __init__(self, model: nn.Module, *, keeps_on_host: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        keeps_on_host: bool = False,
+        read: Callable[..., Iterable[tuple[str, Tensor]]] | None = None,
+    ) -> None:
         self._model = model
+        self._read = read
         self._host = _HostMemory() if keeps_on_host else None
         hook = getattr(model, "_hf_hook", None)
         self._device: torch.device | None = None if hook is None else hook.execution_device
         """Where an offloaded expert computes; None for a model that stays where it is."""
-        self._weights: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor | QuantisedRows] = {}
         """Under the names of diffusers' model."""
         self._base: dict[str, Tensor] = {}
         self._changed: set[str] = set()
@@ -179,14 +192,21 @@ class _Model:
         if not self._weights or self._device is not None:  # an offloaded expert may have moved since
             self._weights = original_weights(self._model)
         for name in sorted(self._changed - wanted.keys()):
-            self._weights[name].copy_(self._base[name], non_blocking=True)
+            weight, base = self._weights[name], self._base[name]
+            if isinstance(weight, QuantisedRows):
+                weight.copy_(base.to(self._place(weight), non_blocking=True))
+            else:
+                weight.copy_(base, non_blocking=True)
+        self._changed &= wanted.keys()
+        for name, base in self._originals(wanted.keys() - self._base.keys()):
+            self._base[name] = base
         self._changed |= wanted.keys()
         for name, changes in wanted.items():
-            weight = self._weights[name]
-            if name not in self._base:
-                self._base[name] = self._copy_of(weight)
-            base = self._base[name]
-            out = weight if self._device is None else torch.empty_like(weight, device=self._device)
+            weight, base = self._weights[name], self._base[name]
+            if isinstance(weight, Tensor) and self._device is None:
+                out = weight
+            else:
+                out = torch.empty(weight.shape, dtype=weight.dtype, device=self._place(weight))
             source = base if base.device == out.device else out.copy_(base, non_blocking=True)
             for change, scale in changes:
                 change.add(source, scale, out=out)
@@ -195,8 +215,29 @@ class _Model:
                 weight.copy_(out)
         self._changed = set(wanted)
 
-    def _copy_of(self, weight: Tensor) -> Tensor:
-        device = self._device or weight.device
+    def _place(self, weight: Tensor | QuantisedRows) -> torch.device:
+        return self._device or weight.device
+
+    def _originals(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Copies of weights that were never changed."""
+        quantised: dict[str, QuantisedRows] = {}
+        for name in sorted(names):
+            weight = self._weights[name]
+            if isinstance(weight, QuantisedRows):
+                quantised[name] = weight
+            else:
+                yield name, self._copy_of(weight, device=self._place(weight))
+        if not quantised:
+            return
+        assert self._read is not None
+        device = self._place(next(iter(quantised.values())))
+        for name, weight in self._read(quantised, device=device):
+            copy = self._copy_of(weight, device=device)
+            if not quantised[name].hold(copy.to(device)):
+                raise ModelError(f"{name}: the files of the model have changed since it was loaded")
+            yield name, copy
+
+    def _copy_of(self, weight: Tensor, *, device: torch.device) -> Tensor:
         if self._host is None:
             return weight.to(device, copy=True)
         return self._host.copy_of(weight, is_pinned=device.type == "cuda")

@@ -68,7 +68,7 @@ class WorkerPool:
     ) -> None:
         self.settings = settings
         self.models = HeldModels(checkpoints)
-        copies_weights = settings.is_offloaded or settings.lora_copies_on_host
+        copies_weights = settings.is_offloaded or settings.lora_copies_on_host or settings.precision
         patience = Patience().with_offload() if copies_weights else Patience()
         self.patience = patience.with_shared_gpus(settings.ranks_per_gpu)
         """With its ranks; more where they share GPUs or copy weights."""

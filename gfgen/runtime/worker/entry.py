@@ -17,6 +17,7 @@ from gfgen.models.families.adapter import Adapter
 from gfgen.models.families.precision import FP8, precision_of
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast.kernels import InFp8
+from gfgen.models.loading.stored_weights import StoredWeights
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Loading, WorkerFailed, WorkerReady
 from gfgen.runtime.ipc.settings import WorkerSettings
@@ -82,5 +83,6 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
         ),
     )
     adapter.loras.keeps_on_host = path in settings.ranks.lora_copies_on_host
+    adapter.loras.stored = StoredWeights(Path(path), settings.ranks.has_random_weights)
     give_back_freed_memory()
     return adapter

@@ -1,0 +1,52 @@
+"""Single weights of a checkpoint, for models that have them in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from gfgen.models.geometry.weight_files import SINGLE_FILE
+from gfgen.models.geometry.weights import component_files
+from gfgen.models.loading.components import load_component
+from gfgen.models.loading.random_weights import draw_weight
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The weights that a pipeline of this checkpoint has after loading."""
+
+    checkpoint: Path
+    has_random_weights: bool = False
+
+    def read(
+        self, component: str, wanted: Mapping[str, Any], *, device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Weights by name, in shape and dtype of those in `wanted`.
+
+        They are in host memory; random ones are on the device, where their values depend on it. Files in a
+        layout of their own are loaded as a whole meanwhile.
+
+        Raises: ModelError as `load_component`.
+        """
+        if self.has_random_weights:
+            for name, like in wanted.items():
+                weight = torch.empty(like.shape, dtype=like.dtype, device=device)
+                draw_weight(weight, f"{component}.{name}")
+                yield name, weight
+            return
+        files = component_files(self.checkpoint)[component].files
+        if files[0].suffix != ".safetensors" or files[0].stem == SINGLE_FILE:
+            dtype = next(iter(wanted.values())).dtype
+            weights = dict(load_component(self.checkpoint, component, dtype=dtype).named_parameters())
+            yield from ((name, weights[name].data) for name in wanted)
+            return
+        for path in files:
+            with safe_open(path, framework="pt") as file:
+                for name in sorted(wanted.keys() & set(file.keys())):
+                    yield name, file.get_tensor(name).to(wanted[name].dtype)

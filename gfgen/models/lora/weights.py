@@ -1,0 +1,95 @@
+"""The weights of models under the names of diffusers' model, also where blocks are fused or in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gfgen.models.fast.linears import Fp8Linear
+from gfgen.models.fast.modulation import Int8Layers, Modulation, in_int8
+from gfgen.models.fast.rows import to_fp8
+
+_PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "to_kv": ("to_k", "to_v")}
+_PARTS |= {"to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
+"""Layers of an attention and of diffusers' model, whose outputs are concatenated, all of one width."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedRows:
+    """Rows of a layer's weight in 8 bits, which take other values in place."""
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+    """Of weights that they take."""
+    quantise: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def chunk(self, number: int) -> list[QuantisedRows]:
+        parts = zip(self.values.chunk(number), self.scales.chunk(number), strict=True)
+        return [QuantisedRows(*part, self.dtype, self.quantise) for part in parts]
+
+    def copy_(self, weight: Tensor) -> None:
+        """Take these values, which are quantised on their own device."""
+        for own, new in zip((self.values, self.scales), self.quantise(weight), strict=True):
+            own.copy_(new.view_as(own))
+
+    def hold(self, weight: Tensor) -> bool:
+        """Whether `copy_` would change nothing."""
+        both = zip((self.values, self.scales), self.quantise(weight), strict=True)
+        return all(
+            torch.equal(own.view(torch.uint8), new.to(own.device).view_as(own).view(torch.uint8))
+            for own, new in both
+        )
+
+
+def original_weights(model: nn.Module) -> dict[str, Any]:
+    """All weights by name, `Tensor` or `QuantisedRows`: those of merged layers as rows of the fused ones."""
+    found: dict[str, Any] = {}
+    for name, weight in _own_weights(model):
+        layer = name.split(".")[-2:][0]
+        parts = _PARTS.get(layer, (layer,))
+        for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
+            found[name.replace(f".{layer}.", f".{part}.")] = rows
+    modulation = getattr(model, "modulation", None)
+    for idx in range(len(modulation.layers) // 2 if isinstance(modulation, Modulation) else 0):
+        for offset, part in enumerate(("img_mod", "txt_mod")):
+            for kind in ("weight", "bias"):
+                fused = f"modulation.layers.{2 * idx + offset}.{kind}"
+                found[f"transformer_blocks.{idx}.{part}.1.{kind}"] = found.pop(fused)
+    return found
+
+
+def _own_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, parameter in model.named_parameters():
+        yield name, parameter.data
+    for name, layer in model.named_modules():
+        if isinstance(layer, Fp8Linear):
+            rows = QuantisedRows(layer.weight, layer.scales.view(-1), layer.dtype, _in_fp8)
+            yield f"{name}.weight", rows
+        elif isinstance(layer, Int8Layers):
+            for idx, (values, scales, bias) in enumerate(
+                zip(layer.weight_NFC, layer.scale_NFG, layer.bias_NF, strict=True)
+            ):
+                yield f"modulation.layers.{idx}.weight", QuantisedRows(values, scales, bias.dtype, in_int8)
+                yield f"modulation.layers.{idx}.bias", bias
+
+
+def _in_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    rows = to_fp8(weight)
+    return rows.values, rows.scales
