@@ -63,17 +63,19 @@ def test_jobs_that_differ_take_their_steps_alone(other: dict[str, Any]) -> None:
 class Batch:
     """A state with jobs a, b, c before their first step, in one batch on one rank; `done` are further."""
 
-    def __init__(self, *, done: Collection[str] = ()) -> None:
+    def __init__(
+        self, *, done: Collection[str] = (), also: Sequence[str] = (), lookahead_s: float = 0.0
+    ) -> None:
         self.clock = Clock(virtual=True)
-        jobs = [job_of(name, steps=2) for name in "abc"]
+        jobs = [job_of(name, steps=2) for name in "abc"] + [job_of(name, steps=3) for name in also]
         self.jobs = {job.job_id: job for job in jobs}
         resume = {name: ResumePoint(3, 1, 1, Path()) for name in done}
-        start = RunStart(num_ranks=1, batch=3, resume=resume)
+        start = RunStart(num_ranks=1, batch=3, resume=resume, lookahead_s=lookahead_s)
         self.state = State(jobs, start, clock=self.clock, costs=CostModel())
         self.state.apply(events.RankReady(0.0, 0, 1, 0.0))
         for job in jobs:
             self.state.apply(events.JobArrived(0.0, job.job_id))
-        for job in [job for job in jobs if job.job_id not in done]:
+        for job in [job for job in jobs[:3] if job.job_id not in done]:
             for index in (0, 1):
                 self.end(self.begin(job.job_id, index))
 
@@ -83,8 +85,7 @@ class Batch:
 
     def begin(self, job_id: str, index: int) -> list[Dispatch]:
         task = self.jobs[job_id].trajectory.task(index)
-        first = self.state.begin(Decision(task, Layout((0,))))
-        return [first] if first.batch_end is None else [first, *self.state.begin_mates(first)]
+        return self.state.begin(Decision(task, Layout((0,))))
 
     def end(self, dispatches: Sequence[Dispatch]) -> None:
         for each in dispatches:
@@ -104,6 +105,20 @@ def test_policies_see_the_leader_of_a_batch_when_all_are_as_far() -> None:
     assert (batch.open, list(batch.state.snapshot().busy)) == ([], ["c"])
     batch.end(dispatches[2:])
     assert batch.open == ["a"]
+
+
+def test_a_batch_queued_behind_a_task_is_predicted_as_long_as_its_steps_together_when_that_ends() -> None:
+    batch = Batch(also=["other"], lookahead_s=0.005)
+    batch.end(batch.begin("a", 2))
+    batch.end(batch.begin("other", 0))
+    first = batch.begin("other", 1)
+    batch.clock.advance(batch.state.flights.next_look_s(batch.clock.now_s))
+    batch.begin("a", 3)
+    began_s = batch.clock.now_s + 0.01
+    batch.clock.advance(began_s)
+    batch.state.apply(events.TaskDone(began_s, first[0].number, (events.RankTimes(0, 0.0, began_s),)))
+    ends_s = [running.predicted_end_s for running in batch.state.snapshot().running]
+    assert ends_s == pytest.approx([began_s + 3 * STEP_S] * 3)
 
 
 def test_a_job_that_is_cancelled_in_a_step_ends_with_it_and_the_others_go_on() -> None:

@@ -154,7 +154,7 @@ def idle_state(at_work: Sequence[str], *, num_parked: int = 0) -> Any:
     )
     return SimpleNamespace(
         models=turns,
-        ranks=SimpleNamespace(are_loading=False),
+        ranks=SimpleNamespace(records=[]),
         jobs=SimpleNamespace(models_at_work=set(at_work)),
         is_at_rest=False,
     )
@@ -356,7 +356,7 @@ def test_a_rank_that_dies_while_it_loads_comes_back_with_the_new_models():
         RankReady(6.0, 0, 2, 5.0),
     ):
         state.apply(event)
-    assert not state.ranks.are_loading
+    assert not any(rank.is_loading for rank in state.ranks.records)
     assert state.snapshot().free_ranks == (0, 1)
 
 

@@ -61,8 +61,11 @@ def takes_steps_together(record: JobRecord) -> bool:
     return len(record.batch) > 1 and FIRST_STEP <= record.progress.next_index < record.num_tasks - 1
 
 
-def mates(record: JobRecord, index: int) -> Sequence[JobRecord]:
-    """The other jobs of a batch that come with the leader when it takes this task."""
+def mates(record: JobRecord) -> Sequence[JobRecord]:
+    """The other jobs that take the next step of a batch together with its leader."""
+    if not takes_steps_together(record):
+        return ()
+    index = record.progress.next_index
     return [each for each in record.batch if each is not record and each.progress.next_index == index]
 
 

@@ -268,7 +268,8 @@ class Control:
         choice = chooser.take()
         if choice is not None and self.decider.can_follow(choice):
             self.record(PolicyChanged(self.clock.now_s, choice.policy, choice.reason))
-        if self.state.jobs.records and self.state.ranks.has_ready and self.decider.is_choice_due():
+        has_ready = any(rank.is_ready for rank in self.state.ranks.records)
+        if self.state.jobs.records and has_ready and self.decider.is_choice_due():
             chooser.consider(self.state.snapshot_of_traffic())
 
     def change_models(self, residency: Residency) -> None:
@@ -301,14 +302,11 @@ class Control:
     def start(self, decision: Decision) -> Sequence[Dispatch]:
         """Dispatch a decision, with its batch; none when it is illegal, which is the policy's fault."""
         try:
-            dispatch = self.state.begin(decision)
+            dispatches = self.state.begin(decision)
         except PolicyFault as fault:
             self.decider.blame(fault)
             self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
             return ()
-        dispatches = [dispatch]
-        if dispatch.batch_end is not None:
-            dispatches += self.state.begin_mates(dispatch)
         for each in dispatches:
             self.backend.submit(each)
             for tell in self._tell_dispatched:

@@ -13,9 +13,8 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.control import batches
 from gfgen.runtime.control.closing import Closing
-from gfgen.runtime.control.flights import Flight
 from gfgen.runtime.control.modelturns import ModelTurns
-from gfgen.runtime.control.ranks import RankRecord
+from gfgen.runtime.control.ranks import Flight, RankRecord
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import NOTHING_GIVEN_UP, GivenUp
 from gfgen.runtime.core.events import TaskDone
@@ -173,7 +172,6 @@ class JobRecord:
     batch: list[JobRecord] = field(init=False)
     """The jobs that take their steps together with this one, which is one of them; the list is theirs."""
     arrived: bool = False
-    is_writing: bool = False
     flights: list[Flight] = field(default_factory=list)
     """Its dispatches that have not ended: a running task and a queued one at most."""
     progress: Progress = field(default_factory=Progress)
@@ -194,6 +192,11 @@ class JobRecord:
     def first_open_index(self) -> int:
         """The first task that has not ended."""
         return min([self.progress.next_index, *(flight.dispatch.task.index for flight in self.flights)])
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether its frames are made, and its file is being written."""
+        return self.progress.next_index == self.num_tasks and not self.flights
 
     @property
     def next_task(self) -> Task:
@@ -327,9 +330,6 @@ class JobRecord:
         assert numbers == sorted(numbers), f"job {self.job_id}: dispatches {numbers} out of order"
         assert len(numbers) <= 2, f"job {self.job_id} has {len(numbers)} tasks under way"
         assert 0 <= self.progress.next_index <= self.num_tasks, f"job {self.job_id}: {self.progress}"
-        if self.is_writing:
-            assert not numbers, f"job {self.job_id} is decoded and written at once"
-            assert self.progress.next_index == self.num_tasks, f"job {self.job_id} is written too early"
 
 
 def timed_out_after(timeout_s: float) -> str:
@@ -354,7 +354,7 @@ class Jobs:
         self.busy: dict[str, JobView] = {}
         self.recent: deque[tuple[JobRecord, JobView]] = deque(maxlen=NUM_RECENT)
         """The last arrivals, as they were then."""
-        self.num_writing = 0
+        self.writing: set[str] = set()
         """Jobs whose files are being written."""
         self._renewed_s = 0.0
         for job in jobs:
@@ -405,15 +405,6 @@ class Jobs:
         record.job, record._view = record.job.with_priority(priority), None
         self._models.unpark(job_id)
         self.place(record)
-
-    def write(self, record: JobRecord) -> None:
-        """Its frames are made, and its file is being written."""
-        record.is_writing = True
-        self.num_writing += 1
-
-    def end_write(self, record: JobRecord) -> None:
-        record.is_writing = False
-        self.num_writing -= 1
 
     def remove(self, record: JobRecord) -> None:
         """The job has ended."""
@@ -467,9 +458,9 @@ class Jobs:
         if is_visible:
             self.busy[job_id] = record.view(self._costs)
 
-    def joining(self, ending: Iterable[Flight]) -> list[str]:
+    def joining(self, flights: Iterable[Flight], now_s: float) -> list[str]:
         """Jobs whose next task may be queued behind the running one: one step ahead and no more."""
-        job_ids = [flight.dispatch.task.job_id for flight in ending]
+        job_ids = [each.dispatch.task.job_id for each in flights if each.is_ending(now_s)]
         records = [self.records[each] for each in job_ids if each in self.busy]
         return [
             each.job_id
@@ -533,9 +524,8 @@ class Jobs:
         """Assert what always holds."""
         assert not self.busy.keys() & set(self.open.ids), "a job is open and busy"
         assert self.busy.keys() | set(self.open.ids) <= self.records.keys(), "a job that has ended is visible"
-        assert self.num_writing == sum(record.is_writing for record in self.records.values()), (
-            "files being written"
-        )
+        writing = {record.job_id for record in self.records.values() if record.is_writing}
+        assert self.writing == writing, f"files of {self.writing} are being written, not of {writing}"
         for record in self.records.values():
             record.check()
             is_open = record.job_id in self.open

@@ -59,7 +59,7 @@ def legal_job(
     if not share_island(layout.ranks, ranks.islands):
         raise PolicyFault(f"job {task.job_id}: the ranks of {layout} do not reach each other")
     for rank in layout.ranks:
-        if not ranks.can_take(rank, now_s):
+        if not ranks.records[rank].can_take(now_s):
             raise PolicyFault(f"job {task.job_id}: rank {rank} is not free")
     return record
 

@@ -110,7 +110,7 @@ class Residency(Observer):
         """The change that is due now, if any."""
         turns = state.models
         is_crowded = len(self.resident) > 1 and not self._fits(self.resident)
-        if state.ranks.are_loading or not (is_crowded or turns.num_parked):
+        if any(rank.is_loading for rank in state.ranks.records) or not (is_crowded or turns.num_parked):
             return None
         reason = _CROWDED if is_crowded else self._reason(state, now_s)
         if reason is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from gfgen.errors import WorkerError
@@ -17,11 +17,10 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.runtime.control import batches
 from gfgen.runtime.control.closing import Closing
-from gfgen.runtime.control.flights import Flight, Flights
 from gfgen.runtime.control.jobs import JobRecord, Jobs
 from gfgen.runtime.control.legality import legal_job
 from gfgen.runtime.control.modelturns import ModelTurns
-from gfgen.runtime.control.ranks import Ranks, Shares
+from gfgen.runtime.control.ranks import Flight, Flights, Ranks, Shares
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
@@ -77,14 +76,17 @@ class State:
     def finished(self) -> bool:
         """All jobs have ended; or the run is stopping and nothing is under way any more."""
         if self.closing.is_stopping:
-            return not self.flights and not self.jobs.num_writing
+            return not self.flights and not self.jobs.writing
         return not self.jobs.records and not self.expects_more
 
     @property
     def is_stuck(self) -> bool:
         """Jobs are open, and no event will come unless something is dispatched."""
-        is_busy = bool(self.flights) or self.jobs.num_writing or not self.ranks.are_settled
-        return len(self.jobs.open) > 0 and not is_busy
+        if self.flights or self.jobs.writing:
+            return False
+        ranks = self.ranks.records
+        are_settled = all(rank.is_retired or (rank.is_ready and not rank.is_loading) for rank in ranks)
+        return len(self.jobs.open) > 0 and are_settled
 
     @property
     def is_at_rest(self) -> bool:
@@ -97,11 +99,9 @@ class State:
         Renews predictions, here alone: what a policy sees does not depend on whether observers looked.
         """
         now_s = self.clock.turn_s
-        ending = self.flights.ending(now_s)
-        if not (ending or self.ranks.idle) or not (self.jobs.busy or self.jobs.open):
-            return None
-        free, joining = self.ranks.free(ending), self.jobs.joining(ending)
-        if not free or not (joining or self.jobs.open):
+        free = self._free_ranks(now_s)
+        joining = self.jobs.joining(self.flights, now_s) if free else ()
+        if not free or not (self.jobs.open or joining):
             return None
         self.jobs.renew_predictions(now_s)
         return self._snapshot(now_s, free, joining)
@@ -109,8 +109,10 @@ class State:
     def snapshot(self) -> Snapshot:
         """The frozen picture of this moment."""
         now_s = self.clock.turn_s
-        ending = self.flights.ending(now_s)
-        return self._snapshot(now_s, self.ranks.free(ending), self.jobs.joining(ending))
+        return self._snapshot(now_s, self._free_ranks(now_s), self.jobs.joining(self.flights, now_s))
+
+    def _free_ranks(self, now_s: float) -> Set[int]:
+        return {rank.rank for rank in self.ranks.records if rank.can_take(now_s)}
 
     def _snapshot(self, now_s: float, free: Set[int], joining_ids: Sequence[str]) -> Snapshot:
         open_jobs = self.jobs.open_in_time(self.closing, now_s)
@@ -154,12 +156,14 @@ class State:
         if not isinstance(task, Task) or task.stage is not Stage.DECODE:
             return False
         num_decoding = sum(flight.dispatch.task.stage is Stage.DECODE for flight in self.flights)
-        return num_decoding + self.jobs.num_writing >= max(
+        return num_decoding + len(self.jobs.writing) >= max(
             MIN_FILES, FILES_PER_RANK * len(self.ranks.records)
         )
 
-    def begin(self, decision: Decision) -> Dispatch:
-        """Register a decision as the next dispatch; it is judged at the moment of this turn's snapshot.
+    def begin(self, decision: Decision) -> list[Dispatch]:
+        """Register a decision as the next dispatches: one, or one for each job of a batch.
+
+        It is judged at the moment of this turn's snapshot.
 
         Raises: PolicyFault when it is illegal; nothing has changed then.
         """
@@ -172,15 +176,11 @@ class State:
             now_s=self.clock.turn_s,
         )
         task, layout = decision.task, decision.layout
-        num_mates = 0
-        if len(record.batch) > 1 and layout.degree == 1 and batches.takes_steps_together(record):
-            num_mates = len(batches.mates(record, task.index))
-        return self._begin(record, task, layout, num_mates=num_mates)
-
-    def begin_mates(self, lead: Dispatch) -> Iterator[Dispatch]:
-        """Register the other steps of a batch, whose first step this is; the leader's decision is theirs."""
-        for mate in batches.mates(self.jobs.records[lead.task.job_id], lead.task.index):
-            yield self._begin(mate, mate.next_task, lead.layout, lead=lead)
+        mates = batches.mates(record) if len(record.batch) > 1 and layout.degree == 1 else ()
+        num_together = 1 + len(mates)
+        lead = self._begin(record, task, layout, num_together=num_together)
+        others = [self._begin(x, x.next_task, layout, num_together=num_together, lead=lead) for x in mates]
+        return [lead, *others]
 
     def _begin(
         self,
@@ -188,38 +188,36 @@ class State:
         task: Task,
         layout: Layout,
         *,
-        num_mates: int = 0,
+        num_together: int,
         lead: Dispatch | None = None,
     ) -> Dispatch:
-        now_s, number, progress = self.clock.turn_s, self.flights.last_number + 1, record.progress
-        batch_end = lead.batch_end if lead else number + num_mates if num_mates else None
-        cost_class, degrees = record.cost_class, layout.degrees
-        source = progress.holder if progress.is_held else None
-        start_s = max([now_s, *[self.ranks.records[rank].free_at_s for rank in layout.ranks]])
-        stays = source is None or source == layout
-        move_s = 0.0 if stays else self._costs.move_s(cost_class, source, layout)
+        """One dispatch; a batch takes as long as its steps in turn, and its first one is the `lead`."""
+        number, progress, cost_class = self.flights.last_number + 1, record.progress, record.cost_class
+        degrees, source = layout.degrees, progress.holder if progress.is_held else None
         task_s, least_s = self._costs.expected_s(cost_class, task.stage, degrees)
-        task_s *= 1 + num_mates
-        switch_s = 0.0
-        if record.merges_loras(task.stage) and not self.ranks.hold(layout, record.model, record.loras):
+        start_s = max([self.clock.turn_s, *[self.ranks.records[rank].free_at_s for rank in layout.ranks]])
+        switch_s = move_s = 0.0
+        if record.merges_loras(task.stage) and self.ranks.merge(layout, record.model, record.loras):
             switch_s = self._costs.switch_s(cost_class)
-            self.ranks.merge(layout, record.model, record.loras)
         transfers: tuple[Transfer, ...] = ()
-        # Otherwise ranks take the state from the slab, where its last holders publish it.
-        is_moving = task.index >= 2 and source is not None and not stays and batch_end is None
-        if is_moving and source is not None and self.ranks.can_send(source, layout):
-            latents = record.job.trajectory.artifact("latents")
-            transfers = plan_transfers(latents, source=source, destination=layout)
+        if source is not None and source != layout:
+            move_s = self._costs.move_s(cost_class, source, layout)
+            # Otherwise ranks take the state from the slab, where its last holders publish it.
+            if task.index >= 2 and num_together == 1 and self.ranks.can_send(source, layout):
+                latents = record.job.trajectory.artifact("latents")
+                transfers = plan_transfers(latents, source=source, destination=layout)
         late_s = 0.0
         if task.stage is Stage.REUSE and record.job.trajectory.reusable:
             late_s = start_s + self._job_costs.remaining_s(task, layout) - record.deadline_s
+        batch_end = (lead.number if lead else number) + num_together - 1 if num_together > 1 else None
+        end_s = start_s + move_s + switch_s + task_s * num_together
         dispatch = Dispatch(
             number=number,
             task=task,
             layout=layout,
-            submitted_s=now_s,
+            submitted_s=self.clock.turn_s,
             predicted_start_s=lead.predicted_start_s if lead else start_s,
-            predicted_end_s=lead.predicted_end_s if lead else start_s + move_s + switch_s + task_s,
+            predicted_end_s=lead.predicted_end_s if lead else end_s,
             producer=progress.producer,
             source=source,
             transfers=transfers,
@@ -238,10 +236,9 @@ class State:
         self.ranks.take(flight)
         if task.stage is Stage.DENOISE and self.closing.closes_s < math.inf:
             self.closing.note(cost_class, degrees)
-        if batch_end is not None:
-            record.usage.batch = max(record.usage.batch, batch_end - (lead.number if lead else number) + 1)
+        record.usage.batch = max(record.usage.batch, num_together)
         record.flights.append(flight)
-        progress.begin(task.index, layout, dispatch.number)
+        progress.begin(task.index, layout, number)
         self.jobs.place(record)
         return dispatch
 
@@ -308,7 +305,7 @@ class State:
         if record.job.trajectory.reusable and task.stage is Stage.REUSE:
             record.usage.give_up(task, late_s=dispatch.late_s)
         if task.index + 1 == record.num_tasks:
-            self.jobs.write(record)
+            self.jobs.writing.add(record.job_id)
         if self._is_looking_ahead:
             self._renew_ends_behind(flight, record)
         return self._settle(record)
@@ -318,23 +315,25 @@ class State:
 
         Otherwise the errors of predictions would add up from step to step.
         """
-        waiting = record.flights[:1]
-        for rank in flight.dispatch.layout.ranks:
-            for other in self.ranks.records[rank].flights[:1]:
-                if other not in waiting:
-                    waiting.append(other)
-        for other in waiting:
-            task, layout = other.dispatch.task, other.dispatch.layout
-            job = self.jobs.records[task.job_id]
-            ranks = [self.ranks.records[rank] for rank in layout.ranks]
+        places = [self.ranks.records[rank] for rank in flight.dispatch.layout.ranks]
+        waiting = [*record.flights[:1], *[first for place in places for first in place.flights[:1]]]
+        for other in dict.fromkeys(waiting):
+            dispatch = other.dispatch
+            job = self.jobs.records[dispatch.task.job_id]
+            ranks = [self.ranks.records[rank] for rank in dispatch.layout.ranks]
             if job.flights[0] is not other or any(rank.flights[0] is not other for rank in ranks):
                 continue  # its input or a rank is still to come
-            ended_s = [rank.ended_s for rank in ranks]
-            began_s = max(other.dispatch.submitted_s, job.progress.last_ended_s, *ended_s)
-            task_s, least_s = self._costs.expected_s(job.cost_class, task.stage, layout.degrees)
-            end_s = began_s + other.dispatch.switch_s + task_s
-            if self.flights.move_end(other, end_s, soonest_s=began_s + least_s):
-                self.ranks.outdate(layout.ranks)
+            kind = job.cost_class, dispatch.task.stage, dispatch.layout.degrees
+            began_s = max(dispatch.submitted_s, job.progress.last_ended_s, *[rank.ended_s for rank in ranks])
+            task_s, least_s = self._costs.expected_s(*kind)
+            together = [other]
+            if dispatch.batch_end is not None:  # its steps end together, and are all on this rank
+                together = [x for x in ranks[0].flights if x.dispatch.batch_end == dispatch.batch_end]
+            end_s = began_s + dispatch.switch_s + task_s * len(together)
+            for each in together:
+                if self.flights.move_end(each, end_s, soonest_s=began_s + least_s):
+                    for rank in ranks:
+                        rank.view = None
 
     def _task_failed(self, event: events.TaskFailed) -> Iterable[JobOutcome]:
         flight = self.flights.remove(event.dispatch)
@@ -375,7 +374,7 @@ class State:
 
     def _written(self, event: events.OutputWritten | events.OutputFailed) -> Iterable[JobOutcome]:
         record = self.jobs.records[event.job_id]
-        self.jobs.end_write(record)
+        self.jobs.writing.remove(event.job_id)
         if isinstance(event, events.OutputFailed):
             return self._end(record, error=event.reason)
         if event.size_bytes:  # simulations write nothing
@@ -387,7 +386,7 @@ class State:
 
     def _frames_lost(self, event: events.FramesLost) -> Iterable[JobOutcome]:
         record = self.jobs.records[event.job_id]
-        self.jobs.end_write(record)
+        self.jobs.writing.remove(event.job_id)
         if event.time_s >= record.times_out_s:
             record.time_out()
         record.lose_frames(event.reason, is_lost=event.lost)
@@ -400,7 +399,7 @@ class State:
         again = "it stays away" if event.is_retired else "a new worker is started"
         again = "the run stops" if self.closing.is_stopping else again
         logger.warning("rank %d is gone (%s); %s", event.rank, event.reason, again)
-        if self.ranks.are_gone:
+        if all(rank.is_retired for rank in self.ranks.records):
             raise WorkerError(f"no rank is left ({event.reason}); see the log, then run again")
 
     def _models_changed(self, event: events.ModelsChanged) -> None:
@@ -415,7 +414,8 @@ class State:
         """The jobs of a model that no rank can load fail, now and for a while."""
         logger.error("model %s cannot be loaded: %s", " and ".join(event.models), event.reason)
         doom = self.models.give_up(event.models, event.reason, now_s=event.time_s)
-        self.ranks.outdate()
+        for rank in self.ranks.records:
+            rank.view = None
         ended: list[JobOutcome] = []
         for record in [each for each in self.jobs.records.values() if each.model in event.models]:
             if record.arrived and not record.is_writing:
