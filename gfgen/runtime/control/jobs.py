@@ -424,39 +424,28 @@ class Jobs:
         for each in (record, *others):
             each._view = None  # one that is alone may have several ranks
         for each in others:
-            self._place(each)
+            self.place(each)
 
     def place(self, record: JobRecord) -> None:
-        """Move the job's view to where it belongs, and those of its batch that have a leader now, or had."""
-        self._place(record)
-        if len(record.batch) == 1:
-            return
-        for each in record.batch:
-            if not each.flights and (each.job_id in self.open) is batches.is_to_wait(each):
-                self._place(each)
+        """Move the job's view to where it belongs: open, busy, or out of the policies' sight.
 
-    def _place(self, record: JobRecord) -> None:
-        """Open, busy, or out of the policies' sight."""
-        job_id = record.job_id
-        was_busy = self.busy.pop(job_id, None) is not None
-        has_next = record.progress.next_index < record.num_tasks
-        is_visible = record.arrived and has_next and not record.trouble.doom
-        if self._models.is_limited:
-            if is_visible:
-                urgency = (-record.job.spec.priority, record.deadline_s)
-                is_visible = self._models.admit(job_id, record.model, urgency)
-            else:
-                self._models.unpark(job_id)
-        if is_visible and not record.flights:
-            if len(record.batch) > 1 and batches.is_to_wait(record):
+        And the views of its batch: another job of it may lead now.
+        """
+        mates = record.batch if len(record.batch) > 1 else ()
+        moved = [x for x in mates if not x.flights and (x.job_id in self.open) is batches.is_to_wait(x)]
+        for each in dict.fromkeys((record, *moved)):
+            job_id = each.job_id
+            was_busy = self.busy.pop(job_id, None) is not None
+            is_visible = each.arrived and each.progress.next_index < each.num_tasks and not each.trouble.doom
+            if self._models.is_limited:
+                urgency = (-each.job.spec.priority, each.deadline_s)
+                is_visible = self._models.admit(job_id, each.model, urgency, can_run=is_visible)
+            if is_visible and each.flights:
+                self.busy[job_id] = each.view(self._costs)
+            if is_visible and not each.flights and not (mates and batches.is_to_wait(each)):
+                self.open.put(each.view(self._costs))
+            elif not was_busy:
                 self.open.discard(job_id)
-            else:
-                self.open.put(record.view(self._costs))
-            return
-        if not was_busy:
-            self.open.discard(job_id)
-        if is_visible:
-            self.busy[job_id] = record.view(self._costs)
 
     def joining(self, flights: Iterable[Flight], now_s: float) -> list[str]:
         """Jobs whose next task may be queued behind the running one: one step ahead and no more."""

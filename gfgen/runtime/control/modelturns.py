@@ -61,11 +61,11 @@ class ModelTurns:
         by_urgency = sorted(self._parked.values(), key=lambda job: job.urgency)
         return list(dict.fromkeys([job.model for job in by_urgency]))
 
-    def admit(self, job_id: str, model: str, urgency: Urgency) -> bool:
-        """Whether the model of a job that could run is resident; if not, the job is parked."""
-        if model in self.resident:
+    def admit(self, job_id: str, model: str, urgency: Urgency, *, can_run: bool) -> bool:
+        """Whether a job can run and its model is resident; if only that is missing, the job is parked."""
+        if not can_run or model in self.resident:
             self.unpark(job_id)
-            return True
+            return can_run
         if job_id not in self._parked:
             self._parked[job_id] = _Parked(urgency, model, self._clock.turn_s)
             if urgency[0] < 0 or urgency[1] < math.inf:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from gfgen.layout import Layout
@@ -66,22 +66,16 @@ class Flight:
         return self.look_s - _ROUNDING_S <= now_s <= self.late_s and self.failure is None
 
 
-class Flights:
-    """All flights of a run, in the order of their dispatches."""
+class Flights(dict[int, Flight]):
+    """All flights of a run by number, in the order of their dispatches."""
 
     def __init__(self, *, lookahead_s: float, last_number: int) -> None:
+        super().__init__()
         self._lookahead_s = lookahead_s
-        self._flights: dict[int, Flight] = {}
         self.unwanted: set[int] = set()
         """Dispatches to stop that `take_unwanted` has not returned yet."""
         self.last_number = last_number
         """Of the last dispatch."""
-
-    def __len__(self) -> int:
-        return len(self._flights)
-
-    def __iter__(self) -> Iterator[Flight]:
-        return iter(self._flights.values())
 
     def add(
         self, dispatch: Dispatch, *, soonest_s: float, is_foreseeable: bool, owner: str | None = None
@@ -91,18 +85,14 @@ class Flights:
         view = RunningTask(dispatch.task, dispatch.layout, dispatch.predicted_end_s, owner)
         predicted_s = dispatch.predicted_end_s - dispatch.predicted_start_s
         own_s = lookahead_of(predicted_s, lookahead_s=self._lookahead_s) if is_foreseeable else 0.0
-        flight = self._flights[dispatch.number] = Flight(dispatch, view, own_s)
+        flight = self[dispatch.number] = Flight(dispatch, view, own_s)
         flight.set_end(view, soonest_s)
         self.last_number = dispatch.number
         return flight
 
-    def remove(self, number: int) -> Flight:
-        """The flight of a dispatch that has ended."""
-        return self._flights.pop(number)
-
     def next_look_s(self, now_s: float) -> float:
         """When to decide next what follows a flight; infinity if there is nothing to decide."""
-        return min([each.look_s for each in self._flights.values() if each.look_s > now_s], default=math.inf)
+        return min([each.look_s for each in self.values() if each.look_s > now_s], default=math.inf)
 
     def move_end(self, flight: Flight, end_s: float, *, soonest_s: float) -> bool:
         """Predict other ends; whether that changes what policies see."""
@@ -120,10 +110,10 @@ class Flights:
     def take_unwanted(self) -> list[Dispatch]:
         """Dispatches to stop, each returned once."""
         unwanted, self.unwanted = self.unwanted, set()
-        return [self._flights[number].dispatch for number in sorted(unwanted & self._flights.keys())]
+        return [self[number].dispatch for number in sorted(unwanted & self.keys())]
 
     def check(self) -> None:
-        numbers = list(self._flights)
+        numbers = list(self)
         assert numbers == sorted(numbers), f"dispatches out of order: {numbers}"
         assert not numbers or numbers[-1] <= self.last_number, f"{numbers[-1]} is past {self.last_number}"
 

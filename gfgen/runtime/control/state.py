@@ -100,8 +100,8 @@ class State:
         """
         now_s = self.clock.turn_s
         free = self._free_ranks(now_s)
-        joining = self.jobs.joining(self.flights, now_s) if free else ()
-        if not free or not (self.jobs.open or joining):
+        joining = self.jobs.joining(self.flights.values(), now_s) if free else ()
+        if not free or not (joining or self.jobs.open):
             return None
         self.jobs.renew_predictions(now_s)
         return self._snapshot(now_s, free, joining)
@@ -109,7 +109,7 @@ class State:
     def snapshot(self) -> Snapshot:
         """The frozen picture of this moment."""
         now_s = self.clock.turn_s
-        return self._snapshot(now_s, self._free_ranks(now_s), self.jobs.joining(self.flights, now_s))
+        return self._snapshot(now_s, self._free_ranks(now_s), self.jobs.joining(self.flights.values(), now_s))
 
     def _free_ranks(self, now_s: float) -> Set[int]:
         return {rank.rank for rank in self.ranks.records if rank.can_take(now_s)}
@@ -124,7 +124,7 @@ class State:
             now_s=now_s,
             open=open_jobs,
             busy=busy,
-            running=tuple([flight.view for flight in self.flights]),
+            running=tuple([flight.view for flight in self.flights.values()]),
             ranks=self.ranks.views(free, self.models.resident),
             islands=self.ranks.islands,
             max_degree=self.max_degree,
@@ -155,7 +155,7 @@ class State:
         task = decision.task if isinstance(decision, Decision) else None
         if not isinstance(task, Task) or task.stage is not Stage.DECODE:
             return False
-        num_decoding = sum(flight.dispatch.task.stage is Stage.DECODE for flight in self.flights)
+        num_decoding = sum(flight.dispatch.task.stage is Stage.DECODE for flight in self.flights.values())
         return num_decoding + len(self.jobs.writing) >= max(
             MIN_FILES, FILES_PER_RANK * len(self.ranks.records)
         )
@@ -278,13 +278,13 @@ class State:
             case events.ClosingTime():
                 self.closing.close()
             case events.GraceOver():
-                self.flights.give_up(self.flights)
+                self.flights.give_up(self.flights.values())
             case _:
                 pass
         return ()
 
     def _task_done(self, event: events.TaskDone) -> Iterable[JobOutcome]:
-        flight = self.flights.remove(event.dispatch)
+        flight = self.flights.pop(event.dispatch)
         dispatch = flight.dispatch
         record = self.jobs.records[dispatch.task.job_id]
         record.flights.remove(flight)
@@ -336,7 +336,7 @@ class State:
                         rank.view = None
 
     def _task_failed(self, event: events.TaskFailed) -> Iterable[JobOutcome]:
-        flight = self.flights.remove(event.dispatch)
+        flight = self.flights.pop(event.dispatch)
         record = self.jobs.records[flight.dispatch.task.job_id]
         record.flights.remove(flight)
         self.ranks.leave(flight, at_s=event.time_s)
@@ -444,7 +444,7 @@ class State:
         """Assert what always holds: after every event in tests, and in runs when idle."""
         for part in (self.jobs, self.ranks, self.flights, self.models, self.closing, self.shares):
             part.check()
-        for flight in self.flights:
+        for flight in self.flights.values():
             dispatch = flight.dispatch
             assert flight in self.jobs.records[dispatch.task.job_id].flights, f"{dispatch} is not its job's"
             for rank in dispatch.layout.ranks:
