@@ -72,5 +72,4 @@ class Closing:
         return now_s + CAUTION * remaining_s * self._num_together > self.closes_s
 
     def check(self) -> None:
-        """Assert what always holds."""
         assert self.is_stopping or self.stop_signal is None, "a signal has come, and the run goes on"

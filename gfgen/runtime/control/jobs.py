@@ -13,8 +13,8 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.control import batches
 from gfgen.runtime.control.closing import Closing
-from gfgen.runtime.control.modelturns import ModelTurns
 from gfgen.runtime.control.ranks import Flight, RankRecord
+from gfgen.runtime.control.residency import ModelTurns
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import NOTHING_GIVEN_UP, GivenUp
 from gfgen.runtime.core.events import TaskDone
@@ -88,21 +88,6 @@ class Trouble:
     def fail(self, reason: str) -> None:
         """The first reason counts."""
         self.doom = self.doom or reason
-
-    def blame(self, job_id: str, index: int, name: str, reason: str, *, is_lost: bool) -> None:
-        """Count a failure of a task, or the death of a worker that ran it; too many fail the job."""
-        if is_lost:
-            self.num_lost_workers += 1
-            logger.warning("job %s: %s lost its worker: %s", job_id, name, reason)
-            self.warnings.append(f"{name} lost its worker ({reason})")
-            if self.num_lost_workers >= MAX_LOST_WORKERS:
-                self.fail(f"{self.num_lost_workers} workers died under it: {reason}")
-            return
-        self.failures[index] += 1
-        logger.warning("job %s: %s failed: %s", job_id, name, reason)
-        self.warnings.append(f"{name} failed ({reason})")
-        if self.failures[index] >= MAX_TASK_FAILURES:
-            self.fail(f"{name}: {reason}")
 
 
 @dataclass(slots=True)
@@ -212,11 +197,6 @@ class JobRecord:
         return stage is Stage.DENOISE or (self.job.has_nominal_flops and stage is not Stage.REUSE)
 
     @property
-    def flying_ranks(self) -> set[int]:
-        """Ranks that its dispatches are on."""
-        return {rank for flight in self.flights for rank in flight.dispatch.layout.ranks}
-
-    @property
     def times_out_s(self) -> float:
         """When its time is up; infinity without a timeout."""
         timeout_s = self.job.spec.timeout_s
@@ -270,16 +250,10 @@ class JobRecord:
         )
         return self._view
 
-    @property
-    def _num_reused(self) -> int:
-        """Steps that have run without the transformer."""
-        trajectory = self.job.trajectory
-        fixed = len(trajectory.reused) - trajectory.num_reused_from(self.first_open_index)
-        return fixed + len(self.usage.given_up.steps)
-
     def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:
         """How it has ended."""
-        usage, trouble = self.usage, self.trouble
+        usage, trouble, trajectory = self.usage, self.trouble, self.job.trajectory
+        num_reused = len(trajectory.reused) - trajectory.num_reused_from(self.first_open_index)
         return JobOutcome(
             info=self.job.info,
             status="done" if error is None else "cancelled" if trouble.is_cancelled else "failed",
@@ -297,7 +271,7 @@ class JobRecord:
             written=usage.written,
             files=usage.files,
             made=usage.made,
-            num_reused=self._num_reused,
+            num_reused=num_reused + len(usage.given_up.steps),
             why_reused=usage.given_up.why,
             batch=usage.batch,
         )
@@ -321,11 +295,19 @@ class JobRecord:
         self.blame(self.next_task, reason, is_lost=is_lost)
 
     def blame(self, task: Task, reason: str, *, is_lost: bool) -> None:
-        name = self.job.trajectory.name_of(task)
-        self.trouble.blame(self.job_id, task.index, name, reason, is_lost=is_lost)
+        """Count a failure of a task, or the death of a worker that ran it; too many fail the job."""
+        trouble, name = self.trouble, self.job.trajectory.name_of(task)
+        what = "lost its worker" if is_lost else "failed"
+        logger.warning("job %s: %s %s: %s", self.job_id, name, what, reason)
+        trouble.warnings.append(f"{name} {what} ({reason})")
+        trouble.num_lost_workers += is_lost
+        trouble.failures[task.index] += not is_lost
+        if trouble.num_lost_workers >= MAX_LOST_WORKERS:
+            trouble.fail(f"{trouble.num_lost_workers} workers died under it: {reason}")
+        if trouble.failures[task.index] >= MAX_TASK_FAILURES:
+            trouble.fail(f"{name}: {reason}")
 
     def check(self) -> None:
-        """Assert what always holds."""
         numbers = [flight.dispatch.number for flight in self.flights]
         assert numbers == sorted(numbers), f"job {self.job_id}: dispatches {numbers} out of order"
         assert len(numbers) <= 2, f"job {self.job_id} has {len(numbers)} tasks under way"
@@ -431,9 +413,11 @@ class Jobs:
 
         And the views of its batch: another job of it may lead now.
         """
-        mates = record.batch if len(record.batch) > 1 else ()
-        moved = [x for x in mates if not x.flights and (x.job_id in self.open) is batches.is_to_wait(x)]
-        for each in dict.fromkeys((record, *moved)):
+        placed, is_alone = [record], len(record.batch) == 1
+        if not is_alone:
+            others = [each for each in record.batch if each is not record and not each.flights]
+            placed += [x for x in others if (x.job_id in self.open) is batches.is_to_wait(x)]
+        for each in placed:
             job_id = each.job_id
             was_busy = self.busy.pop(job_id, None) is not None
             is_visible = each.arrived and each.progress.next_index < each.num_tasks and not each.trouble.doom
@@ -442,14 +426,14 @@ class Jobs:
                 is_visible = self._models.admit(job_id, each.model, urgency, can_run=is_visible)
             if is_visible and each.flights:
                 self.busy[job_id] = each.view(self._costs)
-            if is_visible and not each.flights and not (mates and batches.is_to_wait(each)):
+            if is_visible and not each.flights and (is_alone or not batches.is_to_wait(each)):
                 self.open.put(each.view(self._costs))
             elif not was_busy:
                 self.open.discard(job_id)
 
-    def joining(self, flights: Iterable[Flight], now_s: float) -> list[str]:
+    def joining(self, ending: Iterable[Flight]) -> list[str]:
         """Jobs whose next task may be queued behind the running one: one step ahead and no more."""
-        job_ids = [each.dispatch.task.job_id for each in flights if each.is_ending(now_s)]
+        job_ids = [flight.dispatch.task.job_id for flight in ending]
         records = [self.records[each] for each in job_ids if each in self.busy]
         return [
             each.job_id
@@ -482,7 +466,7 @@ class Jobs:
             for record in self.records.values()
             if record.progress.last_completed is not None
             and not record.is_writing
-            and all(ranks[rank].is_retired for rank in record.flying_ranks)
+            and all(ranks[rank].is_retired for x in record.flights for rank in x.dispatch.layout.ranks)
         }
 
     def renew_predictions(self, now_s: float) -> None:
@@ -510,7 +494,6 @@ class Jobs:
                 record.progress.is_held = False
 
     def check(self) -> None:
-        """Assert what always holds."""
         assert not self.busy.keys() & set(self.open.ids), "a job is open and busy"
         assert self.busy.keys() | set(self.open.ids) <= self.records.keys(), "a job that has ended is visible"
         writing = {record.job_id for record in self.records.values() if record.is_writing}

@@ -47,6 +47,8 @@ class Flight:
     is_void: bool = False
     look_s: float = math.inf
     """When to decide what follows it; infinity if nothing may be queued behind it."""
+    opens_s: float = math.inf
+    """The same, less an allowance for rounding."""
     late_s: float = 0.0
     """From here on nothing may be queued: a task that is so late may end at any time, or not for long,
     and a task queued behind it would wait on a rank that other jobs could use."""
@@ -59,11 +61,12 @@ class Flight:
         self.view, end_s = view, view.predicted_end_s
         soonest_s = min(end_s, max(soonest_s, end_s - MAX_EARLY_S))
         self.look_s = soonest_s - self.lookahead_s if self.lookahead_s > 0 else math.inf
+        self.opens_s = self.look_s - _ROUNDING_S
         self.late_s = end_s + self.lookahead_s
 
     def is_ending(self, now_s: float) -> bool:
         """Whether the next task may be queued behind it."""
-        return self.look_s - _ROUNDING_S <= now_s <= self.late_s and self.failure is None
+        return self.opens_s <= now_s <= self.late_s and self.failure is None
 
 
 class Flights(dict[int, Flight]):
@@ -89,6 +92,10 @@ class Flights(dict[int, Flight]):
         flight.set_end(view, soonest_s)
         self.last_number = dispatch.number
         return flight
+
+    def ending(self, now_s: float) -> list[Flight]:
+        """Flights behind which the next tasks may be queued."""
+        return [x for x in self.values() if x.opens_s <= now_s <= x.late_s and x.failure is None]
 
     def next_look_s(self, now_s: float) -> float:
         """When to decide next what follows a flight; infinity if there is nothing to decide."""
@@ -162,6 +169,17 @@ class Ranks:
         """Sets of ranks that reach each other's memory."""
 
     # What a policy and a decision need -------------------------------------------------------
+
+    def free(self, ending: Iterable[Flight]) -> Set[int]:
+        """Ranks that can take a task: idle ones, and those whose only task is about to end."""
+        behind = {rank for flight in ending for rank in flight.dispatch.layout.ranks}
+        return {
+            each.rank
+            for each in self.records
+            if each.is_ready
+            and not each.is_loading
+            and (not each.flights or (len(each.flights) == 1 and each.rank in behind))
+        }
 
     def views(self, free: Set[int], models: frozenset[str]) -> tuple[RankView, ...]:
         """What policies see of the ranks that are ready, which hold these models."""

@@ -19,8 +19,8 @@ from gfgen.runtime.control import batches
 from gfgen.runtime.control.closing import Closing
 from gfgen.runtime.control.jobs import JobRecord, Jobs
 from gfgen.runtime.control.legality import legal_job
-from gfgen.runtime.control.modelturns import ModelTurns
 from gfgen.runtime.control.ranks import Flight, Flights, Ranks, Shares
+from gfgen.runtime.control.residency import ModelTurns
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
@@ -99,9 +99,12 @@ class State:
         Renews predictions, here alone: what a policy sees does not depend on whether observers looked.
         """
         now_s = self.clock.turn_s
-        free = self._free_ranks(now_s)
-        joining = self.jobs.joining(self.flights.values(), now_s) if free else ()
-        if not free or not (joining or self.jobs.open):
+        ending = self.flights.ending(now_s)
+        free = self.ranks.free(ending)
+        if not free:
+            return None
+        joining = self.jobs.joining(ending)
+        if not (joining or self.jobs.open):
             return None
         self.jobs.renew_predictions(now_s)
         return self._snapshot(now_s, free, joining)
@@ -109,10 +112,8 @@ class State:
     def snapshot(self) -> Snapshot:
         """The frozen picture of this moment."""
         now_s = self.clock.turn_s
-        return self._snapshot(now_s, self._free_ranks(now_s), self.jobs.joining(self.flights.values(), now_s))
-
-    def _free_ranks(self, now_s: float) -> Set[int]:
-        return {rank.rank for rank in self.ranks.records if rank.can_take(now_s)}
+        ending = self.flights.ending(now_s)
+        return self._snapshot(now_s, self.ranks.free(ending), self.jobs.joining(ending))
 
     def _snapshot(self, now_s: float, free: Set[int], joining_ids: Sequence[str]) -> Snapshot:
         open_jobs = self.jobs.open_in_time(self.closing, now_s)
@@ -163,18 +164,9 @@ class State:
     def begin(self, decision: Decision) -> list[Dispatch]:
         """Register a decision as the next dispatches: one, or one for each job of a batch.
 
-        It is judged at the moment of this turn's snapshot.
-
         Raises: PolicyFault when it is illegal; nothing has changed then.
         """
-        record = legal_job(
-            decision,
-            self.jobs,
-            self.ranks,
-            self.models,
-            max_degree=self.max_degree,
-            now_s=self.clock.turn_s,
-        )
+        record = legal_job(decision, self)
         task, layout = decision.task, decision.layout
         mates = batches.mates(record) if len(record.batch) > 1 and layout.degree == 1 else ()
         num_together = 1 + len(mates)
