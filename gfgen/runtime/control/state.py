@@ -276,16 +276,14 @@ class State:
         return ()
 
     def _task_done(self, event: events.TaskDone) -> Iterable[JobOutcome]:
-        flight = self.flights.pop(event.dispatch)
-        dispatch = flight.dispatch
-        record = self.jobs.records[dispatch.task.job_id]
-        record.flights.remove(flight)
-        self.ranks.leave(flight, at_s=event.time_s, times=event.times)
+        flight, record = self._land(event, event.times)
         if flight.failure is not None:  # its input failed, and it ended before that was known
             record.fail_flight(flight, flight.failure, is_lost=False)
             return self._settle(record)
-        task, layout, busy_s, rank_s = dispatch.task, dispatch.layout, event.busy_s, event.rank_s
-        record.progress.complete(dispatch.number, event.ended_s, is_decode=task.stage is Stage.DECODE)
+        dispatch = flight.dispatch
+        task, layout, spent_s = dispatch.task, dispatch.layout, [x.ended_s - x.started_s for x in event.times]
+        busy_s, rank_s, ended_s = max(spent_s), sum(spent_s), max([each.ended_s for each in event.times])
+        record.progress.complete(dispatch.number, ended_s, is_decode=task.stage is Stage.DECODE)
         record.usage.add(task.stage, layout, event, busy_s=busy_s, rank_s=rank_s)
         self.shares.serve(record.owner, rank_s)
         kind = record.cost_class, task.stage, layout.degrees
@@ -301,6 +299,16 @@ class State:
         if self._is_looking_ahead:
             self._renew_ends_behind(flight, record)
         return self._settle(record)
+
+    def _land(
+        self, event: events.TaskDone | events.TaskFailed, times: Sequence[events.RankTimes] = ()
+    ) -> tuple[Flight, JobRecord]:
+        """The flight that ends by this event, and its job; neither the job nor its ranks have it any more."""
+        flight = self.flights.pop(event.dispatch)
+        record = self.jobs.records[flight.dispatch.task.job_id]
+        record.flights.remove(flight)
+        self.ranks.leave(flight, at_s=event.time_s, times=times)
+        return flight, record
 
     def _renew_ends_behind(self, flight: Flight, record: JobRecord) -> None:
         """A task that waited for this one, or for its ranks, begins now that this one has really ended.
@@ -328,10 +336,7 @@ class State:
                         rank.view = None
 
     def _task_failed(self, event: events.TaskFailed) -> Iterable[JobOutcome]:
-        flight = self.flights.pop(event.dispatch)
-        record = self.jobs.records[flight.dispatch.task.job_id]
-        record.flights.remove(flight)
-        self.ranks.leave(flight, at_s=event.time_s)
+        flight, record = self._land(event)
         flight.is_void = flight.is_void or event.void
         record.fail_flight(flight, flight.failure or event.reason, is_lost=event.lost)
         if flight.dispatch.batch_end is not None:
