@@ -62,32 +62,16 @@ class ModelTurns:
         self._clock = clock
         self.resident = frozenset(resident)
         self.is_limited = is_limited
-        self._parked: dict[str, _Parked] = {}
+        self.parked: dict[str, _Parked] = {}
         """By job, the longest first."""
-        self._urgent: set[str] = set()
+        self.urgent: set[str] = set()
         """Those of them that have a deadline or a raised priority."""
         self._unloadable: dict[str, tuple[float, str]] = {}
         """By model that no rank could load: until when its jobs fail at once, and why."""
 
-    @property
-    def num_parked(self) -> int:
-        """Jobs that wait for their models."""
-        return len(self._parked)
-
-    @property
-    def has_urgent(self) -> bool:
-        """Whether a waiting job has a deadline or a raised priority."""
-        return bool(self._urgent)
-
-    @property
-    def longest_parked(self) -> tuple[str, float]:
-        """The model of the job that has waited longest for it, and since when; some job waits."""
-        job = next(iter(self._parked.values()))
-        return job.model, job.since_s
-
     def wanted(self) -> list[str]:
         """Models that jobs wait for, the most urgent first."""
-        by_urgency = sorted(self._parked.values(), key=lambda job: job.urgency)
+        by_urgency = sorted(self.parked.values(), key=lambda job: job.urgency)
         return list(dict.fromkeys([job.model for job in by_urgency]))
 
     def admit(self, job_id: str, model: str, urgency: Urgency, *, can_run: bool) -> bool:
@@ -95,16 +79,16 @@ class ModelTurns:
         if not can_run or model in self.resident:
             self.unpark(job_id)
             return can_run
-        if job_id not in self._parked:
-            self._parked[job_id] = _Parked(urgency, model, self._clock.turn_s)
+        if job_id not in self.parked:
+            self.parked[job_id] = _Parked(urgency, model, self._clock.turn_s)
             if urgency[0] < 0 or urgency[1] < math.inf:
-                self._urgent.add(job_id)
+                self.urgent.add(job_id)
         return False
 
     def unpark(self, job_id: str) -> None:
         """The job does not wait for its model, or has ended."""
-        self._parked.pop(job_id, None)
-        self._urgent.discard(job_id)
+        self.parked.pop(job_id, None)
+        self.urgent.discard(job_id)
 
     def change(self, models: Collection[str]) -> None:
         """Ranks hold these models from now on, each once it has loaded them."""
@@ -125,9 +109,9 @@ class ModelTurns:
         return doom if now_s < until_s else None
 
     def check(self) -> None:
-        assert self.is_limited or not self._parked, "jobs are parked although all models fit"
-        assert self._urgent <= self._parked.keys(), "an urgent job waits that is not parked"
-        waiting = {job.model for job in self._parked.values()}
+        assert self.is_limited or not self.parked, "jobs are parked although all models fit"
+        assert self.urgent <= self.parked.keys(), "an urgent job waits that is not parked"
+        waiting = {job.model for job in self.parked.values()}
         assert not waiting & self.resident, f"jobs wait for models that are resident: {waiting}"
 
 
@@ -206,7 +190,7 @@ class Residency(Observer):
         """The change that is due now, if any."""
         turns = state.models
         is_crowded = len(self.resident) > 1 and not self._fits(self.resident)
-        if any(rank.is_loading for rank in state.ranks.records) or not (is_crowded or turns.num_parked):
+        if any(rank.is_loading for rank in state.ranks.records) or not (is_crowded or turns.parked):
             return None
         reason = _CROWDED if is_crowded else self._reason(state, now_s)
         if reason is None:
@@ -240,13 +224,13 @@ class Residency(Observer):
     def _reason(self, state: State, now_s: float) -> str | None:
         if state.is_at_rest:
             return "nothing is left to do with the others"
-        share = URGENT_SHARE if state.models.has_urgent else SHARE
+        share = URGENT_SHARE if state.models.urgent else SHARE
         return "its jobs have waited long" if now_s >= self._changed_s + self._longest_s / share else None
 
     def _overdue(self, turns: ModelTurns, now_s: float) -> str | None:
         """A model that jobs have waited for so long that more urgent ones come after it."""
-        model, since_s = turns.longest_parked
-        return model if now_s >= since_s + self._longest_s / SHARE else None
+        longest = next(iter(turns.parked.values()))
+        return longest.model if now_s >= longest.since_s + self._longest_s / SHARE else None
 
     @property
     def _longest_s(self) -> float:
