@@ -97,7 +97,6 @@ class Decider:
         self._clock.at(PolicyChanged(self._clock.now_s, self.policy.name, reason))
 
     def follow(self, event: PolicyChanged) -> None:
-        """Let another policy decide."""
         if event.policy != self.policy.name:
             self.policy, self.chooser = load_policy(event.policy), self._usual_chooser
             logger.debug("from now on %s decides: %s", event.policy, event.reason)

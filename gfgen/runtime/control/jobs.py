@@ -116,7 +116,6 @@ class Usage:
     """The most jobs that its steps were computed with, itself included."""
 
     def add(self, stage: Stage, layout: Layout, event: TaskDone, *, busy_s: float, rank_s: float) -> None:
-        """A task has run."""
         if self.started_s is None:
             self.started_s = event.started_s
         self.busy_s += busy_s
@@ -251,7 +250,6 @@ class JobRecord:
         return self._view
 
     def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:
-        """How it has ended."""
         usage, trouble, trajectory = self.usage, self.trouble, self.job.trajectory
         num_reused = len(trajectory.reused) - trajectory.num_reused_from(self.first_open_index)
         return JobOutcome(
@@ -337,7 +335,6 @@ class Jobs:
         self.recent: deque[tuple[JobRecord, JobView]] = deque(maxlen=NUM_RECENT)
         """The last arrivals, as they were then."""
         self.writing: set[str] = set()
-        """Jobs whose files are being written."""
         self._renewed_s = 0.0
         for job in jobs:
             self.add(job)
@@ -349,7 +346,6 @@ class Jobs:
 
     @property
     def has_batches(self) -> bool:
-        """Whether some jobs take their steps together."""
         return any(len(record.batch) > 1 for record in self.records.values())
 
     def add(self, job: AdmittedJob) -> None:
@@ -389,7 +385,6 @@ class Jobs:
         self.place(record)
 
     def remove(self, record: JobRecord) -> None:
-        """The job has ended."""
         self.leave_batch(record)
         del self.records[record.job_id]
         self.open.discard(record.job_id)

@@ -205,7 +205,6 @@ class Ranks:
     # What happens to ranks -------------------------------------------------------------------
 
     def take(self, flight: Flight) -> None:
-        """A task is dispatched."""
         for rank in flight.dispatch.layout.ranks:
             record = self.records[rank]
             record.flights.append(flight)
@@ -221,7 +220,6 @@ class Ranks:
         return True
 
     def leave(self, flight: Flight, *, at_s: float, times: Sequence[RankTimes] = ()) -> None:
-        """A task has ended, or failed, on its ranks."""
         for each in times:
             record = self.records[each.rank]
             record.ended_s = max(record.ended_s, each.ended_s)
@@ -282,18 +280,15 @@ class Shares:
         self._least_s = 0.0
 
     def arrive(self, owner: str | None) -> None:
-        """A job of this owner has arrived."""
         self._num_jobs[owner] += 1
         self.served_s.setdefault(owner, self._least_s)
 
     def serve(self, owner: str | None, rank_s: float) -> None:
-        """A task of this owner has run."""
         if owner in self.served_s:
             self.served_s[owner] += rank_s
             self._least_s = min(self.served_s.values())
 
     def leave(self, owner: str | None) -> None:
-        """A job that had arrived has ended."""
         self._num_jobs[owner] -= 1
         if not self._num_jobs[owner]:
             del self._num_jobs[owner], self.served_s[owner]

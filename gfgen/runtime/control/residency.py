@@ -163,12 +163,10 @@ class Residency(Observer):
 
     @property
     def held(self) -> dict[str, Path]:
-        """The resident models and their checkpoints."""
         return {model: self._needs[model].checkpoint for model in sorted(self.resident)}
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Of the resident models."""
         return sorted(set(self.held.values()))
 
     def choose(self, wanted: Sequence[str], *, kept: Collection[str] = ()) -> frozenset[str]:
@@ -187,7 +185,6 @@ class Residency(Observer):
             need.work_bytes = heapq.nlargest(self._jobs_at_once, sizes)
 
     def change(self, state: State, *, now_s: float) -> ModelsChanged | None:
-        """The change that is due now, if any."""
         turns = state.models
         is_crowded = len(self.resident) > 1 and not self._fits(self.resident)
         if any(rank.is_loading for rank in state.ranks.records) or not (is_crowded or turns.parked):

@@ -110,7 +110,6 @@ class State:
         return self._snapshot(now_s, free, joining)
 
     def snapshot(self) -> Snapshot:
-        """The frozen picture of this moment."""
         now_s = self.clock.turn_s
         ending = self.flights.ending(now_s)
         return self._snapshot(now_s, self.ranks.free(ending), self.jobs.joining(ending))
