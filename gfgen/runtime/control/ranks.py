@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
+from gfgen.graph import Artifact
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankLost, RankTimes
+from gfgen.runtime.ipc.migration import Transfer, plan_transfers
 from gfgen.snapshot import RankView, RunningTask
 
 LOOKAHEAD_S = 0.005
@@ -193,14 +195,16 @@ class Ranks:
                 views.append(view)
         return tuple(views)
 
-    def can_send(self, source: Layout, destination: Layout) -> bool:
-        """Whether ranks can send what they hold: they reach each other, and none has to load models first.
+    def transfers(self, latents: Artifact, *, source: Layout, destination: Layout) -> tuple[Transfer, ...]:
+        """What ranks send each other of what the source holds; nothing if they take it from the slab.
 
-        A GPU rank that loads maps the arena of a new peer afterwards, so both would wait for each other.
+        They do if they do not reach each other, or one has to load models first. A GPU rank that loads maps
+        the arena of a new peer afterwards, so both would wait for each other.
         """
-        if any(self.records[rank].is_loading for rank in source.ranks):
-            return False
-        return share_island((*source.ranks, *destination.ranks), self.islands)
+        is_loading = any(self.records[rank].is_loading for rank in source.ranks)
+        if is_loading or not share_island((*source.ranks, *destination.ranks), self.islands):
+            return ()
+        return plan_transfers(latents, source=source, destination=destination)
 
     # What happens to ranks -------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.core.openjobs import OpenJobOrders
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.content import Content
-from gfgen.runtime.ipc.migration import Transfer, plan_transfers
+from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import Decision, Snapshot
 
@@ -193,10 +193,9 @@ class State:
         transfers: tuple[Transfer, ...] = ()
         if source is not None and source != layout:
             move_s = self._costs.move_s(cost_class, source, layout)
-            # Otherwise ranks take the state from the slab, where its last holders publish it.
-            if task.index >= 2 and num_together == 1 and self.ranks.can_send(source, layout):
+            if task.index >= 2 and num_together == 1:
                 latents = record.job.trajectory.artifact("latents")
-                transfers = plan_transfers(latents, source=source, destination=layout)
+                transfers = self.ranks.transfers(latents, source=source, destination=layout)
         late_s = 0.0
         if task.stage is Stage.REUSE and record.job.trajectory.reusable:
             late_s = start_s + self._job_costs.remaining_s(task, layout) - record.deadline_s
@@ -244,14 +243,10 @@ class State:
                 return self._task_failed(event)
             case events.JobArrived():
                 return self._arrived(event)
-            case events.JobTimedOut():
-                return self._timed_out(event)
-            case events.JobCancelled():
-                return self._cancelled(event)
-            case events.OutputWritten() | events.OutputFailed():
+            case events.JobTimedOut() | events.JobCancelled():
+                return self._given_up(event)
+            case events.OutputWritten() | events.OutputFailed() | events.FramesLost():
                 return self._written(event)
-            case events.FramesLost():
-                return self._frames_lost(event)
             case events.LoadFailed():
                 return self._load_failed(event)
             case events.PriorityChanged():
@@ -352,41 +347,40 @@ class State:
             record.trouble.fail(doom)
         return self._settle(record)
 
-    def _timed_out(self, event: events.JobTimedOut) -> Iterable[JobOutcome]:
-        record = self.jobs.records.get(event.job_id)
-        # The time-out may be that of an earlier job of the same id.
-        if record is None or record.is_writing or abs(record.times_out_s - event.time_s) > _SAME_TIME_S:
-            return ()
-        record.time_out()
-        return self._settle(record)
-
-    def _cancelled(self, event: events.JobCancelled) -> Iterable[JobOutcome]:
-        """The job fails, unless its file, which is being written, is there first."""
+    def _given_up(self, event: events.JobTimedOut | events.JobCancelled) -> Iterable[JobOutcome]:
+        """The job fails, unless a file that is being written is there first."""
         record = self.jobs.records.get(event.job_id)
         if record is None or record.trouble.doom:
             return ()
-        record.trouble.doom, record.trouble.is_cancelled = "cancelled", True
+        if isinstance(event, events.JobCancelled):
+            record.trouble.doom, record.trouble.is_cancelled = "cancelled", True
+        # The time-out may be that of an earlier job of the same id.
+        elif record.is_writing or abs(record.times_out_s - event.time_s) > _SAME_TIME_S:
+            return ()
+        else:
+            record.time_out()
         return self._settle(record)
 
-    def _written(self, event: events.OutputWritten | events.OutputFailed) -> Iterable[JobOutcome]:
+    def _written(
+        self, event: events.OutputWritten | events.OutputFailed | events.FramesLost
+    ) -> Iterable[JobOutcome]:
+        """The job ends, or is decoded again if its frames are lost."""
         record = self.jobs.records[event.job_id]
         self.jobs.writing.remove(event.job_id)
-        if isinstance(event, events.OutputFailed):
-            return self._end(record, error=event.reason)
+        match event:
+            case events.OutputFailed():
+                return self._end(record, error=event.reason)
+            case events.FramesLost():
+                if event.time_s >= record.times_out_s:
+                    record.time_out()
+                record.lose_frames(event.reason, is_lost=event.lost)
+                return self._settle(record)
         if event.size_bytes:  # simulations write nothing
             record.usage.written = Content(event.size_bytes, event.sha256)
             record.usage.files, record.usage.made = event.files, event.made
             if event.made and (difference := record.job.info.difference(event.made)):
                 record.trouble.warnings.append(difference)
         return self._end(record, error=None)
-
-    def _frames_lost(self, event: events.FramesLost) -> Iterable[JobOutcome]:
-        record = self.jobs.records[event.job_id]
-        self.jobs.writing.remove(event.job_id)
-        if event.time_s >= record.times_out_s:
-            record.time_out()
-        record.lose_frames(event.reason, is_lost=event.lost)
-        return self._settle(record)
 
     def _rank_lost(self, event: events.RankLost) -> None:
         """Its worker is gone; WorkerError when no rank is left."""
