@@ -154,12 +154,14 @@ class RankRecord:
         free_s = self.flights[-1].view.predicted_end_s if self.flights else self.idle_since_s
         return free_s + self.load_s if self.is_loading else free_s
 
+    @property
+    def can_work(self) -> bool:
+        return self.is_ready and not self.is_loading
+
     def can_take(self, now_s: float) -> bool:
         """Whether it is idle, or its only task is about to end."""
         flights = self.flights
-        if not self.is_ready or self.is_loading:
-            return False
-        return not flights or (len(flights) == 1 and flights[0].is_ending(now_s))
+        return self.can_work and (not flights or (len(flights) == 1 and flights[0].is_ending(now_s)))
 
 
 class Ranks:
@@ -174,14 +176,13 @@ class Ranks:
 
     def free(self, ending: Iterable[Flight]) -> Set[int]:
         """Ranks that can take a task: idle ones, and those whose only task is about to end."""
-        behind = {rank for flight in ending for rank in flight.dispatch.layout.ranks}
-        return {
-            each.rank
-            for each in self.records
-            if each.is_ready
-            and not each.is_loading
-            and (not each.flights or (len(each.flights) == 1 and each.rank in behind))
-        }
+        free = {each.rank for each in self.records if not each.flights and each.can_work}
+        for flight in ending:
+            for rank in flight.dispatch.layout.ranks:
+                record = self.records[rank]
+                if len(record.flights) == 1 and record.can_work:
+                    free.add(rank)
+        return free
 
     def views(self, free: Set[int], models: frozenset[str]) -> tuple[RankView, ...]:
         """What policies see of the ranks that are ready, which hold these models."""

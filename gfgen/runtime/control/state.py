@@ -85,7 +85,7 @@ class State:
         if self.flights or self.jobs.writing:
             return False
         ranks = self.ranks.records
-        are_settled = all(rank.is_retired or (rank.is_ready and not rank.is_loading) for rank in ranks)
+        are_settled = all(rank.is_retired or rank.can_work for rank in ranks)
         return len(self.jobs.open) > 0 and are_settled
 
     @property
