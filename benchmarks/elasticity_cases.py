@@ -32,7 +32,7 @@ from gfgen.bench.scripted import MeasuredRun, Place, copy_of, placed_by, run_job
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.control.flights import LOOKAHEAD_S
+from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool

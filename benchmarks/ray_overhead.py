@@ -24,7 +24,7 @@ from gfgen.cluster.ray_cluster import LOCAL, RayCluster
 from gfgen.cluster.ray_node import RayOptions
 from gfgen.cluster.session import ClusterSession
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.control.flights import LOOKAHEAD_S
+from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.simulate.simulation import OutcomeRecorder
 from gfgen.session.ranks import AskedRanks
 from gfgen.session.session import Session, SessionOptions

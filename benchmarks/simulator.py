@@ -18,7 +18,7 @@ from benchmarks.runtime import NUM_RANKS, POLICIES, AllTasksRun, make_job
 from gfgen.graph import Stage
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control
-from gfgen.runtime.control.flights import LOOKAHEAD_S
+from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock

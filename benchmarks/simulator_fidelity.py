@@ -31,7 +31,7 @@ from gfgen.bench import profiling
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control
-from gfgen.runtime.control.flights import LOOKAHEAD_S
+from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock

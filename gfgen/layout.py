@@ -10,7 +10,7 @@ dimension fastest, so the ranks of one CFG half are neighbours:
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gfgen.errors import LayoutError
 
@@ -36,8 +36,11 @@ class Layout:
     cfg: int = 1
     ulysses: int = 1
     ring: int = 1
+    degrees: Degrees = field(init=False, repr=False, compare=False)
+    """(cfg, ulysses, ring): what decides shard shapes, whichever ranks are used."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "degrees", (self.cfg, self.ulysses, self.ring))
         if not 1 <= len(self.ranks) <= MAX_RANKS:
             raise LayoutError(f"a layout has 1 to {MAX_RANKS} ranks, got {len(self.ranks)}")
         if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
@@ -82,11 +85,6 @@ class Layout:
     def sequence_degree(self) -> int:
         """Number of shards that the token sequence is cut into."""
         return self.ulysses * self.ring
-
-    @property
-    def degrees(self) -> Degrees:
-        """(cfg, ulysses, ring): what decides shard shapes, whichever ranks are used."""
-        return (self.cfg, self.ulysses, self.ring)
 
     def slot_of(self, rank: int) -> int:
         """Position of a rank in this layout; raises LayoutError when it is not in it."""

@@ -25,7 +25,7 @@ from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL, MODELS
 from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.policies.catalog import BUILT_IN
-from gfgen.runtime.control.flights import LOOKAHEAD_S
+from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS, DEVICES
 from gfgen.runtime.files.start import GRACE_S
 from gfgen.session.ranks import AskedRanks, Ranks

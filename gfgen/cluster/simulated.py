@@ -13,7 +13,7 @@ from gfgen.cluster.fleet import Fleet
 from gfgen.cluster.node import JobEnded, NodeJoined, NodeLost, Report
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.control import Control, Steering
-from gfgen.runtime.control.flights import LOOKAHEAD_S
+from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock

@@ -7,21 +7,21 @@ to know nothing of owners, and priorities and deadlines count only among the job
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from gfgen.snapshot import Decision, JobView, Policy, Snapshot
 
 
-def shared(policy: Policy, snapshot: Snapshot) -> Iterable[Decision]:
-    """The decisions of a policy; if jobs have several owners, it sees those of one owner at a time.
+def shared(policy: Policy, snapshot: Snapshot) -> Iterator[Decision]:
+    """The decisions of a policy, which sees the jobs of one of several owners at a time.
 
     The owner with the fewest busy ranks is first, among equals the one that has had the least of them so
     far. Each gets its share of the ranks, if it has work for them; then the rest is given out in the same
     order. A task that needs more ranks than a share may start if its owner has none.
     """
-    return policy(snapshot) if len(snapshot.served_s) < 2 else _Sharing(policy, snapshot).decisions()
+    return _Sharing(policy, snapshot).decisions()
 
 
 class _Sharing:

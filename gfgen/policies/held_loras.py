@@ -8,7 +8,7 @@ of equal jobs does not matter to any policy, and PATIENCE_S bounds how far a job
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gfgen.graph import Stage
@@ -24,11 +24,8 @@ PATIENCE_S = 60.0
 _Kind = tuple[object, ...]
 
 
-def with_held_loras(snapshot: Snapshot, decisions: Iterable[Decision]) -> Sequence[Decision]:
+def with_held_loras(snapshot: Snapshot, decided: Sequence[Decision]) -> list[Decision]:
     """The decisions; jobs that would begin with a switch may be replaced by equal ones without one."""
-    decided = list(decisions)
-    if not any(view.loras for view in snapshot.ranks):
-        return decided
     swaps = _Swaps(snapshot, {decision.task.job_id for decision in decided})
     return [swaps.better(decision) for decision in decided]
 

@@ -21,7 +21,7 @@ from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.control import Control, Intake, Steering
 from gfgen.runtime.control.decider import Chooser
-from gfgen.runtime.control.flights import LOOKAHEAD_S
+from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of

@@ -87,8 +87,7 @@ class Batch:
 
     def begin(self, job_id: str, index: int) -> list[Dispatch]:
         task = self.jobs[job_id].trajectory.task(index)
-        first = self.state.begin(Decision(task, Layout((0,))))
-        return [first] if first.batch is None else [first, *self.state.begin_mates(first)]
+        return self.state.begin(Decision(task, Layout((0,))))
 
     def end(self, dispatches: Sequence[Dispatch]) -> None:
         for each in dispatches:

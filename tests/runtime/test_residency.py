@@ -140,21 +140,21 @@ def test_models_part_when_a_job_comes_that_is_too_large_beside_both():
     assert event.models == ("wan",)
 
 
-def idle_state(at_work: Sequence[str], *, num_parked: int = 0) -> Any:
+def idle_state(at_work: Sequence[str], *, parked: Sequence[str] = ()) -> Any:
     """What a residency asks a state; whoever looks at each job that waits is told so."""
 
     def look_at_jobs() -> Sequence[str]:
         raise AssertionError("asked for models that jobs wait for")
 
     turns = SimpleNamespace(
-        num_parked=num_parked,
-        has_urgent=False,
+        parked=parked,
+        urgent=(),
         resident={"wan", "qwen"},
-        wanted=look_at_jobs if num_parked else list,
+        wanted=look_at_jobs if parked else list,
     )
     return SimpleNamespace(
         models=turns,
-        ranks=SimpleNamespace(are_loading=False),
+        ranks=SimpleNamespace(records=[]),
         jobs=SimpleNamespace(models_at_work=set(at_work)),
         is_at_rest=False,
     )
@@ -217,7 +217,7 @@ def test_a_run_in_which_a_model_could_not_be_loaded_decides_the_same_again(tmp_p
 def test_turns_of_the_loop_in_which_nothing_is_to_be_changed_look_at_no_jobs():
     residency = residency_of([job_of("wan", "a"), job_of("qwen", "b")], room=60 * GB)
     assert residency.change(idle_state([]), now_s=1.0) is None
-    assert residency.change(idle_state([], num_parked=1), now_s=1.0) is None
+    assert residency.change(idle_state([], parked=["a"]), now_s=1.0) is None
 
 
 # Which models ----------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def test_a_rank_that_dies_while_it_loads_comes_back_with_the_new_models():
         RankReady(6.0, 0, 2, 5.0),
     ):
         state.apply(event)
-    assert not state.ranks.are_loading
+    assert not any(rank.is_loading for rank in state.ranks.records)
     assert state.snapshot().free_ranks == (0, 1)
 
 

@@ -9,7 +9,7 @@ from builders import make_job
 from gfgen.errors import InterruptedRunError, PolicyFault
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.runtime.control.flights import lookahead_of
+from gfgen.runtime.control.ranks import lookahead_of
 from gfgen.runtime.control.state import MIN_FILES, State
 from gfgen.runtime.core import events
 from gfgen.runtime.core.clock import Clock
@@ -48,7 +48,7 @@ class Cluster:
         return Decision(self.jobs[job_id].trajectory.task(index), Layout(ranks, ulysses=len(ranks)))
 
     def begin(self, job_id, index, *ranks):
-        return self.state.begin(self.decision(job_id, index, *ranks))
+        return self.state.begin(self.decision(job_id, index, *ranks))[0]
 
     def done(self, dispatch, seconds=0.1):
         end_s = self.clock.now_s + seconds
@@ -641,7 +641,7 @@ def test_a_decode_is_shared_by_the_ranks_that_hold_the_latents_and_others_are_se
     cluster = at_its_decode(max_decode_degree=3)
     job = cluster.state.snapshot().open["a"]
     assert (job.max_degree, job.layout((0, 2, 3, 1))) == (3, Layout.bands((0, 2, 3)))
-    dispatch = cluster.state.begin(Decision(job.next_task, job.layout((0, 2, 3))))
+    dispatch = cluster.state.begin(Decision(job.next_task, job.layout((0, 2, 3))))[0]
     assert {(t.source, t.destination) for t in dispatch.transfers} == {(0, 2), (0, 3)}
 
 

@@ -42,17 +42,16 @@ class Forming:
             self._last = record.batch
 
 
-def leader(record: JobRecord) -> JobRecord | None:
-    """The job that stands for a batch in its next step; None while another one has not come as far."""
+def is_to_wait(record: JobRecord) -> bool:
+    """Whether the next task of a job is a step of a batch, and the job does not stand for the batch in it.
+
+    The first job of those that are least far does, once nothing of them runs and all have come to a step.
+    """
+    if not takes_steps_together(record):
+        return False
     index = min(each.first_open_index for each in record.batch)
     at_step = [each for each in record.batch if each.first_open_index == index]
-    is_ready = index >= FIRST_STEP and not any(each.flights for each in at_step)
-    return at_step[0] if is_ready else None
-
-
-def is_to_wait(record: JobRecord) -> bool:
-    """Whether the next task of a job is a step of a batch, and the job is not its leader."""
-    return takes_steps_together(record) and leader(record) is not record
+    return record is not at_step[0] or any(each.flights for each in at_step)
 
 
 def takes_steps_together(record: JobRecord) -> bool:
@@ -60,8 +59,11 @@ def takes_steps_together(record: JobRecord) -> bool:
     return len(record.batch) > 1 and FIRST_STEP <= record.progress.next_index < record.num_tasks - 1
 
 
-def mates(record: JobRecord, index: int) -> Sequence[JobRecord]:
-    """The other jobs of a batch that come with the leader when it takes this task."""
+def mates(record: JobRecord) -> Sequence[JobRecord]:
+    """The other jobs that take the next step of a batch together with its leader."""
+    if not takes_steps_together(record):
+        return ()
+    index = record.progress.next_index
     return [each for each in record.batch if each is not record and each.progress.next_index == index]
 
 

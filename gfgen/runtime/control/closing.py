@@ -33,7 +33,6 @@ class Closing:
         self.closes_s = math.inf if start.closes_s is None else start.closes_s
         self.grace_s = start.grace_s
         self.stop_signal: int | None = None
-        """The signal that asked the run to stop."""
         self.is_stopping = False
         """Nothing new is dispatched; what runs is left to end."""
         self._costs = costs
@@ -41,7 +40,6 @@ class Closing:
         """By model: of the last step."""
 
     def close(self) -> None:
-        """The closing time has come."""
         self.is_stopping = True
 
     def stop(self, signal_number: int) -> None:
@@ -72,5 +70,4 @@ class Closing:
         return now_s + CAUTION * remaining_s * cost_class.batch > self.closes_s
 
     def check(self) -> None:
-        """Assert what always holds."""
         assert self.is_stopping or self.stop_signal is None, "a signal has come, and the run goes on"

@@ -102,16 +102,15 @@ class Control:
         skipped: Sequence[AdmittedJob] = (),
         steering: Steering | None = None,
     ) -> None:
-        steering = steering or Steering()
-        num_ranks = len(state.ranks.records)
+        self._steering = steering = steering or Steering()
         self.state = state
         self.backend = backend
         self.clock = state.clock
+        num_ranks = len(state.ranks.records)
         self.decider = Decider(policy, clock=state.clock, num_ranks=num_ranks, chooser=steering.chooser)
         self.journal = journal or NoJournal()
         self.metrics = Metrics()
-        self._residency = steering.residency
-        self.observers = (self.metrics, *observers, *filter(None, [self._residency]))
+        self.observers = (self.metrics, *observers, *filter(None, [steering.residency]))
         self._tell_applied: list[Callable[[Event], None]] = []
         self._tell_dispatched: list[Callable[[Dispatch], None]] = []
         """Both are called at every step, so observers that do not watch them are left out."""
@@ -119,8 +118,7 @@ class Control:
         self._next_refresh_s = 0.0
         self._jobs = tuple(jobs)
         self._skipped = tuple(skipped)
-        self._intake = steering.intake
-        self._on_turn, self._woke_s = steering.on_turn, 0.0
+        self._woke_s = 0.0
         self._has_warned = False
         """Of a standstill that may end when more jobs come."""
         self._saved: set[str] = set()
@@ -152,23 +150,23 @@ class Control:
     def turn(self) -> None:
         """Take in what has happened, and dispatch what follows from it."""
         self.receive()
-        dispatches = None
+        dispatches, steering = None, self._steering
         if self._refresh_s is not None:
             self.refresh(self._refresh_s)
         if self.state.closing.is_stopping:
             self.save_stopped()
         else:
-            if self._intake is not None:
-                self.take_in(self._intake)
+            if steering.intake is not None:
+                self.take_in(steering.intake)
             if self.decider.chooser is not None:
                 self.reconsider(self.decider.chooser)
-            if self._residency is not None:
-                self.change_models(self._residency)
+            if steering.residency is not None:
+                self.change_models(steering.residency)
             if (snapshot := self.state.choice()) is not None:
                 dispatches = self.dispatch(snapshot)
         self.journal.end_turn(self.clock.turn_s, dispatches)
-        if self._on_turn is not None:
-            self._on_turn(time.perf_counter() - self._woke_s)
+        if steering.on_turn is not None:
+            steering.on_turn(time.perf_counter() - self._woke_s)
 
     def begin(self) -> None:
         """Schedule the arrivals, and tell all observers what is to be done."""
@@ -190,7 +188,7 @@ class Control:
             self.schedule(job)
         if self.state.closing.closes_s < math.inf:
             self.clock.at(ClosingTime(self.state.closing.closes_s))
-        self.state.expects_more = self._intake is not None
+        self.state.expects_more = self._steering.intake is not None
 
     def schedule(self, job: AdmittedJob) -> None:
         """Let a job arrive at its time."""
@@ -232,7 +230,6 @@ class Control:
             self.conclude(outcome)
 
     def conclude(self, outcome: JobOutcome) -> None:
-        """A job has ended."""
         self.decider.note_change()
         self.backend.release(outcome.info.job_id)
         for observer in self.observers:
@@ -255,8 +252,8 @@ class Control:
         if not jobs:
             return
         self.backend.add(jobs)
-        if self._residency is not None:
-            self._residency.note(jobs)
+        if self._steering.residency is not None:
+            self._steering.residency.note(jobs)
         for observer in self.observers:
             observer.added(tuple(job.info for job in jobs))
         for job in jobs:
@@ -268,7 +265,8 @@ class Control:
         choice = chooser.take()
         if choice is not None and self.decider.can_follow(choice):
             self.record(PolicyChanged(self.clock.now_s, choice.policy, choice.reason))
-        if self.state.jobs.records and self.state.ranks.has_ready and self.decider.is_choice_due():
+        has_ready = any(rank.is_ready for rank in self.state.ranks.records)
+        if self.state.jobs.records and has_ready and self.decider.is_choice_due():
             chooser.consider(self.state.snapshot_of_traffic())
 
     def change_models(self, residency: Residency) -> None:
@@ -301,14 +299,11 @@ class Control:
     def start(self, decision: Decision) -> Sequence[Dispatch]:
         """Dispatch a decision, with its batch; none when it is illegal, which is the policy's fault."""
         try:
-            dispatch = self.state.begin(decision)
+            dispatches = self.state.begin(decision)
         except PolicyFault as fault:
             self.decider.blame(fault)
             self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
             return ()
-        dispatches = [dispatch]
-        if dispatch.batch is not None:
-            dispatches += self.state.begin_mates(dispatch)
         for each in dispatches:
             self.backend.submit(each)
             for tell in self._tell_dispatched:

@@ -14,7 +14,7 @@ from gfgen.policies.fair_share import shared
 from gfgen.policies.held_loras import with_held_loras
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import PolicyChanged
-from gfgen.snapshot import Choice, Decision, Snapshot
+from gfgen.snapshot import Choice, Decision, Policy, Snapshot
 from gfgen.system.timelimit import DECISION_LIMIT_S, within
 from gfgen.system.wording import counted
 
@@ -57,15 +57,17 @@ class Decider:
     def decide(self, snapshot: Snapshot) -> list[Decision]:
         """The policy's decisions; those of `fcfs` for this once when it raises."""
         try:
-            if self.policy.is_built_in:
-                return list(with_held_loras(snapshot, shared(self.policy.decide, snapshot)))
-            return list(shared(partial(within, DECISION_LIMIT_S, self._decided), snapshot))
+            if not self.policy.is_built_in:
+                return _ask(partial(within, DECISION_LIMIT_S, self._decided), snapshot)
+            decided = _ask(self.policy.decide, snapshot)
+            has_loras = any(view.loras for view in snapshot.ranks)
+            return with_held_loras(snapshot, decided) if has_loras else decided
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a policy may be the user's own, and call sys.exit()
             logger.debug("policy %s raised", self.policy.name, exc_info=True)
             self.blame(error)
-            return list(shared(load_policy(FALLBACK).decide, snapshot))
+            return _ask(load_policy(FALLBACK).decide, snapshot)
 
     def _decided(self, snapshot: Snapshot) -> list[Decision]:
         decided = self.policy.decide(snapshot)
@@ -95,7 +97,6 @@ class Decider:
         self._clock.at(PolicyChanged(self._clock.now_s, self.policy.name, reason))
 
     def follow(self, event: PolicyChanged) -> None:
-        """Let another policy decide."""
         if event.policy != self.policy.name:
             self.policy, self.chooser = load_policy(event.policy), self._usual_chooser
             logger.debug("from now on %s decides: %s", event.policy, event.reason)
@@ -121,3 +122,8 @@ class Decider:
             return False
         self._next_choice = self._num_changes + min(self._num_changes, CHANGES_PER_CHOICE)
         return True
+
+
+def _ask(policy: Policy, snapshot: Snapshot) -> list[Decision]:
+    """The decisions of a policy; jobs of several owners share the ranks."""
+    return list(shared(policy, snapshot) if len(snapshot.served_s) > 1 else policy(snapshot))

@@ -13,9 +13,8 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.control import batches
 from gfgen.runtime.control.closing import Closing
-from gfgen.runtime.control.flights import Flight
-from gfgen.runtime.control.modelturns import ModelTurns
-from gfgen.runtime.control.ranks import RankRecord
+from gfgen.runtime.control.ranks import Flight, RankRecord
+from gfgen.runtime.control.residency import ModelTurns
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import NOTHING_GIVEN_UP, GivenUp
 from gfgen.runtime.core.events import TaskDone
@@ -90,21 +89,6 @@ class Trouble:
         """The first reason counts."""
         self.doom = self.doom or reason
 
-    def blame(self, job_id: str, index: int, name: str, reason: str, *, is_lost: bool) -> None:
-        """Count a failure of a task, or the death of a worker that ran it; too many fail the job."""
-        if is_lost:
-            self.num_lost_workers += 1
-            logger.warning("job %s: %s lost its worker: %s", job_id, name, reason)
-            self.warnings.append(f"{name} lost its worker ({reason})")
-            if self.num_lost_workers >= MAX_LOST_WORKERS:
-                self.fail(f"{self.num_lost_workers} workers died under it: {reason}")
-            return
-        self.failures[index] += 1
-        logger.warning("job %s: %s failed: %s", job_id, name, reason)
-        self.warnings.append(f"{name} failed ({reason})")
-        if self.failures[index] >= MAX_TASK_FAILURES:
-            self.fail(f"{name}: {reason}")
-
 
 @dataclass(slots=True)
 class Usage:
@@ -132,7 +116,6 @@ class Usage:
     """The most jobs that its steps were computed with, itself included."""
 
     def add(self, stage: Stage, layout: Layout, event: TaskDone, *, busy_s: float, rank_s: float) -> None:
-        """A task has run."""
         if self.started_s is None:
             self.started_s = event.started_s
         self.busy_s += busy_s
@@ -173,7 +156,6 @@ class JobRecord:
     batch: list[JobRecord] = field(init=False)
     """The jobs that take their steps together with this one, which is one of them; the list is theirs."""
     arrived: bool = False
-    is_writing: bool = False
     flights: list[Flight] = field(default_factory=list)
     """Its dispatches that have not ended: a running task and a queued one at most."""
     progress: Progress = field(default_factory=Progress)
@@ -196,6 +178,11 @@ class JobRecord:
         return min([self.progress.next_index, *(flight.dispatch.task.index for flight in self.flights)])
 
     @property
+    def is_writing(self) -> bool:
+        """Whether its frames are made, and its file is being written."""
+        return self.progress.next_index == self.num_tasks and not self.flights
+
+    @property
     def next_task(self) -> Task:
         """The task at `next_index`, which is not past the last one."""
         task, index = self._next_task, self.progress.next_index
@@ -207,11 +194,6 @@ class JobRecord:
         """Whether tasks of this stage need the job's LoRAs, and no others, in the weights."""
         # Calls of general pipelines may have LoRAs in their text encoders.
         return stage is Stage.DENOISE or (self.job.has_nominal_flops and stage is not Stage.REUSE)
-
-    @property
-    def flying_ranks(self) -> set[int]:
-        """Ranks that its dispatches are on."""
-        return {rank for flight in self.flights for rank in flight.dispatch.layout.ranks}
 
     @property
     def times_out_s(self) -> float:
@@ -266,16 +248,9 @@ class JobRecord:
         )
         return self._view
 
-    @property
-    def _num_reused(self) -> int:
-        """Steps that have run without the transformer."""
-        trajectory = self.job.trajectory
-        fixed = len(trajectory.reused) - trajectory.num_reused_from(self.first_open_index)
-        return fixed + len(self.usage.given_up.steps)
-
     def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:
-        """How it has ended."""
-        usage, trouble = self.usage, self.trouble
+        usage, trouble, trajectory = self.usage, self.trouble, self.job.trajectory
+        num_reused = len(trajectory.reused) - trajectory.num_reused_from(self.first_open_index)
         return JobOutcome(
             info=self.job.info,
             status="done" if error is None else "cancelled" if trouble.is_cancelled else "failed",
@@ -293,7 +268,7 @@ class JobRecord:
             written=usage.written,
             files=usage.files,
             made=usage.made,
-            num_reused=self._num_reused,
+            num_reused=num_reused + len(usage.given_up.steps),
             why_reused=usage.given_up.why,
             batch=usage.batch,
         )
@@ -317,18 +292,23 @@ class JobRecord:
         self.blame(self.next_task, reason, is_lost=is_lost)
 
     def blame(self, task: Task, reason: str, *, is_lost: bool) -> None:
-        name = self.job.trajectory.name_of(task)
-        self.trouble.blame(self.job_id, task.index, name, reason, is_lost=is_lost)
+        """Count a failure of a task, or the death of a worker that ran it; too many fail the job."""
+        trouble, name = self.trouble, self.job.trajectory.name_of(task)
+        what = "lost its worker" if is_lost else "failed"
+        logger.warning("job %s: %s %s: %s", self.job_id, name, what, reason)
+        trouble.warnings.append(f"{name} {what} ({reason})")
+        trouble.num_lost_workers += is_lost
+        trouble.failures[task.index] += not is_lost
+        if trouble.num_lost_workers >= MAX_LOST_WORKERS:
+            trouble.fail(f"{trouble.num_lost_workers} workers died under it: {reason}")
+        if trouble.failures[task.index] >= MAX_TASK_FAILURES:
+            trouble.fail(f"{name}: {reason}")
 
     def check(self) -> None:
-        """Assert what always holds."""
         numbers = [flight.dispatch.number for flight in self.flights]
         assert numbers == sorted(numbers), f"job {self.job_id}: dispatches {numbers} out of order"
         assert len(numbers) <= 2, f"job {self.job_id} has {len(numbers)} tasks under way"
         assert 0 <= self.progress.next_index <= self.num_tasks, f"job {self.job_id}: {self.progress}"
-        if self.is_writing:
-            assert not numbers, f"job {self.job_id} is decoded and written at once"
-            assert self.progress.next_index == self.num_tasks, f"job {self.job_id} is written too early"
 
 
 def timed_out_after(timeout_s: float) -> str:
@@ -353,8 +333,7 @@ class Jobs:
         self.busy: dict[str, JobView] = {}
         self.recent: deque[tuple[JobRecord, JobView]] = deque(maxlen=NUM_RECENT)
         """The last arrivals, as they were then."""
-        self.num_writing = 0
-        """Jobs whose files are being written."""
+        self.writing: set[str] = set()
         self._renewed_s = 0.0
         for job in jobs:
             self.add(job)
@@ -366,7 +345,6 @@ class Jobs:
 
     @property
     def has_batches(self) -> bool:
-        """Whether some jobs take their steps together."""
         return any(len(record.batch) > 1 for record in self.records.values())
 
     def add(self, job: AdmittedJob) -> None:
@@ -407,17 +385,7 @@ class Jobs:
         self._models.unpark(job_id)
         self.place(record)
 
-    def write(self, record: JobRecord) -> None:
-        """Its frames are made, and its file is being written."""
-        record.is_writing = True
-        self.num_writing += 1
-
-    def end_write(self, record: JobRecord) -> None:
-        record.is_writing = False
-        self.num_writing -= 1
-
     def remove(self, record: JobRecord) -> None:
-        """The job has ended."""
         self.leave_batch(record)
         del self.records[record.job_id]
         self.open.discard(record.job_id)
@@ -438,39 +406,30 @@ class Jobs:
         """Its jobs take other times than before; one that is alone may have several ranks."""
         for each in batch:
             each.cost_class, each._view = self._costs.class_of(each.job, batch=len(batch)), None
-            self._place(each)
+            self.place(each)
 
     def place(self, record: JobRecord) -> None:
-        """Move the job's view to where it belongs, and those of its batch that have a leader now, or had."""
-        self._place(record)
-        if len(record.batch) == 1:
-            return
-        for each in record.batch:
-            if not each.flights and (each.job_id in self.open) is batches.is_to_wait(each):
-                self._place(each)
+        """Move the job's view to where it belongs: open, busy, or out of the policies' sight.
 
-    def _place(self, record: JobRecord) -> None:
-        """Open, busy, or out of the policies' sight."""
-        job_id = record.job_id
-        was_busy = self.busy.pop(job_id, None) is not None
-        has_next = record.progress.next_index < record.num_tasks
-        is_visible = record.arrived and has_next and not record.trouble.doom
-        if self._models.is_limited:
-            if is_visible:
-                urgency = (-record.job.spec.priority, record.deadline_s)
-                is_visible = self._models.admit(job_id, record.model, urgency)
-            else:
-                self._models.unpark(job_id)
-        if is_visible and not record.flights:
-            if len(record.batch) > 1 and batches.is_to_wait(record):
+        And the views of its batch: another job of it may lead now.
+        """
+        placed, is_alone = [record], len(record.batch) == 1
+        if not is_alone:
+            others = [each for each in record.batch if each is not record and not each.flights]
+            placed += [x for x in others if (x.job_id in self.open) is batches.is_to_wait(x)]
+        for each in placed:
+            job_id = each.job_id
+            was_busy = self.busy.pop(job_id, None) is not None
+            is_visible = each.arrived and each.progress.next_index < each.num_tasks and not each.trouble.doom
+            if self._models.is_limited:
+                urgency = (-each.job.spec.priority, each.deadline_s)
+                is_visible = self._models.admit(job_id, each.model, urgency, can_run=is_visible)
+            if is_visible and each.flights:
+                self.busy[job_id] = each.view(self._costs)
+            if is_visible and not each.flights and (is_alone or not batches.is_to_wait(each)):
+                self.open.put(each.view(self._costs))
+            elif not was_busy:
                 self.open.discard(job_id)
-            else:
-                self.open.put(record.view(self._costs))
-            return
-        if not was_busy:
-            self.open.discard(job_id)
-        if is_visible:
-            self.busy[job_id] = record.view(self._costs)
 
     def joining(self, ending: Iterable[Flight]) -> list[str]:
         """Jobs whose next task may be queued behind the running one: one step ahead and no more."""
@@ -507,7 +466,7 @@ class Jobs:
             for record in self.records.values()
             if record.progress.last_completed is not None
             and not record.is_writing
-            and all(ranks[rank].is_retired for rank in record.flying_ranks)
+            and all(ranks[rank].is_retired for x in record.flights for rank in x.dispatch.layout.ranks)
         }
 
     def renew_predictions(self, now_s: float) -> None:
@@ -535,12 +494,10 @@ class Jobs:
                 record.progress.is_held = False
 
     def check(self) -> None:
-        """Assert what always holds."""
         assert not self.busy.keys() & set(self.open.ids), "a job is open and busy"
         assert self.busy.keys() | set(self.open.ids) <= self.records.keys(), "a job that has ended is visible"
-        assert self.num_writing == sum(record.is_writing for record in self.records.values()), (
-            "files being written"
-        )
+        writing = {record.job_id for record in self.records.values() if record.is_writing}
+        assert self.writing == writing, f"files of {self.writing} are being written, not of {writing}"
         for record in self.records.values():
             record.check()
             is_open = record.job_id in self.open

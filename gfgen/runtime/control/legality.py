@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gfgen.errors import PolicyFault
 from gfgen.graph import STEPS, Stage, Task
 from gfgen.layout import Layout
-from gfgen.runtime.control.jobs import JobRecord, Jobs
-from gfgen.runtime.control.modelturns import ModelTurns
-from gfgen.runtime.control.ranks import Ranks, share_island
+from gfgen.runtime.control.jobs import JobRecord
+from gfgen.runtime.control.ranks import share_island
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.snapshot import Decision
+
+if TYPE_CHECKING:
+    from gfgen.runtime.control.state import State
 
 
 def check_types(decision: object) -> None:
     """Refuse a value that is not a decision: a policy may be the user's own, and untyped."""
     if not isinstance(decision, Decision):
-        raise PolicyFault(
-            f"it decided a value of type {type(decision).__name__}; a Decision(task, layout) is accepted"
-        )
+        raise _wrong_type("value", decision, "a Decision(task, layout)")
     task, layout = decision.task, decision.layout
     if not isinstance(task, Task) or not isinstance(task.job_id, str):
-        raise PolicyFault(f"it decided a task of type {type(task).__name__}; the job's next_task is accepted")
+        raise _wrong_type("task", task, "the job's next_task")
     if not isinstance(layout, Layout):
-        raise PolicyFault(
-            f"job {task.job_id}: it decided a layout of type {type(layout).__name__}; a Layout is accepted"
-        )
-    numbers = (*layout.ranks, layout.cfg, layout.ulysses, layout.ring)
+        raise _wrong_type("layout", layout, "a Layout", job=f"job {task.job_id}: ")
+    numbers = (*layout.ranks, *layout.degrees)
     if not isinstance(layout.ranks, tuple) or set(map(type, numbers)) != {int}:
         raise PolicyFault(
             f"job {task.job_id}: {layout} is made of other things than a tuple of whole numbers"
         )
 
 
-def legal_job(
-    decision: Decision, jobs: Jobs, ranks: Ranks, models: ModelTurns, *, max_degree: int, now_s: float
-) -> JobRecord:
-    """The job of a decision.
+def _wrong_type(what: str, value: object, accepted: str, *, job: str = "") -> PolicyFault:
+    return PolicyFault(f"{job}it decided a {what} of type {type(value).__name__}; {accepted} is accepted")
+
+
+def legal_job(decision: Decision, state: State) -> JobRecord:
+    """The job of a decision, which is judged at the moment of this turn's snapshot.
 
     Raises: PolicyFault for a task that its job cannot run now, and for ranks that cannot take it.
     """
     check_types(decision)
-    task, layout = decision.task, decision.layout
+    task, layout, now_s = decision.task, decision.layout, state.clock.turn_s
+    jobs, ranks, models = state.jobs, state.ranks, state.models
     record = jobs.records.get(task.job_id)
     if record is None or not record.arrived or record.trouble.doom:
         raise PolicyFault(f"there is no open job {task.job_id}")
@@ -52,14 +55,14 @@ def legal_job(
     flights = record.flights
     if flights and not (len(flights) == 1 and flights[0].is_ending(now_s)):
         raise PolicyFault(f"job {task.job_id}: {task} is not open, its input does not exist yet")
-    if len(layout.ranks) > max_degree:
-        raise PolicyFault(f"job {task.job_id}: {layout} has more than {max_degree} ranks")
+    if len(layout.ranks) > state.max_degree:
+        raise PolicyFault(f"job {task.job_id}: {layout} has more than {state.max_degree} ranks")
     if len(layout.ranks) > 1:
         check_degrees(record.job, task, layout)
     if not share_island(layout.ranks, ranks.islands):
         raise PolicyFault(f"job {task.job_id}: the ranks of {layout} do not reach each other")
     for rank in layout.ranks:
-        if not ranks.can_take(rank, now_s):
+        if not ranks.records[rank].can_take(now_s):
             raise PolicyFault(f"job {task.job_id}: rank {rank} is not free")
     return record
 

@@ -1,16 +1,130 @@
-"""The ranks of a run: which of them live, what each is at, which can take a task, and who had how much."""
+"""The ranks of a run, the dispatches on them, and which ranks can take a task.
+
+A flight is a dispatch that has not ended. The next task may be queued behind it shortly before it ends.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
+from gfgen.graph import Artifact
 from gfgen.layout import Layout
-from gfgen.runtime.control.flights import Flight
+from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankLost, RankTimes
-from gfgen.snapshot import RankView
+from gfgen.runtime.ipc.migration import Transfer, plan_transfers
+from gfgen.snapshot import RankView, RunningTask
+
+LOOKAHEAD_S = 0.005
+"""The default: dispatching takes a millisecond or two, on a busy machine more."""
+SHARE, MAX_SHARE_S = 0.02, 0.025
+"""A task adds this share of its predicted time, by which it may vary, to the lookahead. The share is limited:
+an early decision may be wrong, and a long task can bear a gap."""
+MAX_EARLY_S = 0.1
+"""A task is not expected to end more than this before its predicted end, for the same reasons."""
+_ROUNDING_S = 1e-9
+"""The loop turns at the soonest end less the lookahead, and sums of floats are not exact."""
+_SAME_END = 0.1
+"""A predicted end that is off by less than this share of the lookahead stays as it is."""
+
+
+def lookahead_of(predicted_s: float, *, lookahead_s: float) -> float:
+    """How long before its soonest end the task after this one may be queued."""
+    return lookahead_s + min(SHARE * predicted_s, MAX_SHARE_S) if lookahead_s > 0 else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A dispatch that has not ended."""
+
+    dispatch: Dispatch
+    view: RunningTask
+    """Its predicted end is corrected when the task before it has ended."""
+    lookahead_s: float
+    """How long before its soonest and after its predicted end the next task may be queued; 0 if never."""
+    failure: str | None = None
+    is_void: bool = False
+    look_s: float = math.inf
+    """When to decide what follows it; infinity if nothing may be queued behind it."""
+    opens_s: float = math.inf
+    """The same, less an allowance for rounding."""
+    late_s: float = 0.0
+    """From here on nothing may be queued: a task that is so late may end at any time, or not for long,
+    and a task queued behind it would wait on a rank that other jobs could use."""
+
+    def set_end(self, view: RunningTask, soonest_s: float) -> None:
+        """Predict this end, and that no rank of it is free before `soonest_s`.
+
+        What follows is decided in time for the soonest end: a decision after the end leaves ranks idle.
+        """
+        self.view, end_s = view, view.predicted_end_s
+        soonest_s = min(end_s, max(soonest_s, end_s - MAX_EARLY_S))
+        self.look_s = soonest_s - self.lookahead_s if self.lookahead_s > 0 else math.inf
+        self.opens_s = self.look_s - _ROUNDING_S
+        self.late_s = end_s + self.lookahead_s
+
+    def is_ending(self, now_s: float) -> bool:
+        """Whether the next task may be queued behind it."""
+        return self.opens_s <= now_s <= self.late_s and self.failure is None
+
+
+class Flights(dict[int, Flight]):
+    """All flights of a run by number, in the order of their dispatches."""
+
+    def __init__(self, *, lookahead_s: float, last_number: int) -> None:
+        super().__init__()
+        self._lookahead_s = lookahead_s
+        self.unwanted: set[int] = set()
+        """Dispatches to stop that `take_unwanted` has not returned yet."""
+        self.last_number = last_number
+        """Of the last dispatch."""
+
+    def add(
+        self, dispatch: Dispatch, *, soonest_s: float, is_foreseeable: bool, owner: str | None = None
+    ) -> Flight:
+        """Note a dispatch; nothing is queued behind it by a mere guess of when it ends."""
+        assert dispatch.number == self.last_number + 1, f"{dispatch} is not the next dispatch"
+        view = RunningTask(dispatch.task, dispatch.layout, dispatch.predicted_end_s, owner)
+        predicted_s = dispatch.predicted_end_s - dispatch.predicted_start_s
+        own_s = lookahead_of(predicted_s, lookahead_s=self._lookahead_s) if is_foreseeable else 0.0
+        flight = self[dispatch.number] = Flight(dispatch, view, own_s)
+        flight.set_end(view, soonest_s)
+        self.last_number = dispatch.number
+        return flight
+
+    def ending(self, now_s: float) -> list[Flight]:
+        """Flights behind which the next tasks may be queued."""
+        return [x for x in self.values() if x.opens_s <= now_s <= x.late_s and x.failure is None]
+
+    def next_look_s(self, now_s: float) -> float:
+        """When to decide next what follows a flight; infinity if there is nothing to decide."""
+        return min([each.look_s for each in self.values() if each.look_s > now_s], default=math.inf)
+
+    def move_end(self, flight: Flight, end_s: float, *, soonest_s: float) -> bool:
+        """Predict other ends; whether that changes what policies see."""
+        view = flight.view
+        has_moved = abs(end_s - view.predicted_end_s) > _SAME_END * self._lookahead_s
+        if has_moved:
+            view = RunningTask(view.task, view.layout, end_s, view.owner)
+        flight.set_end(view, soonest_s)
+        return has_moved
+
+    def give_up(self, flights: Iterable[Flight]) -> None:
+        """Nobody wants the results of these dispatches any more."""
+        self.unwanted.update(flight.dispatch.number for flight in flights)
+
+    def take_unwanted(self) -> list[Dispatch]:
+        """Dispatches to stop, each returned once."""
+        unwanted, self.unwanted = self.unwanted, set()
+        return [self[number].dispatch for number in sorted(unwanted & self.keys())]
+
+    def check(self) -> None:
+        numbers = list(self)
+        assert numbers == sorted(numbers), f"dispatches out of order: {numbers}"
+        assert not numbers or numbers[-1] <= self.last_number, f"{numbers[-1]} is past {self.last_number}"
 
 
 @dataclass(slots=True, eq=False)
@@ -44,49 +158,31 @@ class RankRecord:
     def can_work(self) -> bool:
         return self.is_ready and not self.is_loading
 
+    def can_take(self, now_s: float) -> bool:
+        """Whether it is idle, or its only task is about to end."""
+        flights = self.flights
+        return self.can_work and (not flights or (len(flights) == 1 and flights[0].is_ending(now_s)))
+
 
 class Ranks:
-    """All ranks; a rank is idle if it can work and has nothing to do."""
+    """All ranks of a run."""
 
     def __init__(self, num_ranks: int, islands: Sequence[Sequence[int]] | None) -> None:
         self.records = [RankRecord(rank) for rank in range(num_ranks)]
         self.islands = tuple(map(tuple, islands or [range(num_ranks)]))
         """Sets of ranks that reach each other's memory."""
-        self.idle: set[int] = set()
-
-    @property
-    def has_ready(self) -> bool:
-        """Whether some rank lives and has been ready."""
-        return any(rank.is_ready for rank in self.records)
-
-    @property
-    def are_settled(self) -> bool:
-        """Whether no rank starts or loads models."""
-        return all(rank.can_work or rank.is_retired for rank in self.records)
-
-    @property
-    def are_loading(self) -> bool:
-        """Whether some rank has yet to load the models of the last change."""
-        return any(rank.is_loading for rank in self.records)
-
-    @property
-    def are_gone(self) -> bool:
-        """Whether every rank stays away."""
-        return all(rank.is_retired for rank in self.records)
 
     # What a policy and a decision need -------------------------------------------------------
 
-    def free(self, ending: Sequence[Flight]) -> Set[int]:
+    def free(self, ending: Iterable[Flight]) -> Set[int]:
         """Ranks that can take a task: idle ones, and those whose only task is about to end."""
-        if not ending:
-            return self.idle
-        behind = [
-            rank
-            for flight in ending
-            for rank in flight.dispatch.layout.ranks
-            if len(self.records[rank].flights) == 1 and self.records[rank].can_work
-        ]
-        return self.idle.union(behind)
+        free = {each.rank for each in self.records if not each.flights and each.can_work}
+        for flight in ending:
+            for rank in flight.dispatch.layout.ranks:
+                record = self.records[rank]
+                if len(record.flights) == 1 and record.can_work:
+                    free.add(rank)
+        return free
 
     def views(self, free: Set[int], models: frozenset[str]) -> tuple[RankView, ...]:
         """What policies see of the ranks that are ready, which hold these models."""
@@ -100,56 +196,47 @@ class Ranks:
                 views.append(view)
         return tuple(views)
 
-    def can_take(self, rank: int, now_s: float) -> bool:
-        """Whether a rank is idle, or its only task is about to end."""
-        record = self.records[rank]
-        flights = record.flights
-        return record.can_work and (not flights or (len(flights) == 1 and flights[0].is_ending(now_s)))
+    def transfers(self, latents: Artifact, *, source: Layout, destination: Layout) -> tuple[Transfer, ...]:
+        """What ranks send each other of what the source holds; nothing if they take it from the slab.
 
-    def can_send(self, source: Layout, destination: Layout) -> bool:
-        """Whether ranks can send what they hold: they reach each other, and none has to load models first.
-
-        A GPU rank that loads maps the arena of a new peer afterwards, so both would wait for each other.
+        They do if they do not reach each other, or one has to load models first. A GPU rank that loads maps
+        the arena of a new peer afterwards, so both would wait for each other.
         """
-        if any(self.records[rank].is_loading for rank in source.ranks):
-            return False
-        return share_island((*source.ranks, *destination.ranks), self.islands)
-
-    def hold(self, layout: Layout, model: str, loras: str) -> bool:
-        """Whether a model contains these LoRAs, and no others, on all ranks of a layout."""
-        return all(self.records[rank].loras.get(model, "") == loras for rank in layout.ranks)
+        is_loading = any(self.records[rank].is_loading for rank in source.ranks)
+        if is_loading or not share_island((*source.ranks, *destination.ranks), self.islands):
+            return ()
+        return plan_transfers(latents, source=source, destination=destination)
 
     # What happens to ranks -------------------------------------------------------------------
 
     def take(self, flight: Flight) -> None:
-        """A task is dispatched."""
         for rank in flight.dispatch.layout.ranks:
             record = self.records[rank]
             record.flights.append(flight)
             record.view = None
-            self.idle.discard(rank)
 
-    def merge(self, layout: Layout, model: str, loras: str) -> None:
-        """A task with these LoRAs is dispatched."""
-        for rank in layout.ranks:
-            self.records[rank].loras[model] = loras
+    def merge(self, layout: Layout, model: str, loras: str) -> bool:
+        """A task needs a model with these LoRAs and no others; whether a rank of it has to merge them."""
+        held = [self.records[rank].loras for rank in layout.ranks]
+        if all(each.get(model, "") == loras for each in held):
+            return False
+        for each in held:
+            each[model] = loras
+        return True
 
     def leave(self, flight: Flight, *, at_s: float, times: Sequence[RankTimes] = ()) -> None:
-        """A task has ended, or failed, on its ranks."""
         for each in times:
             record = self.records[each.rank]
             record.ended_s = max(record.ended_s, each.ended_s)
         for rank in flight.dispatch.layout.ranks:
             record = self.records[rank]
             record.flights.remove(flight)
-            record.view = None
-            if not record.flights:
-                self._note_idle(record, since_s=at_s)
+            record.idle_since_s, record.view = at_s, None
 
     def become_ready(self, rank: int, *, at_s: float) -> None:
         """Its worker has loaded the models of this moment and takes tasks."""
-        self.records[rank].is_ready = True
-        self._note_idle(self.records[rank], since_s=at_s)
+        record = self.records[rank]
+        record.is_ready, record.idle_since_s, record.view = True, at_s, None
 
     def load(self, models: Collection[str], load_s: float, *, at_s: float) -> None:
         """Every rank loads these models in place of others, after its present task."""
@@ -157,11 +244,10 @@ class Ranks:
             rank.loras = {model: loras for model, loras in rank.loras.items() if model in models}
             rank.is_loading, rank.load_s, rank.view = not rank.is_retired, load_s, None
             rank.idle_since_s = max(rank.idle_since_s, at_s)
-        self.idle.clear()
 
     def finish_loading(self, rank: int, *, at_s: float) -> None:
-        self.records[rank].is_loading, self.records[rank].view = False, None
-        self._note_idle(self.records[rank], since_s=at_s)
+        record = self.records[rank]
+        record.is_loading, record.idle_since_s, record.view = False, at_s, None
 
     def lose(self, event: RankLost) -> None:
         """The rank takes nothing until its successor is ready."""
@@ -169,29 +255,14 @@ class Ranks:
         rank.is_ready, rank.is_loading, rank.view = False, False, None
         rank.is_retired = event.is_retired
         rank.loras.clear()
-        self.idle.discard(event.rank)
-
-    def outdate(self, ranks: Collection[int] | None = None) -> None:
-        """Renew the views of these ranks, or of all."""
-        for rank in range(len(self.records)) if ranks is None else ranks:
-            self.records[rank].view = None
 
     def check(self) -> None:
-        """Assert what always holds."""
         for rank in self.records:
             tasks = {each.dispatch.batch or each.dispatch.number for each in rank.flights}
             assert len(tasks) <= 2, f"rank {rank.rank} has {len(tasks)} tasks"
-            is_idle = rank.can_work and not rank.flights
-            assert (rank.rank in self.idle) is is_idle, f"rank {rank.rank}: idle is {not is_idle}"
             assert not (rank.is_retired and rank.is_ready), f"rank {rank.rank} is retired and ready"
             for flight in rank.flights:
                 assert rank.rank in flight.dispatch.layout.ranks, f"rank {rank.rank} has a task of others"
-
-    def _note_idle(self, rank: RankRecord, *, since_s: float) -> None:
-        if rank.is_ready and not rank.flights:
-            rank.idle_since_s = since_s
-            if not rank.is_loading:
-                self.idle.add(rank.rank)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -214,23 +285,19 @@ class Shares:
         self._least_s = 0.0
 
     def arrive(self, owner: str | None) -> None:
-        """A job of this owner has arrived."""
         self._num_jobs[owner] += 1
         self.served_s.setdefault(owner, self._least_s)
 
     def serve(self, owner: str | None, rank_s: float) -> None:
-        """A task of this owner has run."""
         if owner in self.served_s:
             self.served_s[owner] += rank_s
             self._least_s = min(self.served_s.values())
 
     def leave(self, owner: str | None) -> None:
-        """A job that had arrived has ended."""
         self._num_jobs[owner] -= 1
         if not self._num_jobs[owner]:
             del self._num_jobs[owner], self.served_s[owner]
 
     def check(self) -> None:
-        """Assert what always holds."""
         assert self._num_jobs.keys() == self.served_s.keys(), "owners without jobs have shares"
         assert min(self._num_jobs.values(), default=1) > 0, f"jobs of owners: {self._num_jobs}"

@@ -17,15 +17,19 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from gfgen.runtime.control.modelturns import ModelTurns
-from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event, LoadFailed, ModelsChanged, RankLoaded, RankReady
 from gfgen.runtime.core.observer import Observer
+
+if TYPE_CHECKING:
+    from gfgen.runtime.control.state import State
 
 SHARE, URGENT_SHARE = 0.01, 0.1
 """Of the time: what changes may take that are made for the sake of jobs that wait."""
@@ -33,6 +37,82 @@ LOAD_BYTES_PER_S = 1e9
 """Until ranks have loaded something: a disk that is neither slow nor fast."""
 
 _CROWDED = "they do not fit together beside the jobs that have come"
+RETRY_LOAD_S = 600.0
+"""A model that no rank could load is tried again for jobs that arrive this much later."""
+
+Urgency = tuple[float, float]
+"""Minus the priority, and the deadline."""
+
+
+class _Parked(NamedTuple):
+    """A job that waits for its model."""
+
+    urgency: Urgency
+    model: str
+    since_s: float
+
+
+class ModelTurns:
+    """The resident models, and the jobs of other models, which are parked: policies do not see them.
+
+    If `is_limited` is false all models fit, and no job is parked.
+    """
+
+    def __init__(self, resident: Collection[str], *, is_limited: bool, clock: Clock) -> None:
+        self._clock = clock
+        self.resident = frozenset(resident)
+        self.is_limited = is_limited
+        self.parked: dict[str, _Parked] = {}
+        """By job, the longest first."""
+        self.urgent: set[str] = set()
+        """Those of them that have a deadline or a raised priority."""
+        self._unloadable: dict[str, tuple[float, str]] = {}
+        """By model that no rank could load: until when its jobs fail at once, and why."""
+
+    def wanted(self) -> list[str]:
+        """Models that jobs wait for, the most urgent first."""
+        by_urgency = sorted(self.parked.values(), key=lambda job: job.urgency)
+        return list(dict.fromkeys([job.model for job in by_urgency]))
+
+    def admit(self, job_id: str, model: str, urgency: Urgency, *, can_run: bool) -> bool:
+        """Whether a job can run and its model is resident; if only that is missing, the job is parked."""
+        if not can_run or model in self.resident:
+            self.unpark(job_id)
+            return can_run
+        if job_id not in self.parked:
+            self.parked[job_id] = _Parked(urgency, model, self._clock.turn_s)
+            if urgency[0] < 0 or urgency[1] < math.inf:
+                self.urgent.add(job_id)
+        return False
+
+    def unpark(self, job_id: str) -> None:
+        """The job does not wait for its model, or has ended."""
+        self.parked.pop(job_id, None)
+        self.urgent.discard(job_id)
+
+    def change(self, models: Collection[str]) -> None:
+        """Ranks hold these models from now on, each once it has loaded them."""
+        self.resident = frozenset(models)
+
+    def give_up(self, models: Collection[str], reason: str, *, now_s: float) -> str:
+        """No rank can load these models, which are one; the reason for which their jobs fail."""
+        self.resident -= set(models)
+        doom = f"model {' and '.join(models)} cannot be loaded: {reason}"
+        # Where all models fit, ranks load only at the start.
+        until_s = now_s + RETRY_LOAD_S if self.is_limited else math.inf
+        self._unloadable |= dict.fromkeys(models, (until_s, doom))
+        return doom
+
+    def doom_of(self, model: str, *, now_s: float) -> str | None:
+        """Why a job of this model that arrives now fails; None if its model can be loaded, or tried again."""
+        until_s, doom = self._unloadable.get(model, (-math.inf, None))
+        return doom if now_s < until_s else None
+
+    def check(self) -> None:
+        assert self.is_limited or not self.parked, "jobs are parked although all models fit"
+        assert self.urgent <= self.parked.keys(), "an urgent job waits that is not parked"
+        waiting = {job.model for job in self.parked.values()}
+        assert not waiting & self.resident, f"jobs wait for models that are resident: {waiting}"
 
 
 @dataclass(slots=True)
@@ -83,12 +163,10 @@ class Residency(Observer):
 
     @property
     def held(self) -> dict[str, Path]:
-        """The resident models and their checkpoints."""
         return {model: self._needs[model].checkpoint for model in sorted(self.resident)}
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Of the resident models."""
         return sorted(set(self.held.values()))
 
     def choose(self, wanted: Sequence[str], *, kept: Collection[str] = ()) -> frozenset[str]:
@@ -107,10 +185,9 @@ class Residency(Observer):
             need.work_bytes = heapq.nlargest(self._jobs_at_once, sizes)
 
     def change(self, state: State, *, now_s: float) -> ModelsChanged | None:
-        """The change that is due now, if any."""
         turns = state.models
         is_crowded = len(self.resident) > 1 and not self._fits(self.resident)
-        if state.ranks.are_loading or not (is_crowded or turns.num_parked):
+        if any(rank.is_loading for rank in state.ranks.records) or not (is_crowded or turns.parked):
             return None
         reason = _CROWDED if is_crowded else self._reason(state, now_s)
         if reason is None:
@@ -144,13 +221,13 @@ class Residency(Observer):
     def _reason(self, state: State, now_s: float) -> str | None:
         if state.is_at_rest:
             return "nothing is left to do with the others"
-        share = URGENT_SHARE if state.models.has_urgent else SHARE
+        share = URGENT_SHARE if state.models.urgent else SHARE
         return "its jobs have waited long" if now_s >= self._changed_s + self._longest_s / share else None
 
     def _overdue(self, turns: ModelTurns, now_s: float) -> str | None:
         """A model that jobs have waited for so long that more urgent ones come after it."""
-        model, since_s = turns.longest_parked
-        return model if now_s >= since_s + self._longest_s / SHARE else None
+        longest = next(iter(turns.parked.values()))
+        return longest.model if now_s >= longest.since_s + self._longest_s / SHARE else None
 
     @property
     def _longest_s(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from gfgen.errors import WorkerError
@@ -17,11 +17,10 @@ from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.runtime.control import batches
 from gfgen.runtime.control.closing import Closing
-from gfgen.runtime.control.flights import Flight, Flights
 from gfgen.runtime.control.jobs import JobRecord, Jobs
 from gfgen.runtime.control.legality import legal_job
-from gfgen.runtime.control.modelturns import ModelTurns
-from gfgen.runtime.control.ranks import Ranks, Shares
+from gfgen.runtime.control.ranks import Flight, Flights, Ranks, Shares
+from gfgen.runtime.control.residency import ModelTurns
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
@@ -31,7 +30,7 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.core.openjobs import OpenJobOrders
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.content import Content
-from gfgen.runtime.ipc.migration import Transfer, plan_transfers
+from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import Decision, Snapshot
 
@@ -77,14 +76,17 @@ class State:
     def finished(self) -> bool:
         """All jobs have ended; or the run is stopping and nothing is under way any more."""
         if self.closing.is_stopping:
-            return not self.flights and not self.jobs.num_writing
+            return not self.flights and not self.jobs.writing
         return not self.jobs.records and not self.expects_more
 
     @property
     def is_stuck(self) -> bool:
         """Jobs are open, and no event will come unless something is dispatched."""
-        is_busy = bool(self.flights) or self.jobs.num_writing or not self.ranks.are_settled
-        return len(self.jobs.open) > 0 and not is_busy
+        if self.flights or self.jobs.writing:
+            return False
+        ranks = self.ranks.records
+        are_settled = all(rank.is_retired or rank.can_work for rank in ranks)
+        return len(self.jobs.open) > 0 and are_settled
 
     @property
     def is_at_rest(self) -> bool:
@@ -98,16 +100,16 @@ class State:
         """
         now_s = self.clock.turn_s
         ending = self.flights.ending(now_s)
-        if not (ending or self.ranks.idle) or not (self.jobs.busy or self.jobs.open):
+        free = self.ranks.free(ending)
+        if not free:
             return None
-        free, joining = self.ranks.free(ending), self.jobs.joining(ending)
-        if not free or not (joining or self.jobs.open):
+        joining = self.jobs.joining(ending)
+        if not (joining or self.jobs.open):
             return None
         self.jobs.renew_predictions(now_s)
         return self._snapshot(now_s, free, joining)
 
     def snapshot(self) -> Snapshot:
-        """The frozen picture of this moment."""
         now_s = self.clock.turn_s
         ending = self.flights.ending(now_s)
         return self._snapshot(now_s, self.ranks.free(ending), self.jobs.joining(ending))
@@ -122,7 +124,7 @@ class State:
             now_s=now_s,
             open=open_jobs,
             busy=busy,
-            running=tuple([flight.view for flight in self.flights]),
+            running=tuple([flight.view for flight in self.flights.values()]),
             ranks=self.ranks.views(free, self.models.resident),
             islands=self.ranks.islands,
             max_degree=self.max_degree,
@@ -155,63 +157,48 @@ class State:
         task = decision.task if isinstance(decision, Decision) else None
         if not isinstance(task, Task) or task.stage is not Stage.DECODE:
             return False
-        num_decoding = sum(flight.dispatch.task.stage is Stage.DECODE for flight in self.flights)
-        return num_decoding + self.jobs.num_writing >= max(
+        num_decoding = sum(flight.dispatch.task.stage is Stage.DECODE for flight in self.flights.values())
+        return num_decoding + len(self.jobs.writing) >= max(
             MIN_FILES, FILES_PER_RANK * len(self.ranks.records)
         )
 
-    def begin(self, decision: Decision) -> Dispatch:
-        """Register a decision as the next dispatch; it is judged at the moment of this turn's snapshot.
+    def begin(self, decision: Decision) -> list[Dispatch]:
+        """Register a decision as the next dispatches: one, or one for each job of a batch.
 
         Raises: PolicyFault when it is illegal; nothing has changed then.
         """
-        record = legal_job(
-            decision,
-            self.jobs,
-            self.ranks,
-            self.models,
-            max_degree=self.max_degree,
-            now_s=self.clock.turn_s,
-        )
+        record = legal_job(decision, self)
         task, layout, batch = decision.task, decision.layout, None
-        if len(record.batch) > 1 and layout.degree == 1 and batches.takes_steps_together(record):
+        mates = batches.mates(record) if len(record.batch) > 1 and layout.degree == 1 else ()
+        if mates:
             first = self.flights.last_number + 1
-            numbers = range(first, first + 1 + len(batches.mates(record, task.index)))
-            batch = numbers if len(numbers) > 1 else None
-        return self._begin(record, task, layout, batch=batch)
-
-    def begin_mates(self, lead: Dispatch) -> Iterator[Dispatch]:
-        """Register the other steps of a batch, whose first step this is; the leader's decision is theirs."""
-        for mate in batches.mates(self.jobs.records[lead.task.job_id], lead.task.index):
-            yield self._begin(mate, mate.next_task, lead.layout, batch=lead.batch)
+            batch = range(first, first + 1 + len(mates))
+        lead = self._begin(record, task, layout, batch=batch)
+        return [lead, *[self._begin(each, each.next_task, layout, batch=batch) for each in mates]]
 
     def _begin(self, record: JobRecord, task: Task, layout: Layout, *, batch: range | None) -> Dispatch:
         """Steps of a batch are predicted, and later reported, as if they ran in turn."""
-        now_s, progress = self.clock.turn_s, record.progress
-        cost_class, degrees = record.cost_class, layout.degrees
-        source = progress.holder if progress.is_held else None
-        start_s = max([now_s, *[self.ranks.records[rank].free_at_s for rank in layout.ranks]])
-        stays = source is None or source == layout
-        move_s = 0.0 if stays else self._costs.move_s(cost_class, source, layout)
+        number, progress, cost_class = self.flights.last_number + 1, record.progress, record.cost_class
+        degrees, source = layout.degrees, progress.holder if progress.is_held else None
         task_s, least_s = self._costs.expected_s(cost_class, task.stage, degrees)
-        switch_s = 0.0
-        if record.merges_loras(task.stage) and not self.ranks.hold(layout, record.model, record.loras):
+        start_s = max([self.clock.turn_s, *[self.ranks.records[rank].free_at_s for rank in layout.ranks]])
+        switch_s = move_s = 0.0
+        if record.merges_loras(task.stage) and self.ranks.merge(layout, record.model, record.loras):
             switch_s = self._costs.switch_s(cost_class)
-            self.ranks.merge(layout, record.model, record.loras)
         transfers: tuple[Transfer, ...] = ()
-        # Otherwise ranks take the state from the slab, where its last holders publish it.
-        is_moving = task.index >= FIRST_STEP and source is not None and not stays and batch is None
-        if is_moving and source is not None and self.ranks.can_send(source, layout):
-            latents = record.job.trajectory.artifact("latents")
-            transfers = plan_transfers(latents, source=source, destination=layout)
+        if source is not None and source != layout:
+            move_s = self._costs.move_s(cost_class, source, layout)
+            if task.index >= FIRST_STEP and batch is None:
+                latents = record.job.trajectory.artifact("latents")
+                transfers = self.ranks.transfers(latents, source=source, destination=layout)
         late_s = 0.0
         if task.stage is Stage.REUSE and record.job.trajectory.reusable:
             late_s = start_s + self._job_costs.remaining_s(task, layout) - record.deadline_s
         dispatch = Dispatch(
-            number=self.flights.last_number + 1,
+            number=number,
             task=task,
             layout=layout,
-            submitted_s=now_s,
+            submitted_s=self.clock.turn_s,
             predicted_start_s=start_s,
             predicted_end_s=start_s + move_s + switch_s + task_s,
             producer=progress.producer,
@@ -235,7 +222,7 @@ class State:
         if batch is not None:
             record.usage.batch = max(record.usage.batch, len(batch))
         record.flights.append(flight)
-        progress.begin(task.index, layout, dispatch.number)
+        progress.begin(task.index, layout, number)
         self.jobs.place(record)
         return dispatch
 
@@ -250,14 +237,10 @@ class State:
                 return self._task_failed(event)
             case events.JobArrived():
                 return self._arrived(event)
-            case events.JobTimedOut():
-                return self._timed_out(event)
-            case events.JobCancelled():
-                return self._cancelled(event)
-            case events.OutputWritten() | events.OutputFailed():
+            case events.JobTimedOut() | events.JobCancelled():
+                return self._given_up(event)
+            case events.OutputWritten() | events.OutputFailed() | events.FramesLost():
                 return self._written(event)
-            case events.FramesLost():
-                return self._frames_lost(event)
             case events.LoadFailed():
                 return self._load_failed(event)
             case events.PriorityChanged():
@@ -275,22 +258,20 @@ class State:
             case events.ClosingTime():
                 self.closing.close()
             case events.GraceOver():
-                self.flights.give_up(self.flights)
+                self.flights.give_up(self.flights.values())
             case _:
                 pass
         return ()
 
     def _task_done(self, event: events.TaskDone) -> Iterable[JobOutcome]:
-        flight = self.flights.remove(event.dispatch)
-        dispatch = flight.dispatch
-        record = self.jobs.records[dispatch.task.job_id]
-        record.flights.remove(flight)
-        self.ranks.leave(flight, at_s=event.time_s, times=event.times)
+        flight, record = self._land(event, event.times)
         if flight.failure is not None:  # its input failed, and it ended before that was known
             record.fail_flight(flight, flight.failure, is_lost=False)
             return self._settle(record)
-        task, layout, busy_s, rank_s = dispatch.task, dispatch.layout, event.busy_s, event.rank_s
-        record.progress.complete(dispatch.number, event.ended_s, is_decode=task.stage is Stage.DECODE)
+        dispatch = flight.dispatch
+        task, layout, spent_s = dispatch.task, dispatch.layout, [x.ended_s - x.started_s for x in event.times]
+        busy_s, rank_s, ended_s = max(spent_s), sum(spent_s), max([each.ended_s for each in event.times])
+        record.progress.complete(dispatch.number, ended_s, is_decode=task.stage is Stage.DECODE)
         record.usage.add(task.stage, layout, event, busy_s=busy_s, rank_s=rank_s)
         self.shares.serve(record.owner, rank_s)
         kind = record.cost_class, task.stage, layout.degrees
@@ -302,39 +283,44 @@ class State:
         if record.job.trajectory.reusable and task.stage is Stage.REUSE:
             record.usage.give_up(task, late_s=dispatch.late_s)
         if task.index + 1 == record.num_tasks:
-            self.jobs.write(record)
+            self.jobs.writing.add(record.job_id)
         if self._is_looking_ahead:
             self._renew_ends_behind(flight, record)
         return self._settle(record)
+
+    def _land(
+        self, event: events.TaskDone | events.TaskFailed, times: Sequence[events.RankTimes] = ()
+    ) -> tuple[Flight, JobRecord]:
+        """The flight that ends by this event, and its job; neither the job nor its ranks have it any more."""
+        flight = self.flights.pop(event.dispatch)
+        record = self.jobs.records[flight.dispatch.task.job_id]
+        record.flights.remove(flight)
+        self.ranks.leave(flight, at_s=event.time_s, times=times)
+        return flight, record
 
     def _renew_ends_behind(self, flight: Flight, record: JobRecord) -> None:
         """A task that waited for this one, or for its ranks, begins now that this one has really ended.
 
         Otherwise the errors of predictions would add up from step to step.
         """
-        waiting = record.flights[:1]
-        for rank in flight.dispatch.layout.ranks:
-            for other in self.ranks.records[rank].flights[:1]:
-                if other not in waiting:
-                    waiting.append(other)
-        for other in waiting:
-            task, layout = other.dispatch.task, other.dispatch.layout
-            job = self.jobs.records[task.job_id]
-            ranks = [self.ranks.records[rank] for rank in layout.ranks]
+        places = [self.ranks.records[rank] for rank in flight.dispatch.layout.ranks]
+        waiting = [*record.flights[:1], *[first for place in places for first in place.flights[:1]]]
+        for other in dict.fromkeys(waiting):
+            dispatch = other.dispatch
+            job = self.jobs.records[dispatch.task.job_id]
+            ranks = [self.ranks.records[rank] for rank in dispatch.layout.ranks]
             if job.flights[0] is not other or any(rank.flights[0] is not other for rank in ranks):
                 continue  # its input or a rank is still to come
-            ended_s = [rank.ended_s for rank in ranks]
-            began_s = max(other.dispatch.submitted_s, job.progress.last_ended_s, *ended_s)
-            task_s, least_s = self._costs.expected_s(job.cost_class, task.stage, layout.degrees)
-            end_s = began_s + other.dispatch.switch_s + task_s
+            kind = job.cost_class, dispatch.task.stage, dispatch.layout.degrees
+            began_s = max(dispatch.submitted_s, job.progress.last_ended_s, *[rank.ended_s for rank in ranks])
+            task_s, least_s = self._costs.expected_s(*kind)
+            end_s = began_s + dispatch.switch_s + task_s
             if self.flights.move_end(other, end_s, soonest_s=began_s + least_s):
-                self.ranks.outdate(layout.ranks)
+                for rank in ranks:
+                    rank.view = None
 
     def _task_failed(self, event: events.TaskFailed) -> Iterable[JobOutcome]:
-        flight = self.flights.remove(event.dispatch)
-        record = self.jobs.records[flight.dispatch.task.job_id]
-        record.flights.remove(flight)
-        self.ranks.leave(flight, at_s=event.time_s)
+        flight, record = self._land(event)
         flight.is_void = flight.is_void or event.void
         record.fail_flight(flight, flight.failure or event.reason, is_lost=event.lost)
         if flight.dispatch.batch is not None:
@@ -351,41 +337,40 @@ class State:
             record.trouble.fail(doom)
         return self._settle(record)
 
-    def _timed_out(self, event: events.JobTimedOut) -> Iterable[JobOutcome]:
-        record = self.jobs.records.get(event.job_id)
-        # The time-out may be that of an earlier job of the same id.
-        if record is None or record.is_writing or abs(record.times_out_s - event.time_s) > _SAME_TIME_S:
-            return ()
-        record.time_out()
-        return self._settle(record)
-
-    def _cancelled(self, event: events.JobCancelled) -> Iterable[JobOutcome]:
-        """The job fails, unless its file, which is being written, is there first."""
+    def _given_up(self, event: events.JobTimedOut | events.JobCancelled) -> Iterable[JobOutcome]:
+        """The job fails, unless a file that is being written is there first."""
         record = self.jobs.records.get(event.job_id)
         if record is None or record.trouble.doom:
             return ()
-        record.trouble.doom, record.trouble.is_cancelled = "cancelled", True
+        if isinstance(event, events.JobCancelled):
+            record.trouble.doom, record.trouble.is_cancelled = "cancelled", True
+        # The time-out may be that of an earlier job of the same id.
+        elif record.is_writing or abs(record.times_out_s - event.time_s) > _SAME_TIME_S:
+            return ()
+        else:
+            record.time_out()
         return self._settle(record)
 
-    def _written(self, event: events.OutputWritten | events.OutputFailed) -> Iterable[JobOutcome]:
+    def _written(
+        self, event: events.OutputWritten | events.OutputFailed | events.FramesLost
+    ) -> Iterable[JobOutcome]:
+        """The job ends, or is decoded again if its frames are lost."""
         record = self.jobs.records[event.job_id]
-        self.jobs.end_write(record)
-        if isinstance(event, events.OutputFailed):
-            return self._end(record, error=event.reason)
+        self.jobs.writing.remove(event.job_id)
+        match event:
+            case events.OutputFailed():
+                return self._end(record, error=event.reason)
+            case events.FramesLost():
+                if event.time_s >= record.times_out_s:
+                    record.time_out()
+                record.lose_frames(event.reason, is_lost=event.lost)
+                return self._settle(record)
         if event.size_bytes:  # simulations write nothing
             record.usage.written = Content(event.size_bytes, event.sha256)
             record.usage.files, record.usage.made = event.files, event.made
             if event.made and (difference := record.job.info.difference(event.made)):
                 record.trouble.warnings.append(difference)
         return self._end(record, error=None)
-
-    def _frames_lost(self, event: events.FramesLost) -> Iterable[JobOutcome]:
-        record = self.jobs.records[event.job_id]
-        self.jobs.end_write(record)
-        if event.time_s >= record.times_out_s:
-            record.time_out()
-        record.lose_frames(event.reason, is_lost=event.lost)
-        return self._settle(record)
 
     def _rank_lost(self, event: events.RankLost) -> None:
         """Its worker is gone; WorkerError when no rank is left."""
@@ -394,7 +379,7 @@ class State:
         again = "it stays away" if event.is_retired else "a new worker is started"
         again = "the run stops" if self.closing.is_stopping else again
         logger.warning("rank %d is gone (%s); %s", event.rank, event.reason, again)
-        if self.ranks.are_gone:
+        if all(rank.is_retired for rank in self.ranks.records):
             raise WorkerError(f"no rank is left ({event.reason}); see the log, then run again")
 
     def _models_changed(self, event: events.ModelsChanged) -> None:
@@ -409,7 +394,8 @@ class State:
         """The jobs of a model that no rank can load fail, now and for a while."""
         logger.error("model %s cannot be loaded: %s", " and ".join(event.models), event.reason)
         doom = self.models.give_up(event.models, event.reason, now_s=event.time_s)
-        self.ranks.outdate()
+        for rank in self.ranks.records:
+            rank.view = None
         ended: list[JobOutcome] = []
         for record in [each for each in self.jobs.records.values() if each.model in event.models]:
             if record.arrived and not record.is_writing:
@@ -438,7 +424,7 @@ class State:
         """Assert what always holds: after every event in tests, and in runs when idle."""
         for part in (self.jobs, self.ranks, self.flights, self.models, self.closing, self.shares):
             part.check()
-        for flight in self.flights:
+        for flight in self.flights.values():
             dispatch = flight.dispatch
             assert flight in self.jobs.records[dispatch.task.job_id].flights, f"{dispatch} is not its job's"
             for rank in dispatch.layout.ranks:

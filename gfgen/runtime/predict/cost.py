@@ -401,7 +401,7 @@ class CostModel:
     ) -> None:
         """Learn from a completed task; `first_end_s` is when the first of its ranks was free, if earlier."""
         key = (stage, degrees)
-        profiled = self._profiled(cost_class, stage, degrees)
+        profiled = None if self._table is None else self._profiled(cost_class, stage, degrees)
         measured = cost_class.measured.get(key)
         is_first = measured is None
         if measured is None:
@@ -414,7 +414,9 @@ class CostModel:
             drift = self._drifts.setdefault((cost_class.model, stage), _Mean())
             drift.add(duration_s / profiled.loaded_s)
         if duration_s > OVERHEAD_S and cost_class.flops[stage] > 0:
-            rate = cost_class.flops[stage] / (duration_s - OVERHEAD_S) / speed_up(math.prod(degrees))
+            rate = cost_class.flops[stage] / (duration_s - OVERHEAD_S)
+            if degrees != _ONE:
+                rate /= speed_up(math.prod(degrees))
             self._rates.setdefault((cost_class.model, stage), _Mean()).add(rate)
         published = cost_class.published.get(key)
         if published is not None and _is_notable(measured.value, published):

@@ -8,7 +8,7 @@ from typing import Any
 
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.control import Control, Steering
-from gfgen.runtime.control.flights import LOOKAHEAD_S
+from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
