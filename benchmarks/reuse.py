@@ -128,7 +128,7 @@ def curve_rows(parts: Parts, asked: Sequence[Question], ratios: Sequence[float])
             yield row(name, saved, latents, detail)
 
 
-def measured_rows(parts: Parts, asked: Sequence[Question]) -> Iterator[Row]:
+def measured_rows(parts: Parts, asked: Sequence[Question], numbers: Sequence[int]) -> Iterator[Row]:
     """What is wrong in pictures with all steps, SHARE of them reused, and fewer steps."""
 
     @cache
@@ -137,7 +137,7 @@ def measured_rows(parts: Parts, asked: Sequence[Question]) -> Iterator[Row]:
         made = (reused_latents(parts, group, steps, reused, PICTURE) for group in groups)
         return torch.cat([clips_of(parts, latents) for latents in made])
 
-    for num_steps in MEASURED_STEPS:
+    for num_steps in numbers:
         reused = chosen_steps(num_steps, SHARE)
         number = num_steps - len(reused)
         ways = (("full", num_steps, ()), ("reused", num_steps, reused), ("fewer", number, ()))
@@ -247,6 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reuse", description=__doc__)
     parser.add_argument("--videos", type=int, default=4, help="0 measures no PSNR of videos")
     parser.add_argument("--pictures", type=int, default=500)
+    parser.add_argument("--steps", type=int, nargs="+", default=MEASURED_STEPS, help="of pictures")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--chart", type=Path)
     options = parser.parse_args()
@@ -257,7 +258,7 @@ def main() -> None:
     if options.videos:
         videos = asked_of(VIDEO.frames, options.videos + 1)
         ways.append(curve_rows(parts, videos, mag_ratios(parts, videos.pop(), CHART_STEPS, VIDEO)))
-    ways.append(measured_rows(parts, asked_of(1, options.pictures)))
+    ways.append(measured_rows(parts, asked_of(1, options.pictures), options.steps))
     rows: list[Row] = []
     tables_path = options.output.with_name(options.output.name + "-tables.md")
     for made in ways:
