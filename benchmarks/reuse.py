@@ -1,11 +1,11 @@
 """Reused steps of the built-in model against fewer steps and diffusers' caches, at equal computed blocks.
 
-    python -m benchmarks.reuse --output benchmarks/results/2026-11-25-reuse --chart docs/reuse.png
+    python -m benchmarks.reuse --output OUTPUT --chart docs/reuse.png
 
 PSNR is that of the decoded result to the one with all steps and blocks. Curves are means over held-out
 prompts of 128x128 videos. The measures are those of the model's card (training/measures.py), of 128x128
-pictures, which take a fifth of the time. One thread. Writes OUTPUT.json after every row, then
-OUTPUT-tables.md; `--chart` draws the curves. benchmarks/reuse_caches.py has diffusers' caches.
+pictures, which take a fifth of the time. One thread. Writes OUTPUT.json and OUTPUT-tables.md after every
+row; `--chart` draws the curves. benchmarks/reuse_caches.py has diffusers' caches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from gfgen.models.families.outputs import extrapolated, keep_outputs
 from gfgen.models.fast.prompt_memory import remember_prompts
 from gfgen.models.geometry.reuse import NUM_FIRST, NUM_LAST, chosen_steps
 from training.codec import LatentScale, decode_clip
-from training.evaluation import Figures, Question, _judged, questions
+from training.evaluation import Question, _judged, questions
 from training.parts import Parts, load
 from training.sampling import Recipe
 
@@ -37,6 +37,7 @@ SHARE = 0.4
 MEASURED_STEPS = (30, 12, 8)
 NUM_QUESTIONS, NUM_PICTURES = 500, 70
 """Held-out prompts of the model's card, and the 128x128 pictures among them."""
+PICTURES_AT_ONCE = 25
 CURVES = {
     30: (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8),
     20: (0.1, 0.15, 0.3, 0.5, 0.6),
@@ -89,11 +90,15 @@ def psnr_db(clips: Tensor, full: Tensor) -> list[float]:
     return [round(float(each), 2) for each in -10 * torch.log10(errors)]
 
 
-def right(asked: Sequence[Question], clips: Tensor) -> dict[str, float]:
-    """Shares of right answers by kind."""
+def verdicts(asked: Sequence[Question], clips: Tensor) -> Row:
+    """By kind: how many prompts it applies to, and the numbers of those that are wrong."""
     pixels = (clips * 255).round().to(torch.uint8).numpy()
     scores = [_judged((question, clip, False)) for question, clip in zip(asked, pixels, strict=True)]
-    return dict(Figures.of(scores).right)
+    kinds = sorted({kind for one in scores for kind in one})
+    return {
+        "of": {kind: sum(kind in one for one in scores) for kind in kinds},
+        "wrong": {kind: [at for at, one in enumerate(scores) if not one.get(kind, True)] for kind in kinds},
+    }
 
 
 def curve_rows(parts: Parts, asked: Sequence[Question], ratios: Sequence[float]) -> Iterator[Row]:
@@ -123,35 +128,75 @@ def curve_rows(parts: Parts, asked: Sequence[Question], ratios: Sequence[float])
             yield row(name, saved, latents, detail)
 
 
-def measured_rows(parts: Parts, asked: Sequence[Question]) -> Iterator[Row]:
-    """What is right in pictures with all steps, SHARE of them reused, and fewer steps."""
-    for num_steps in MEASURED_STEPS:
+def measured_rows(parts: Parts, asked: Sequence[Question], numbers: Sequence[int]) -> Iterator[Row]:
+    """What is wrong in pictures with all steps, SHARE of them reused, and fewer steps."""
+
+    @cache
+    def clips(steps: int, reused: tuple[int, ...]) -> Tensor:
+        groups = [asked[at : at + PICTURES_AT_ONCE] for at in range(0, len(asked), PICTURES_AT_ONCE)]
+        made = (reused_latents(parts, group, steps, reused, PICTURE) for group in groups)
+        return torch.cat([clips_of(parts, latents) for latents in made])
+
+    for num_steps in numbers:
         reused = chosen_steps(num_steps, SHARE)
         number = num_steps - len(reused)
-        made = partial(reused_latents, parts, asked, recipe=PICTURE)
-        full = clips_of(parts, made(num_steps, reused=()))
         ways = (("full", num_steps, ()), ("reused", num_steps, reused), ("fewer", number, ()))
         for way, steps, those in ways:
-            clips = full if way == "full" else clips_of(parts, made(steps, reused=those))
-            decibels = [] if way == "full" else psnr_db(clips, full)
-            found = {"kind": "measures", "steps": num_steps, "way": way, "computed": number}
-            yield found | {"psnr_db": decibels, "right": right(asked, clips)}
+            made = clips(steps, those)
+            decibels = [] if way == "full" else psnr_db(made, clips(num_steps, ()))
+            found = {"kind": "measures", "steps": num_steps, "way": way, "computed": steps - len(those)}
+            yield found | {"psnr_db": decibels} | verdicts(asked, made)
 
 
 def tables(rows: Sequence[Row]) -> str:
+    curve = [row for row in rows if row["kind"] == "curve"]
+    measured = [row for row in rows if row["kind"] == "measures"]
+    parts = [_curve_table(curve)] if curve else []
+    parts += [_shares_table(measured), _pairs_table(measured)] if measured else []
+    return "\n".join("\n".join(lines) + "\n" for lines in parts)
+
+
+def _curve_table(rows: Sequence[Row]) -> list[str]:
     lines = ["| steps | way | blocks saved | PSNR, dB (least to most) |", "|---|---|---|---|"]
     for row in rows:
-        if row["kind"] == "curve":
-            way = f"{row['way']} {row['detail']}".strip()
-            saved = f"{100 * row['saved']:.0f}%"
-            lines.append(f"| {row['steps']} | {way} | {saved} | {_decibels(row['psnr_db'])} |")
-    measured = [row for row in rows if row["kind"] == "measures"]
-    kinds = sorted({kind for row in measured for kind in row["right"]})
-    lines += ["", f"| steps | way | PSNR, dB | {' | '.join(kinds)} |", "|---|---|---|" + "---|" * len(kinds)]
-    for row in measured:
-        shares = " | ".join(f"{100 * row['right'][kind]:.1f}%" for kind in kinds)
-        lines.append(f"| {row['steps']} | {row['way']} | {_decibels(row['psnr_db'])} | {shares} |")
-    return "\n".join(lines) + "\n"
+        way = f"{row['way']} {row['detail']}".strip()
+        saved = f"{100 * row['saved']:.0f}%"
+        lines.append(f"| {row['steps']} | {way} | {saved} | {_decibels(row['psnr_db'])} |")
+    return lines
+
+
+def _shares_table(rows: Sequence[Row]) -> list[str]:
+    """Percent that are right, with standard errors."""
+    of = rows[0]["of"]
+    kinds = " | ".join(f"{kind} ({number})" for kind, number in of.items())
+    lines = [f"| steps | way | computed | PSNR, dB | {kinds} |", "|---|---|---|---|" + "---|" * len(of)]
+    for row in rows:
+        cells = [str(row["steps"]), row["way"], str(row["computed"]), _decibels(row["psnr_db"])]
+        for kind, number in of.items():
+            share = 1 - len(row["wrong"][kind]) / number
+            cells.append(f"{100 * share:.1f} +- {100 * math.sqrt(share * (1 - share) / number):.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _pairs_table(rows: Sequence[Row]) -> list[str]:
+    """Differences of percent with standard errors; prompts that became wrong and right."""
+    of = rows[0]["of"]
+    lines = [f"| steps | compared | {' | '.join(of)} |", "|---|---|" + "---|" * len(of)]
+    for steps in dict.fromkeys(row["steps"] for row in rows):
+        ways = {row["way"]: row["wrong"] for row in rows if row["steps"] == steps}
+        for way, other in (("reused", "full"), ("fewer", "full"), ("reused", "fewer")):
+            if way in ways and other in ways:
+                cells = [_pair(ways[way][kind], ways[other][kind], number) for kind, number in of.items()]
+                lines.append(f"| {steps} | {way} with {other} | {' | '.join(cells)} |")
+    return lines
+
+
+def _pair(wrong: Sequence[int], before: Sequence[int], number: int) -> str:
+    lost, gained = len(set(wrong) - set(before)), len(set(before) - set(wrong))
+    difference = (gained - lost) / number
+    error = math.sqrt((lost + gained) / number - difference**2) / math.sqrt(number)
+    return f"{100 * difference:+.1f} +- {100 * error:.1f} (-{lost} +{gained})"
 
 
 def _decibels(values: Sequence[float]) -> str:
@@ -201,7 +246,8 @@ def asked_of(frames: int, count: int) -> list[Question]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reuse", description=__doc__)
     parser.add_argument("--videos", type=int, default=4, help="0 measures no PSNR of videos")
-    parser.add_argument("--pictures", type=int, default=70)
+    parser.add_argument("--pictures", type=int, default=500)
+    parser.add_argument("--steps", type=int, nargs="+", default=MEASURED_STEPS, help="of pictures")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--chart", type=Path)
     options = parser.parse_args()
@@ -212,16 +258,17 @@ def main() -> None:
     if options.videos:
         videos = asked_of(VIDEO.frames, options.videos + 1)
         ways.append(curve_rows(parts, videos, mag_ratios(parts, videos.pop(), CHART_STEPS, VIDEO)))
-    ways.append(measured_rows(parts, asked_of(1, options.pictures)))
+    ways.append(measured_rows(parts, asked_of(1, options.pictures), options.steps))
     rows: list[Row] = []
+    tables_path = options.output.with_name(options.output.name + "-tables.md")
     for made in ways:
         for row in made:
             rows.append(row)
             options.output.with_suffix(".json").write_text(json.dumps(rows) + "\n")
+            tables_path.write_text(tables(rows), encoding="utf-8")
             print(
                 row["kind"], row["steps"], row["way"], row.get("saved"), _decibels(row["psnr_db"]), flush=True
             )
-    options.output.with_name(options.output.name + "-tables.md").write_text(tables(rows))
     if options.chart is not None:
         draw(options.chart, rows)
 

@@ -21,6 +21,8 @@ _PATTERNS: Mapping[str, tuple[str, Sequence[str]]] = {
     "kernels": ("compiled exchanges between GPUs", ("kernels/*.cubin", "kernels/tmp*")),
     "tables": ("choices of `gfgen bench gfc --tune`", ("gfc-*.json",)),
     "tiny-models": ("built-in models for tests", ("tiny-*",)),
+    "single-files": ("links to files of weights", ("single-files",)),
+    "previews": ("colours for previews", ("previews/*.json",)),
 }
 
 
