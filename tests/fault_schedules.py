@@ -65,7 +65,6 @@ HASTY = Patience(
     leaving_s=0.6,
     write_s=2.0,  # its process may have yet to start, which takes more than 0.6 s where ten others compute
     starting_s=1.0,
-    asleep_s=0.4,
 )
 _SIDE = 16
 _FRAMES_BYTES = _SIDE * _SIDE * 3
