@@ -12,7 +12,6 @@ from random import Random
 import pytest
 from fault_plan import Fault, FaultKind, FaultPoint
 from fault_schedules import (
-    HASTY,
     Fleet,
     Schedule,
     ScheduleResult,
@@ -164,7 +163,7 @@ def test_a_rank_that_dies_between_its_report_and_its_frames_costs_the_decode(
 ) -> None:
     for ranks in ((0,), (0, 1)):  # all have reported, or one is still at it
         pool = fleet.pool(2)
-        backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock(), patience=HASTY)
+        backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())
         decode_with_frames(backend, *ranks)
         found = list(backend._worker_lost(pool.workers[0], Lost("killed"), 2.0))
         if ranks == (0,):
@@ -180,7 +179,7 @@ def test_a_run_that_stops_ends_with_its_last_rank_as_if_it_had_one(
 ) -> None:
     """A run without ranks ends with an error and keeps nothing."""
     pool = fleet.pool(1)
-    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock(), patience=HASTY)
+    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())
     (worker,) = pool.workers
     worker.phase, pool.is_stopping = Phase.ENDED, is_stopping
     (event,) = backend._events_of(worker, Lost("killed", is_retired=True))
@@ -194,7 +193,7 @@ def test_a_load_that_fails_while_a_dispatch_is_given_up_does_not_end_that(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     pool = fleet.pool(2)
-    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock(), patience=HASTY)
+    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())
     decode_with_frames(backend, 0, 1)
     assert list(backend._events_of(pool.workers[0], TaskFault(NUMBER, "boom"))) == []
     pool.meeting.held_back.add(1)  # by its death

@@ -62,7 +62,7 @@ class Ranks:
     """A pool that notes what its workers are told."""
 
     def __init__(self):
-        self.clock = AwakeClock()
+        self.clock, self.patience = AwakeClock(), Patience()
         self.meeting = SimpleNamespace(held_back=set())
         self.told = []
         self.killed = []
@@ -75,21 +75,22 @@ class Ranks:
         def kill(why):
             self.killed.append((rank, why))
 
-        return SimpleNamespace(rank=rank, name=f"rank {rank}", tell=tell, kill=kill, phase=Phase.SERVING)
+        facts = {"rank": rank, "name": f"rank {rank}", "phase": Phase.SERVING, "is_to_blame": True}
+        return SimpleNamespace(tell=tell, kill=kill, **facts)
 
 
 def recovering(table):
     pool, attempts = Ranks(), Attempts()
     for each in table.values():
         attempts.begin(each, deadline_s=100.0)
-    return pool, attempts, Recovery(pool, attempts, Patience())
+    return pool, attempts, Recovery(pool, attempts)
 
 
 def test_ranks_count_anew_only_with_those_with_which_they_exchanged_lost_state():
     table = dispatches((1, [1], None, [0]), (2, [0, 1, 2], None, []), (3, [2], 2, [1]))
     pool, attempts, recovery = recovering(table)
     recovery.give_up({2: Cause("boom")})
-    assert attempts.leaving == {2, 3}, "the transfer of 1 goes on"
+    assert attempts.leaving.keys() == {2, 3}, "the transfer of 1 goes on"
     assert [recovery._peers_of(rank) for rank in range(3)] == [set(), {2}, {1}]
     pool.meeting.held_back.add(2)
     assert recovery._peers_of(1) == set(), "its successor's arena is new"
@@ -152,6 +153,20 @@ def test_a_task_that_does_not_end_in_time_is_given_up_and_the_rank_that_stays_in
     pool.clock.now_s += Patience().leaving_s + 1.0
     recovery.look()
     assert pool.killed == [(1, "it hangs in a task that was given up")]
+
+
+def test_a_rank_that_stays_in_an_unwanted_task_is_killed_without_blame():
+    pool, _, recovery = recovering(dispatches((1, [0, 1], None, [])))
+    recovery.stop([1, 7])
+    list(recovery.answered(0, Abandoned(frozenset({1})), now_s=5.0))
+    pool.clock.now_s += Patience().stopping_s + 1.0
+    recovery.look()
+    assert pool.killed == [(1, "it did not leave a task that was stopped")]
+    assert [worker.is_to_blame for worker in pool.workers] == [True, False, True, True]
+    pool.meeting.held_back.add(1)  # it has ended
+    recovery.give_up({})
+    recovery.look()
+    assert len(pool.killed) == 1, "the other one is asked again"
 
 
 def test_an_overdue_task_that_all_ranks_leave_fails_itself():

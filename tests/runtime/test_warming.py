@@ -170,7 +170,7 @@ def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
     pool._selector = selectors.DefaultSelector()
     ENDS.append(pool._selector)
     for rank in ranks:
-        pool._listen(rank)
+        pool._selector.register(rank.channel, selectors.EVENT_READ, rank)
     made: WorkerPool = pool
     return made
 
@@ -203,7 +203,7 @@ def test_death_of_such_a_rank_ends_the_warm_up_where_none_can_do_without(others:
     dead = Silent(0)
     dead.die()
     pool = pool_of(dead, *map(Rank, others), are_all_needed=bool(others))
-    with pytest.raises(WorkerError, match="rank 0 died while ranks were warmed up: killed by signal 9"):
+    with pytest.raises(WorkerError, match="rank 0: killed by signal 9"):
         list(warm_up(pool, ITEMS))
 
 

@@ -119,7 +119,7 @@ def test_a_rank_that_dies_while_it_is_warmed_up_comes_back_for_the_run(gpu_pool,
     ((_, answer),) = warm_up(gpu_pool, warm_ups(admitted(spec), (1,)))
     assert answer.reason is None
     assert [new - old for new, old in zip(gpu_pool.incarnations, incarnations, strict=True)] == [0, 1, 0]
-    assert "rank 1 died while ranks were warmed up" in caplog.text
+    assert "rank 1: " in caplog.text
     recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0, 1, 2)))
     assert test_deaths.statuses(recorder) == {"deadly-warm-up": "done"}
 

@@ -41,7 +41,7 @@ class Writers:
         self.writers = [Writer(1001)]
         self.is_stopping = False
         self.settings = RankSettings(num_ranks=1)
-        self.clock = AwakeClock()
+        self.clock, self.patience = AwakeClock(), Patience()
 
     def replace(self, *, phase: Phase = Phase.SERVING) -> Writer:
         """The writer that is gone; another is in its place, in this phase."""
@@ -142,10 +142,10 @@ def test_a_writer_or_a_rank_that_takes_too_long_is_killed(pool: Any, writes: Wri
     writes.new_frames(make_job("owl"), 8)
     writes.expect("owl", 0)
     writes.decoded("owl")
-    writes.kill_overdue(Patience())
+    writes.kill_overdue()
     assert killed == []
     pool.clock.now_s += 1000.0
-    writes.kill_overdue(Patience())
+    writes.kill_overdue()
     assert killed == ["it does not finish a file", "it does not store its frames"]
 
 

@@ -57,9 +57,9 @@ class Attempts(dict[int, Attempt]):
         return {number: attempt.dispatch for number, attempt in self.items()}
 
     @property
-    def leaving(self) -> frozenset[int]:
-        """The dispatches that ranks are leaving."""
-        return frozenset([number for number, attempt in self.items() if attempt.is_given_up])
+    def leaving(self) -> dict[int, Attempt]:
+        """The dispatches that ranks are leaving, in order."""
+        return {number: attempt for number, attempt in self.items() if attempt.is_given_up}
 
     def begin(self, dispatch: Dispatch, *, deadline_s: float) -> None:
         """A dispatch is sent to its ranks."""

@@ -87,8 +87,6 @@ class Lost:
     """A process is gone, and its successor is being started unless the rank is retired."""
 
     reason: str
-    was_told: bool = False
-    """The reason is its own, or why it was killed; otherwise it is how the process ended."""
     is_retired: bool = False
 
 
@@ -209,7 +207,7 @@ class RankProcess(Child):
     load_s: float | None = None
     """The time that the last change of models has taken so far, until it is complete."""
     has_joined: bool = False
-    """It takes tasks of this run, or did before a change of models."""
+    """It takes tasks, at least after what it prepares."""
     jobs: set[str] = field(default_factory=set)
     """Jobs that this worker knows."""
     is_to_blame: bool = True

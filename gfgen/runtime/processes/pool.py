@@ -13,10 +13,12 @@ import selectors
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from gfgen.runtime.ipc.arenas import RankArenas
+from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import ModelsSet, PeerReplaced, SetModels, WarmUp, WorkerReady
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes.child import GONE, Child, Lost, Phase, RankProcess, WriterProcess
@@ -148,10 +150,6 @@ class WorkerPool:
     def ignore(self, file: File) -> None:
         self._selector.unregister(file)
 
-    def _listen(self, child: ChildT) -> ChildT:
-        self._selector.register(child.channel, selectors.EVENT_READ, child)
-        return child
-
     def turn(self, timeout_s: float = _TICK_S) -> Iterator[tuple[Any, Any]]:
         """What happens within this time: (process, its message), (process, its change), (file, None).
 
@@ -200,9 +198,9 @@ class WorkerPool:
         """Ranks start, also those that nobody replaced because a run was about to end."""
         self.models.judge(is_changing=True)
         self.is_stopping = False
-        left_out, self._left_out = self._left_out, set()
-        for rank in left_out:
+        for rank in self._left_out & self.retired:
             self.replace_worker(rank, is_to_blame=False)
+        self._left_out.clear()
 
     def begin_run(self) -> None:
         """Another run begins: no rank is inside an arena, and a rank that dies is to blame for it."""
@@ -221,45 +219,43 @@ class WorkerPool:
         return self.choose_steps(self.models.checkpoints) if self.choose_steps else ()
 
     def _start_worker(self, rank: int, *, incarnation: int) -> RankProcess:
-        process, channel = self._launcher.start_worker(rank, self.models.checkpoints)
-        worker = RankProcess(
-            name=f"rank {rank}",
-            process=process,
-            channel=channel,
-            clock=self.clock,
-            ends_within_s=self.patience.killed_s,
-            rank=rank,
-            incarnation=incarnation,
-        )
-        return self._listen(worker)
+        started = self._launcher.start_worker(rank, self.models.checkpoints)
+        return self._made(RankProcess, f"rank {rank}", *started, rank=rank, incarnation=incarnation)
 
     def _start_writer(self, idx: int) -> WriterProcess:
-        process, channel = self._launcher.start_writer(idx)
-        name, within_s = f"writer {idx}", self.patience.killed_s
-        writer = WriterProcess(
-            name=name, process=process, channel=channel, clock=self.clock, ends_within_s=within_s
+        return self._made(WriterProcess, f"writer {idx}", *self._launcher.start_writer(idx))
+
+    def _made(
+        self, kind: type[ChildT], name: str, process: BaseProcess, channel: Channel, **facts: Any
+    ) -> ChildT:
+        within_s = self.patience.killed_s
+        child = kind(
+            name=name, process=process, channel=channel, clock=self.clock, ends_within_s=within_s, **facts
         )
-        return self._listen(writer)
+        self._selector.register(channel, selectors.EVENT_READ, child)
+        return child
 
     # Ends -----------------------------------------------------------------------------------
 
     def _lose(self, child: Child) -> Iterator[tuple[Child, Lost]]:
         """A process has ended, or does not end: start another."""
         ending = self._bury(child)
-        reason, was_told = child.verdict or ending, child.verdict is not None
-        if was_told and child.phase is Phase.STUCK:
+        reason = child.verdict or ending
+        if child.verdict and child.phase is Phase.STUCK:
             reason = f"{reason}; {ending}"
-        is_retired = False
-        if isinstance(child, RankProcess):
-            why = f"{child.name}: {reason}" + ("" if was_told else " while it was loading")
-            ranks = {child.rank, *(each.rank for each in self.living)}
-            is_to_blame = self.models.lost(child.rank, why, loading=child.loading, ranks=ranks)
-            if not self.is_stopping:
-                self.replace_worker(child.rank, is_to_blame=child.is_to_blame and is_to_blame)
-            elif child.phase is not Phase.STUCK:
-                self._left_out.add(child.rank)
-            is_retired = child.rank in self.retired
-        yield child, Lost(reason, was_told, is_retired)
+        if not isinstance(child, RankProcess):
+            yield child, Lost(reason)
+            return
+        if child.loading is not None:
+            reason = f"it cannot load its models: {reason}"
+        ranks = {child.rank, *(each.rank for each in self.living)}
+        why = f"{child.name}: {reason}"
+        is_to_blame = self.models.lost(child.rank, why, loading=child.loading, ranks=ranks)
+        if not self.is_stopping:
+            self.replace_worker(child.rank, is_to_blame=child.is_to_blame and is_to_blame)
+        elif child.phase is not Phase.STUCK:
+            self._left_out.add(child.rank)
+        yield child, Lost(reason, is_retired=child.rank in self.retired)
 
     def _bury(self, child: Child) -> str:
         """Reap a process and expect nothing of it; returns how it ended."""

@@ -24,11 +24,11 @@ from gfgen.runtime.ipc.messages import Abandon, Abandoned, EdgesRestarted, Resta
 from gfgen.runtime.processes.attempts import Attempts, Cause
 from gfgen.runtime.processes.child import Phase, RankProcess
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.watchdog import Patience
 
 logger = logging.getLogger(__name__)
 
 HANGS = "it hangs in a task that was given up"
+STAYS = "it did not leave a task that was stopped"
 
 
 def given_up(failed: Iterable[int], dispatches: Mapping[int, Dispatch]) -> frozenset[int]:
@@ -59,13 +59,12 @@ def _drags_along(lost: Dispatch, other: Dispatch) -> bool:
 class Recovery:
     """Takes ranks through the rounds. There is one recovery at a time: another failure makes it larger."""
 
-    def __init__(self, pool: WorkerPool, attempts: Attempts, patience: Patience) -> None:
+    def __init__(self, pool: WorkerPool, attempts: Attempts) -> None:
         self.waiting_for: set[int] = set()
         """Ranks that have not answered yet."""
         self._all_have_left = False
         self._pool = pool
         self._attempts = attempts
-        self._patience = patience
 
     def fail(self, worker: RankProcess, fault: TaskFault) -> None:
         """A task, or its transfer, failed on one rank: all that take part, and what needs it, stop."""
@@ -82,31 +81,29 @@ class Recovery:
 
     def stop(self, numbers: Collection[int]) -> None:
         """Nobody wants these any more: let ranks leave them, without blame for one that does not in time."""
-        stopped = [self._attempts[number] for number in numbers if number in self._attempts]
-        stopped = [attempt for attempt in stopped if not attempt.is_given_up]
-        for attempt in stopped:
-            attempt.is_unwanted = True
-            attempt.deadline_s = self._pool.clock.now_s + self._patience.stopping_s
-        if stopped:
-            self.give_up({attempt.dispatch.number: None for attempt in stopped})
+        unwanted = [number for number in numbers if number in self._attempts.keys() - self._attempts.leaving]
+        for number in unwanted:
+            self._attempts[number].is_unwanted = True
+        if unwanted:
+            self.give_up(dict.fromkeys(unwanted))
 
     def include_new(self) -> None:
         """A new dispatch may need what is being given up."""
-        if self.waiting_for:
-            leaving = self._attempts.leaving
-            if given_up(leaving, self._attempts.dispatches) != leaving:
-                self.give_up({})
+        leaving = self._attempts.leaving
+        if leaving and given_up(leaving, self._attempts.dispatches) != leaving.keys():
+            self.give_up({})
 
     def give_up(self, causes: Mapping[int, Cause | None]) -> None:
         """Ask every rank concerned to leave these dispatches, and all that go with them; again if it was."""
         for number, cause in causes.items():
             self._attempts[number].cause = self._attempts[number].cause or cause
-        dispatches = self._attempts.dispatches
-        numbers = given_up({*causes, *self._attempts.leaving}, dispatches)
-        deadline_s = self._pool.clock.now_s + self._patience.to_leave_s(map(dispatches.__getitem__, numbers))
-        for attempt in map(self._attempts.__getitem__, numbers):
+        numbers = given_up({*causes, *self._attempts.leaving}, self._attempts.dispatches)
+        lost = [self._attempts[number] for number in numbers]
+        to_leave_s = self._pool.patience.to_leave_s(attempt.dispatch for attempt in lost)
+        for attempt in lost:
             attempt.is_given_up = True
-            attempt.deadline_s = attempt.deadline_s if attempt.is_unwanted else deadline_s
+            allowed_s = self._pool.patience.stopping_s if attempt.is_unwanted else to_leave_s
+            attempt.deadline_s = self._pool.clock.now_s + allowed_s
         self._all_have_left = False
         self._ask({rank: Abandon(numbers) for rank in self._concerned})
 
@@ -114,7 +111,7 @@ class Recovery:
         self, rank: int, answer: Abandoned | EdgesRestarted, *, now_s: float
     ) -> Iterator[TaskFailed]:
         """A rank has left, or restarted its counts; answers to an earlier, smaller question do not count."""
-        is_current = answer.numbers == self._attempts.leaving
+        is_current = answer.numbers == self._attempts.leaving.keys()
         if is_current and isinstance(answer, EdgesRestarted) is self._all_have_left:
             self.waiting_for.discard(rank)
             yield from self.advance(now_s)
@@ -123,15 +120,16 @@ class Recovery:
         """When all have left, restart the edges between them; when that is done, report what failed."""
         if not self.waiting_for and not self._all_have_left:
             self._all_have_left = True
-            numbers = self._attempts.leaving
-            for number in numbers:
-                self._attempts[number].deadline_s = self._pool.clock.now_s + self._patience.leaving_s
+            for attempt in self._attempts.leaving.values():
+                attempt.deadline_s = self._pool.clock.now_s + self._pool.patience.leaving_s
+            numbers = frozenset(self._attempts.leaving)
             self._ask({rank: RestartEdges(numbers, self._peers_of(rank)) for rank in self._concerned})
         if self.waiting_for:
             return
         self._blame()
-        for number in sorted(self._attempts.leaving):
-            cause = self._attempts.pop(number).cause
+        for number, attempt in self._attempts.leaving.items():
+            del self._attempts[number]
+            cause = attempt.cause
             text = cause.reason if cause else "given up with another task"
             yield TaskFailed(now_s, number, text, void=cause is None, lost=bool(cause and cause.lost))
         self._all_have_left = False
@@ -143,29 +141,23 @@ class Recovery:
         The ranks that wait for a hung one leave. It does not, and is known by that.
         """
         now_s = self._pool.clock.now_s
-        late = [attempt for attempt in self._attempts.values() if now_s > attempt.deadline_s]
-        for attempt in [attempt for attempt in late if attempt.is_given_up]:
-            why = "it did not leave a task that was stopped" if attempt.is_unwanted else HANGS
-            for rank in attempt.dispatch.ranks_involved & self.waiting_for:
-                worker = self._pool.workers[rank]
-                if attempt.is_unwanted and worker.phase is not Phase.ENDING:
-                    worker.is_to_blame = False
-                worker.kill(why)
-        overdue = [attempt for attempt in late if not attempt.is_given_up]
+        for attempt in self._attempts.leaving.values():
+            late = attempt.dispatch.ranks_involved & self.waiting_for if now_s > attempt.deadline_s else ()
+            for worker in [self._pool.workers[rank] for rank in late]:
+                worker.is_to_blame &= worker.phase is Phase.ENDING or not attempt.is_unwanted
+                worker.kill(STAYS if attempt.is_unwanted else HANGS)
+        running = [attempt for attempt in self._attempts.values() if not attempt.is_given_up]
+        overdue = [attempt for attempt in running if now_s > attempt.deadline_s]
         for attempt in overdue:
             attempt.is_overdue = True
         if overdue:
             self.give_up({attempt.dispatch.number: None for attempt in overdue})
 
     @property
-    def _leaving(self) -> list[Dispatch]:
-        return [attempt.dispatch for attempt in self._attempts.values() if attempt.is_given_up]
-
-    @property
     def _concerned(self) -> set[int]:
         """The living ranks that take part in what is given up."""
-        ranks = {rank for dispatch in self._leaving for rank in dispatch.ranks_involved}
-        return ranks - self._pool.meeting.held_back
+        leaving = [attempt.dispatch for attempt in self._attempts.leaving.values()]
+        return {rank for each in leaving for rank in each.ranks_involved} - self._pool.meeting.held_back
 
     def _ask(self, questions: Mapping[int, Abandon | RestartEdges]) -> None:
         """Wait for an answer of every one of these ranks."""
@@ -178,7 +170,8 @@ class Recovery:
 
         Not all ranks concerned: between others of them a transfer may be under way that goes on.
         """
-        pairs = [pair for dispatch in self._leaving for pair in dispatch.pairs if rank in pair]
+        leaving = [attempt.dispatch for attempt in self._attempts.leaving.values()]
+        pairs = [pair for dispatch in leaving for pair in dispatch.pairs if rank in pair]
         return frozenset().union(*pairs) - self._pool.meeting.held_back - {rank}
 
     def _blame(self) -> None:

@@ -96,7 +96,12 @@ def hear(pool: WorkerPool, signals: SignalPipe | None, *, doing: str) -> list[tu
                 found.append((source, what))
     for worker, what in found:
         if isinstance(what, Lost):
-            _judge(pool, worker, what, doing)
+            reason, has_models = f"{worker.name}: {what.reason}", bool(pool.models.checkpoints)
+            is_missing = what.is_retired and (pool.settings.are_all_needed or not pool.living)
+            if is_missing or (pool.models.unloadable and not has_models):
+                raise WorkerError(reason)
+            text = "it stays away" if what.is_retired else "a new worker is started"
+            logger.warning("%s; %s", reason, text)
     return found
 
 
@@ -114,15 +119,6 @@ def leave_behind(pool: WorkerPool, reason: str) -> None:
     for worker in late:
         pool.retire(worker)
     logger.error("%s; the others go on without", reason)
-
-
-def _judge(pool: WorkerPool, worker: RankProcess, lost: Lost, doing: str) -> None:
-    how = "cannot start" if lost.was_told else f"died while {doing}"
-    reason = f"{worker.name} {how}: {lost.reason}"
-    is_missing = lost.is_retired and (pool.settings.are_all_needed or not pool.living)
-    if is_missing or (pool.models.unloadable and not pool.models.checkpoints):
-        raise WorkerError(reason)
-    logger.warning("%s; %s", reason, "it stays away" if lost.is_retired else "a new worker is started")
 
 
 def _how_far(pool: WorkerPool) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from gfgen.runtime.core.dispatch import Dispatch
 
@@ -83,11 +83,5 @@ class Patience:
 
     def with_shared_gpus(self, ranks_per_gpu: int) -> Patience:
         """The same for ranks that take turns on a GPU: everything takes that many times as long."""
-        return replace(self, **{name: ranks_per_gpu * getattr(self, name) for name in _OF_RANKS})
-
-
-_OF_RANKS = (
-    *("starting_s", "warm_up_s", "silence_s", "task_s", "task_factor", "wait_s", "wait_factor"),
-    *("longest_wait_s", "leaving_s", "leaving_factor", "stopping_s", "killed_s"),
-)
-"""Waits for ranks; the others are for this process and writers."""
+        of_ranks = {each.name for each in fields(self)} - {"ping_s", "write_s"}
+        return replace(self, **{name: ranks_per_gpu * getattr(self, name) for name in of_ranks})

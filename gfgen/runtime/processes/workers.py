@@ -51,7 +51,6 @@ from gfgen.runtime.processes.child import GONE, Joined, Loaded, Lost, Phase, Ran
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.recovery import Recovery
-from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.processes.writes import Writes
 from gfgen.system.signals import SignalPipe
 
@@ -80,7 +79,6 @@ class ProcessBackend:
         memory: JobMemory,
         *,
         clock: Clock,
-        patience: Patience | None = None,
         signals: SignalPipe | None = None,
         requests: Requests | None = None,
         warm_ups: Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]] | None = None,
@@ -89,10 +87,9 @@ class ProcessBackend:
         self._pool = pool
         self._memory = memory
         self._clock = clock
-        self._patience = patience or pool.patience
         self._writes = Writes(pool, memory.output_dir, waits_for_space=waits_for_space)
         self._attempts = Attempts()
-        self._recovery = Recovery(pool, self._attempts, self._patience)
+        self._recovery = Recovery(pool, self._attempts)
         self._memory_use: dict[int, MemoryUse] = {}
         self._own_signals = SignalPipe() if signals is None else None
         self._inputs = [each for each in (signals, self._own_signals, requests) if each is not None]
@@ -122,8 +119,7 @@ class ProcessBackend:
                 self._pending.append(RankLost(now_s, worker.rank, worker.incarnation, why, is_retired=True))
                 continue
             worker.tell(Reset())
-            worker.has_joined = worker.phase is Phase.SERVING
-            if worker.has_joined:
+            if worker.has_joined and worker.phase is not Phase.ENDING:
                 self._pending.append(RankReady(now_s, worker.rank, worker.incarnation, worker.startup_s))
 
     # What the control loop calls ------------------------------------------------------------
@@ -151,7 +147,7 @@ class ProcessBackend:
             reason = f"its state has no place here: {in_one_line(error)}"
             self._pending.append(TaskFailed(self._clock.now_s, dispatch.number, reason))
             return
-        due_s = dispatch.predicted_end_s - self._clock.now_s + self._patience.for_task_s(dispatch)
+        due_s = dispatch.predicted_end_s - self._clock.now_s + self._pool.patience.for_task_s(dispatch)
         self._attempts.begin(dispatch, deadline_s=self._pool.clock.now_s + due_s)
         self._pool.last_number = dispatch.number
         incarnations = tuple([self._pool.workers[rank].incarnation for rank in ranks])
@@ -167,7 +163,7 @@ class ProcessBackend:
                 layout=dispatch.layout,
                 incarnations=incarnations,
                 transfers=tuple([t for t in dispatch.transfers if t.destination == rank]),
-                wait_s=self._patience.to_wait_s(dispatch),
+                wait_s=self._pool.patience.to_wait_s(dispatch),
                 expected_s=dispatch.predicted_s,
                 batch_end=dispatch.batch_end,
                 is_reused=task.stage is Stage.REUSE,
@@ -296,14 +292,11 @@ class ProcessBackend:
 
     def _worker_lost(self, worker: RankProcess, lost: Lost, now_s: float) -> Iterator[Event]:
         """A rank is gone: give up what it was part of."""
-        reason = lost.reason
-        if lost.was_told and worker.loading is not None:
-            reason = f"it cannot load its models: {reason}"
         # A run without ranks ends with an error and keeps nothing. One that stops keeps its jobs.
         is_retired = lost.is_retired and bool(self._pool.living or not self._pool.is_stopping)
-        yield RankLost(now_s, worker.rank, worker.incarnation, reason, is_retired=is_retired)
+        yield RankLost(now_s, worker.rank, worker.incarnation, lost.reason, is_retired=is_retired)
         yield from self._load_failures()
-        why, storing = f"rank {worker.rank}: {reason}", self._writes.storing(worker.rank)
+        why, storing = f"rank {worker.rank}: {lost.reason}", self._writes.storing(worker.rank)
         yield from self._writes.lose_frames(storing, why, now_s, lost=True)
         cause = Cause(why, lost=True) if worker.is_to_blame else None
         self._recovery.give_up(self._attempts.lose(worker.rank, cause, storing=storing))
@@ -322,15 +315,15 @@ class ProcessBackend:
     def _look_for_hung_processes(self) -> None:
         """Kill processes that hang; the loop then notices their end."""
         now_s, living = self._pool.clock.now_s, self._pool.living
-        if now_s >= self._pinged_s + self._patience.ping_s:
+        if now_s >= self._pinged_s + self._pool.patience.ping_s:
             self._pinged_s = now_s
             for worker in living:
                 if worker.has_started:
                     worker.tell(Ping())
         for worker in living:
-            if (why := worker.why_hung(self._patience)) is not None:
+            if (why := worker.why_hung(self._pool.patience)) is not None:
                 worker.kill(why)
-        self._writes.kill_overdue(self._patience)
+        self._writes.kill_overdue()
         self._recovery.look()
 
     def _ask_for_state(self, dispatch: Dispatch) -> None:

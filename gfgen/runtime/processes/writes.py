@@ -20,7 +20,6 @@ from gfgen.runtime.files.metadata import describe
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest
 from gfgen.runtime.processes.child import Joined, Lost, Phase, WriterProcess
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.watchdog import Patience
 
 logger = logging.getLogger(__name__)
 
@@ -109,14 +108,14 @@ class Writes:
 
     # Files ----------------------------------------------------------------------------------
 
-    def kill_overdue(self, patience: Patience) -> None:
+    def kill_overdue(self) -> None:
         """Kill ranks that do not store their frames, and writers much slower than the slowest would be."""
-        for file in self._files.values():
+        for file in [file for file in self._files.values() if file.is_decoded]:
             waited_s = self._pool.clock.now_s - file.since_s
             slowest_s = os.fstat(file.frames).st_size / SLOWEST_BYTES_PER_S
-            if file.writer is not None and waited_s > patience.write_s + slowest_s:
+            if file.writer is not None and waited_s > self._pool.patience.write_s + slowest_s:
                 file.writer.kill("it does not finish a file")
-            if file.is_decoded and waited_s > patience.task_s:
+            if waited_s > self._pool.patience.task_s:
                 for rank in file.storing:
                     self._pool.workers[rank].kill("it does not store its frames")
 
