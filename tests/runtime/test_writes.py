@@ -67,6 +67,7 @@ def decode(writes: Writes, name: str) -> None:
     """Its frames are complete."""
     writes.new_frames(make_job(name), 7)
     writes.decoded(name)
+    assert list(writes.look(2.0)) == []
 
 
 def lose(writes: Writes, writer: Any) -> list[Event]:
@@ -92,7 +93,7 @@ def test_a_file_is_given_up_with_its_second_writer_but_for_those_that_could_not_
         assert lose(writes, pool.replace(phase=Phase.STARTING)) == []
         assert pool.writers[0].asked == [], "it cannot start"
     pool.writers[0].phase = Phase.SERVING
-    writes.give_out()
+    list(writes.look(2.0))
     assert lose(writes, pool.replace()) == [OutputFailed(2.0, "fox", "its writer died twice: killed")]
     assert pool.writers[0].asked == []
 
@@ -106,6 +107,7 @@ def test_a_run_that_stops_does_not_wait_for_a_writer_that_cannot_start(pool: Any
     pool.is_stopping = True
     assert lose(writes, unstarted) == [FramesLost(2.0, "owl", "writer 0 cannot start: killed", lost=True)]
     writes.release("fox")
+    list(writes.look(2.0))
     assert [request.job_id for request in pool.writers[0].asked] == ["fox"]
 
 
@@ -119,8 +121,10 @@ def test_a_file_is_written_when_its_decode_has_ended_and_the_last_frames_are_sto
     writes.decoded("fox")
     for number, rank in ((7, 0), (7, 0), (6, 1)):  # told again, and of an attempt before
         writes.stored(number, rank)
+    list(writes.look(2.0))
     assert (writes.storing(0), writes.storing(1), writer.asked) == (set(), {7}, [])
     writes.stored(7, 1)
+    list(writes.look(2.0))
     assert [request.job_id for request in writer.asked] == ["fox"]
 
 
@@ -142,10 +146,9 @@ def test_a_writer_or_a_rank_that_takes_too_long_is_killed(pool: Any, writes: Wri
     writes.new_frames(make_job("owl"), 8)
     writes.expect("owl", 0)
     writes.decoded("owl")
-    writes.kill_overdue()
-    assert killed == []
+    assert list(writes.look(2.0)) == killed == []
     pool.clock.now_s += 1000.0
-    writes.kill_overdue()
+    assert list(writes.look(2.0)) == []
     assert killed == ["it does not finish a file", "it does not store its frames"]
 
 
@@ -155,12 +158,12 @@ def test_a_file_without_room_on_the_disk_waits_for_room_or_for_the_end_of_the_ru
     decode(writes, "fox")
     (writer,) = pool.writers
     full = WriteFailed("fox", "no space left", is_full=True)
-    assert list(writes.events_of(writer, full, 2.0)) == list(writes.give_out_again(2.0)) == []
+    assert list(writes.events_of(writer, full, 2.0)) == list(writes.look(2.0)) == []
     assert len(writer.asked) == 1, "it is tried later"
     monkeypatch.setattr(writes_module, "RETRY_S", 0.0)
     for _ in range(5):
-        assert list(writes.events_of(writer, full, 2.0)) == []
+        assert list(writes.events_of(writer, full, 2.0)) == list(writes.look(2.0)) == []
     assert [request.job_id for request in writer.asked] == ["fox"] * 6
     pool.is_stopping = True
     lost = FramesLost(2.0, "fox", "the disk was full when the run stopped", lost=True)
-    assert list(writes.events_of(writer, full, 2.0)) == [lost]
+    assert [*writes.events_of(writer, full, 2.0), *writes.look(2.0)] == [lost]

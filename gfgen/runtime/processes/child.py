@@ -72,7 +72,7 @@ _SLOW = {
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A process takes tasks, or files, from now on."""
+    """A worker takes tasks from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +180,9 @@ class WriterProcess(Child):
     __slots__ = ()
 
     def hear(self, message: Any) -> Sequence[Joined]:
-        if not isinstance(message, WriterReady) or self.phase is not Phase.STARTING:
-            return ()
-        self.enter(Phase.SERVING)
-        return (Joined(),)
+        if isinstance(message, WriterReady) and self.phase is Phase.STARTING:
+            self.enter(Phase.SERVING)
+        return ()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

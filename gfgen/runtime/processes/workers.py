@@ -131,7 +131,7 @@ class ProcessBackend:
         for source, what in self._pool.turn(0.0 if events else timeout_s):
             events.extend(self._events_of(source, what))
         self._look_for_hung_processes()
-        events += self._writes.give_out_again(self._clock.now_s)
+        events += self._writes.look(self._clock.now_s)
         events += self._clock.due()
         self._pool.is_stopping |= any(isinstance(each, StopRequested | ClosingTime) for each in events)
         return events
@@ -323,7 +323,6 @@ class ProcessBackend:
         for worker in living:
             if (why := worker.why_hung(self._pool.patience)) is not None:
                 worker.kill(why)
-        self._writes.kill_overdue()
         self._recovery.look()
 
     def _ask_for_state(self, dispatch: Dispatch) -> None:

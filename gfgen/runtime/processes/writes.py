@@ -18,7 +18,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.events import Event, FramesLost, OutputFailed, OutputWritten
 from gfgen.runtime.files.metadata import describe
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest
-from gfgen.runtime.processes.child import Joined, Lost, Phase, WriterProcess
+from gfgen.runtime.processes.child import Lost, Phase, WriterProcess
 from gfgen.runtime.processes.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Writes:
 
         The rank makes it larger if only the decode knows their size.
         """
-        self._close(job.job_id)
+        self.release(job.job_id)
         fd = os.memfd_create("gfgen-frames", os.MFD_CLOEXEC)
         os.truncate(fd, job.trajectory.artifact("frames").size_bytes)
         self._files[job.job_id] = _File(job, number, fd)
@@ -83,17 +83,15 @@ class Writes:
         self._files[job_id].storing.add(rank)
 
     def decoded(self, job_id: str) -> None:
-        """The decode has ended: write the file once all frames have come."""
+        """The decode has ended: its file can be written once all frames have come."""
         file = self._files[job_id]
         file.is_decoded, file.since_s = True, self._pool.clock.now_s
-        self.give_out()
 
     def stored(self, number: int, rank: int) -> None:
         """A rank's frames of a decode have come."""
         for file in self._files.values():
             if file.number == number:
                 file.storing.discard(rank)
-        self.give_out()
 
     def storing(self, rank: int) -> set[int]:
         """The decodes whose frames a rank copies."""
@@ -108,9 +106,13 @@ class Writes:
 
     # Files ----------------------------------------------------------------------------------
 
-    def kill_overdue(self) -> None:
-        """Kill ranks that do not store their frames, and writers much slower than the slowest would be."""
-        for file in [file for file in self._files.values() if file.is_decoded]:
+    def look(self, now_s: float) -> Iterator[FramesLost]:
+        """Give out files that wait, and kill processes that take too long for one.
+
+        A run that stops does not wait for room on the disk.
+        """
+        decoded = [file for file in self._files.values() if file.is_decoded]
+        for file in decoded:
             waited_s = self._pool.clock.now_s - file.since_s
             slowest_s = os.fstat(file.frames).st_size / SLOWEST_BYTES_PER_S
             if file.writer is not None and waited_s > self._pool.patience.write_s + slowest_s:
@@ -118,9 +120,13 @@ class Writes:
             if waited_s > self._pool.patience.task_s:
                 for rank in file.storing:
                     self._pool.workers[rank].kill("it does not store its frames")
+        if decoded and self._pool.is_stopping:
+            full = [file for file in decoded if file.retry_s is not None and file.writer is None]
+            yield from self._lose(full, "the disk was full when the run stopped", now_s)
+        self._give_out()
 
     def events_of(self, writer: WriterProcess, what: Any, now_s: float) -> Iterator[Event]:
-        """The events that a writer's message, or its start or end, means for the run."""
+        """The events that a writer's message, or its end, means for the run."""
         match what:
             case WriteDone():
                 self.release(what.job_id)
@@ -129,12 +135,9 @@ class Writes:
                 yield OutputWritten(now_s, what.job_id, *facts)
             case WriteFailed(is_full=True) if self._waits_for_space and what.job_id in self._files:
                 self._postpone(self._files[what.job_id], what.reason)
-                yield from self.give_out_again(now_s)
             case WriteFailed():
                 self.release(what.job_id)
                 yield OutputFailed(now_s, what.job_id, what.reason)
-            case Joined():
-                self.give_out()
             case Lost():
                 yield from self._writer_lost(writer, what, now_s)
 
@@ -152,10 +155,9 @@ class Writes:
                 remove_unfinished(self._path_of(file), pid=writer.process.pid)
             if file.num_tries >= MAX_WRITES:
                 yield OutputFailed(now_s, file.job.job_id, f"its writer died twice: {lost.reason}")
-        self.give_out()
+        self._give_out()
         if self._pool.is_stopping and not writer.has_started:  # the run would never end
-            reason = f"{writer.name} cannot start: {lost.reason}"
-            yield from self._lose(self._waiting(), reason, now_s, lost=True)
+            yield from self._lose(self._waiting(), f"{writer.name} cannot start: {lost.reason}", now_s)
 
     def _postpone(self, file: _File, reason: str) -> None:
         """Write it later; frames stay in memory, and further decodes wait (State.holds_back)."""
@@ -164,24 +166,15 @@ class Writes:
         file.writer, file.num_tries = None, file.num_tries - 1
         file.retry_s = self._pool.clock.now_s + RETRY_S
 
-    def give_out_again(self, now_s: float) -> Iterator[Event]:
-        """Give out files for which the disk had no room; a run that stops loses their frames instead."""
-        postponed = [
-            file for file in self._files.values() if file.retry_s is not None and file.writer is None
-        ]
-        if not postponed:
-            return
-        if self._pool.is_stopping:
-            yield from self._lose(postponed, "the disk was full when the run stopped", now_s, lost=True)
-        self.give_out()
-
-    def _lose(self, files: Sequence[_File], reason: str, now_s: float, *, lost: bool) -> Iterator[FramesLost]:
+    def _lose(
+        self, files: Sequence[_File], reason: str, now_s: float, *, lost: bool = True
+    ) -> Iterator[FramesLost]:
         """Their decodes have to run again."""
         for job_id in [file.job.job_id for file in files]:
-            self._close(job_id)
+            self.release(job_id)
             yield FramesLost(now_s, job_id, reason, lost=lost)
 
-    def give_out(self) -> None:
+    def _give_out(self) -> None:
         """Give every idle writer a file that waits."""
         busy = [file.writer for file in self._files.values()]
         idle = [each for each in self._pool.writers if each.phase is Phase.SERVING and each not in busy]
@@ -221,13 +214,9 @@ class Writes:
 
     def release(self, job_id: str) -> None:
         """The file is there, or the job has ended: keep nothing of it."""
-        self._close(job_id)
-        self.give_out()
+        if job_id in self._files:
+            os.close(self._files.pop(job_id).frames)
 
     def close(self) -> None:
         for job_id in list(self._files):
-            self._close(job_id)
-
-    def _close(self, job_id: str) -> None:
-        if job_id in self._files:
-            os.close(self._files.pop(job_id).frames)
+            self.release(job_id)
