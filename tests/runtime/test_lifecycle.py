@@ -64,7 +64,7 @@ def test_a_worker_that_is_told_to_load_while_it_starts_joins_when_it_has_loaded(
     pool.meeting._welcome = lambda worker: setattr(worker, "has_arenas", True)
     rank.phase, rank.has_arenas = Phase.STARTING, False
     pool.set_models([Path("/other")])
-    pool.choose_steps = lambda checkpoints: ITEMS
+    pool.steps_at_hand = lambda: ITEMS
     rank._theirs.send(WorkerReady(0, 1.0))
     assert [what for _, what in pool.turn(0.0)] == [WorkerReady(0, 1.0)]
     assert rank.phase is Phase.PREPARING

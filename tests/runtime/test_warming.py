@@ -165,7 +165,7 @@ def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
     pool.settings = RankSettings(num_ranks=len(ranks), are_all_needed=are_all_needed)
     pool.models, pool.patience, pool.islands = HeldModels([]), Patience(), [range(len(ranks))]
     pool.meeting = Meeting(Arenas(), pool.workers, pool.islands)  # type: ignore[arg-type]
-    pool.is_stopping, pool.choose_steps, pool.clock = False, None, AwakeClock()
+    pool.is_stopping, pool.steps_at_hand, pool.clock = False, tuple, AwakeClock()
     pool.deaths = {rank.rank: [time.monotonic()] * (MAX_DEATHS - 1) for rank in ranks}
     pool._selector = selectors.DefaultSelector()
     ENDS.append(pool._selector)
@@ -268,11 +268,11 @@ def test_other_models_end_what_was_yet_to_be_told_of_those_of_before() -> None:
     rank.tell = lambda message, fds=(): told.append(  # type: ignore[method-assign, misc]
         message.number if isinstance(message, WarmUp) else type(message).__name__
     )
-    pool.choose_steps = lambda _: long_items(3)
+    pool.steps_at_hand = lambda: long_items(3)
     pool.set_models([Path("/a")])
     rank._theirs.send(ModelsSet(1.0))
     list(pool.turn(0.0))
-    pool.choose_steps = lambda _: [replace(item, number=10 + item.number) for item in long_items(2)]
+    pool.steps_at_hand = lambda: [replace(item, number=10 + item.number) for item in long_items(2)]
     pool.set_models([Path("/b")])
     assert (told, len(rank.requests)) == (["SetModels", 0], 4)
     for answer in (WarmedUp(0, 0.1), ModelsSet(1.0), WarmedUp(10, 0.1), WarmedUp(11, 0.1)):

@@ -63,12 +63,6 @@ TRANSITIONS: Mapping[Phase, Set[Phase]] = {
 STARTS = frozenset({Phase.STARTING, Phase.INTRODUCING})
 GONE = frozenset({Phase.ENDED, Phase.STUCK})
 
-_SLOW = {
-    Phase.STARTING: "it does not get ready",
-    Phase.PREPARING: "it does not get its models or their steps ready",
-}
-"""Phases in which a worker may be silent as long as its start may take, and why it is killed after that."""
-
 
 @dataclass(frozen=True, slots=True)
 class Joined:
@@ -276,10 +270,10 @@ class RankProcess(Child):
 
     def why_hung(self, patience: Patience) -> str | None:
         """The reason why it counts as hung in its phase; None if it does not."""
-        now_s = self.clock.now_s
-        if self.phase in _SLOW:
-            return _SLOW[self.phase] if now_s > self.since_s + patience.starting_s else None
-        silent_s = now_s - self.heard_s
+        if self.phase in (Phase.STARTING, Phase.PREPARING):
+            is_slow = self.clock.now_s > self.since_s + patience.starting_s
+            return "it does not get its models or their steps ready" if is_slow else None
+        silent_s = self.clock.now_s - self.heard_s
         return f"no sign of life for {silent_s:.0f} s" if silent_s > patience.silence_s else None
 
 

@@ -12,7 +12,7 @@ import os
 import selectors
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -96,16 +96,16 @@ class WorkerPool:
         """By rank: when it died and was to blame for it, by the machine's monotonic clock."""
         self.last_number = 0
         """The last dispatch that these workers got, in any run."""
-        self.choose_steps: Callable[[Collection[str]], Sequence[WarmUp]] | None = None
-        """The steps that a worker of these checkpoints prepares before it joins a run or has loaded them."""
+        self.steps_at_hand: Callable[[], Sequence[WarmUp]] = tuple
+        """Steps of the present models, which a worker prepares before it joins a run or has loaded them."""
         self.is_stopping = False
         """The run is about to end: no rank is replaced."""
         self._left_out: set[int] = set()
         """Ranks that were not replaced for that reason."""
         if num_writers is None:
-            cores, num_ranks = len(os.sched_getaffinity(0)), settings.num_ranks
+            num_ranks, num_cores = settings.num_ranks, len(os.sched_getaffinity(0))
             is_many = settings.are_on_gpus
-            num_writers = default_writers(num_ranks=num_ranks, num_cores=cores) if is_many else 1
+            num_writers = default_writers(num_ranks=num_ranks, num_cores=num_cores) if is_many else 1
         try:
             for rank in range(settings.num_ranks):
                 self.workers.append(self._start_worker(rank, incarnation=1))
@@ -170,7 +170,7 @@ class WorkerPool:
             if writer.phase in GONE and self.clock.now_s >= writer.since_s + pause_s:
                 self.writers[idx] = self._start_writer(idx)
         for worker in self.meeting.introduce():
-            for became in worker.join(self._steps()):
+            for became in worker.join(self.steps_at_hand()):
                 yield worker, became
 
     def _hear(self, child: Child) -> Iterator[tuple[Child, Any]]:
@@ -212,11 +212,7 @@ class WorkerPool:
         """Let all workers hold these models and no others, each after its earlier tasks."""
         self.models.change(checkpoints)
         for worker in self.living:
-            worker.load(SetModels(self.models.checkpoints), self._steps())
-
-    def _steps(self) -> Sequence[WarmUp]:
-        """The steps of the present models to prepare."""
-        return self.choose_steps(self.models.checkpoints) if self.choose_steps else ()
+            worker.load(SetModels(self.models.checkpoints), self.steps_at_hand())
 
     def _start_worker(self, rank: int, *, incarnation: int) -> RankProcess:
         started = self._launcher.start_worker(rank, self.models.checkpoints)

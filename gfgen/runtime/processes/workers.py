@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -111,7 +111,7 @@ class ProcessBackend:
         """Take over a pool: report workers that take tasks as ready, and retired ranks as lost."""
         pool, now_s = self._pool, self._clock.now_s
         pool.begin_run()
-        pool.choose_steps = self._steps_of
+        pool.steps_at_hand = self._steps_at_hand
         for worker in pool.workers:
             worker.jobs.clear()
             if worker.phase in GONE:
@@ -220,7 +220,7 @@ class ProcessBackend:
             self._pool.ignore(source)
         if self._own_signals:
             self._own_signals.close()
-        self._pool.choose_steps = None
+        self._pool.steps_at_hand = tuple
         self._memory.close()
         self._writes.close()
 
@@ -302,13 +302,11 @@ class ProcessBackend:
         self._recovery.give_up(self._attempts.lose(worker.rank, cause, storing=storing))
         yield from self._recovery.advance(now_s)
 
-    def _steps_of(self, checkpoints: Collection[str]) -> Sequence[WarmUp]:
-        """The steps to prepare for known jobs of these models."""
-        if self._warm_ups is None:
-            return ()
-        return self._warm_ups(
-            [job for job in self._memory.jobs.values() if str(job.checkpoint) in checkpoints]
-        )
+    def _steps_at_hand(self) -> Sequence[WarmUp]:
+        """The steps to prepare for known jobs of the models that ranks hold."""
+        held = self._pool.models.checkpoints
+        jobs = [job for job in self._memory.jobs.values() if str(job.checkpoint) in held]
+        return self._warm_ups(jobs) if self._warm_ups else ()
 
     # Processes that hang ----------------------------------------------------------------------------
 
