@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 from collections.abc import Iterator
@@ -134,6 +135,17 @@ def test_a_worker_that_no_signal_ends_is_left_behind_and_the_others_go_on(
     assert stuck.process not in multiprocessing.active_children(), "our exit would wait for it"
     assert "has not ended 0.3 s later: a driver or a disk holds it" in caplog.text
     assert "it stays away" in caplog.text
+
+
+def test_a_rank_that_was_silent_before_a_run_began_is_not_taken_for_hung(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """Nobody asked it for a sign of life while other ranks loaded their models."""
+    pool = fleet.pool(1)
+    pool.clock.now_s += 1000.0
+    with contextlib.closing(ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())) as backend:
+        backend._look_for_hung_processes()
+    assert pool.workers[0].verdict is None
 
 
 @pytest.mark.parametrize("times", range(5))

@@ -119,6 +119,7 @@ class ProcessBackend:
                 self._pending.append(RankLost(now_s, worker.rank, worker.incarnation, why, is_retired=True))
                 continue
             worker.tell(Reset())
+            worker.heard_s = pool.clock.now_s  # between runs it is not asked to send anything
             if worker.has_joined and worker.phase is not Phase.ENDING:
                 self._pending.append(RankReady(now_s, worker.rank, worker.incarnation, worker.startup_s))
 
