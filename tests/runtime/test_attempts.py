@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankTimes
+from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.processes.attempts import Attempts, Cause
 
 
@@ -81,3 +84,12 @@ def test_a_dead_rank_ran_its_first_dispatch_without_a_report_and_that_one_fails_
     cause = Cause("killed", lost=True)
     assert attempts.lose(0, cause, storing=()) == {6: cause, 7: None}
     assert attempts.lose(0, cause, storing={5}) == {5: cause, 6: cause, 7: None}
+
+
+def test_a_dispatch_fails_with_a_rank_that_sends_state_for_it_though_its_own_part_is_done() -> None:
+    attempts = begun((5, (0, 1), None), (6, (2,), None), (7, (2,), None))
+    for number in (5, 6):
+        sent = (Transfer(0, 1, "sample", 0, 0, 1, 4),)
+        attempts[number].dispatch = replace(attempts[number].dispatch, transfers=sent)
+    report(attempts, 5, 0)
+    assert attempts.lose(0, Cause("killed", lost=True), storing=()) == {5: None, 6: None}

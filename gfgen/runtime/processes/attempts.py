@@ -104,6 +104,6 @@ class Attempts(dict[int, Attempt]):
                 is_running = True
             elif number in storing:
                 causes[number] = cause
-            elif rank in attempt.dispatch.ranks_involved - {*attempt.dispatch.layout.ranks}:
-                causes[number] = None  # it sends state for it
+            elif any(transfer.source == rank for transfer in attempt.dispatch.transfers):
+                causes[number] = None
         return causes

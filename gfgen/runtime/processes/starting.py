@@ -96,9 +96,9 @@ def hear(pool: WorkerPool, signals: SignalPipe | None, *, doing: str) -> list[tu
                 found.append((source, what))
     for worker, what in found:
         if isinstance(what, Lost):
-            reason, has_models = f"{worker.name}: {what.reason}", bool(pool.models.checkpoints)
+            reason = f"{worker.name}: {what.reason}"
             is_missing = what.is_retired and (pool.settings.are_all_needed or not pool.living)
-            if is_missing or (pool.models.unloadable and not has_models):
+            if is_missing or (pool.models.unloadable and not pool.models.checkpoints):
                 raise WorkerError(reason)
             text = "it stays away" if what.is_retired else "a new worker is started"
             logger.warning("%s; %s", reason, text)
