@@ -5,7 +5,7 @@ The ranks' side is benchmarks/worker_bare.py: the same processes, adapters and e
 
 from __future__ import annotations
 
-import contextlib
+import time
 
 from benchmarks.bare_messages import BareTimes, RunBare
 from gfgen.errors import WorkerError
@@ -13,7 +13,7 @@ from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.processes.child import Lost
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.starting import heard
+from gfgen.runtime.processes.starting import hear
 from gfgen.system.signals import SignalPipe
 
 WORKER_MAIN = "benchmarks.worker_bare:main"
@@ -41,15 +41,13 @@ def run_bare(
     for worker in pool.workers:
         worker.tell(message)
     answers: dict[int, BareTimes] = {}
-    found = heard(pool, signals, doing="ranks ran a bare loop", left_s=lambda: PATIENCE_S)
-    with contextlib.closing(found):
-        while len(answers) < pool.num_ranks:
-            what = next(found)
-            if what is None:
-                raise WorkerError(f"no rank has ended its bare loop after {PATIENCE_S:g} s")
-            worker, message = what
-            if isinstance(message, Lost):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(answers) < pool.num_ranks:
+        if time.monotonic() > deadline_s:
+            raise WorkerError(f"the bare loop has not ended after {PATIENCE_S:g} s")
+        for worker, answer in hear(pool, signals, doing="ranks ran a bare loop"):
+            if isinstance(answer, BareTimes):
+                answers[worker.rank] = answer
+            elif isinstance(answer, Lost):
                 raise WorkerError(f"{worker.name} died in a bare loop")
-            if isinstance(message, BareTimes):
-                answers[worker.rank] = message
     return [answers[rank] for rank in sorted(answers)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
+from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 
 STEP_S = 0.1
@@ -123,6 +125,17 @@ def simulate(jobs: Sequence[AdmittedJob], **options: Any) -> Recorder:
     control, recorder = simulated_control(jobs, **options)
     control.run()
     return recorder
+
+
+@contextlib.contextmanager
+def patient(pool: WorkerPool, patience: Patience | None) -> Iterator[None]:
+    """The pool waits this long for its processes."""
+    usual = pool.patience
+    pool.patience = patience or usual
+    try:
+        yield
+    finally:
+        pool.patience = usual
 
 
 def revived(pool: WorkerPool) -> WorkerPool:

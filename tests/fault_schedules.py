@@ -21,6 +21,7 @@ from pathlib import Path
 from random import Random
 from types import FrameType
 
+from builders import patient
 from fake_worker import STATE_BYTES, frames_of_job
 from fault_plan import KINDS, SLOW_KINDS, Done, Fault, FaultFolder, FaultKind, FaultPoint
 from journal_reader import read_runs
@@ -64,8 +65,7 @@ HASTY = Patience(
     task_factor=1.0,
     leaving_s=0.6,
     write_s=2.0,  # its process may have yet to start, which takes more than 0.6 s where ten others compute
-    starting_s=1.0,
-    asleep_s=0.4,
+    starting_s=2.0,  # the same
 )
 _SIDE = 16
 _FRAMES_BYTES = _SIDE * _SIDE * 3
@@ -345,7 +345,7 @@ def _run(
         batch=schedule.batch,
     )
     state = State(jobs, start, clock=clock, costs=costs)
-    backend = ProcessBackend(pool, JobMemory(jobs, output_dir), clock=clock, patience=HASTY)
+    backend = ProcessBackend(pool, JobMemory(jobs, output_dir), clock=clock)
     witness.runs.append(jobs)
     journal = Journal(
         output_dir.with_name("journal.jsonl"),
@@ -359,11 +359,8 @@ def _run(
         observers=[witness],
         journal=journal,
     )
-    try:
+    with patient(pool, HASTY), contextlib.closing(backend), contextlib.closing(journal):
         control.run()
-    finally:
-        backend.close()
-        journal.close()
     if control.decider.given_up is not None:
         raise PolicyFault(f"policy {schedule.policy} was given up: {control.decider.given_up}")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import multiprocessing
-import os
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,6 @@ from random import Random
 import pytest
 from fault_plan import Fault, FaultKind, FaultPoint
 from fault_schedules import (
-    HASTY,
     Fleet,
     Schedule,
     ScheduleResult,
@@ -27,14 +26,12 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, RankTimes, TaskFailed
-from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, TaskFault, WriteRequest
+from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, TaskFailed
+from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, TaskFault, TaskReport
 from gfgen.runtime.processes.attempts import Cause
 from gfgen.runtime.processes.child import Lost, Phase
 from gfgen.runtime.processes.job_memory import JobMemory
-from gfgen.runtime.processes.recovery import Recovery
 from gfgen.runtime.processes.workers import ProcessBackend
-from gfgen.runtime.processes.writes import _Write
 
 NUM_SCHEDULES = 100
 PER_TEST = 20
@@ -140,26 +137,15 @@ def test_a_worker_that_no_signal_ends_is_left_behind_and_the_others_go_on(
     assert "it stays away" in caplog.text
 
 
-def test_a_pause_of_the_control_plane_counts_for_nobody_who_is_waited_for(
+def test_a_rank_that_was_silent_before_a_run_began_is_not_taken_for_hung(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    pool, clock = fleet.pool(1), Clock()
-    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=clock, patience=HASTY)
-    write = _Write(
-        WriteRequest("a", (1, 1, 1, 3), "a.png", None, {}),
-        frames=os.memfd_create("frames"),
-        writer=pool.writers[0],
-    )
-    write.begun_s = started_s = time.monotonic() - 60.0
-    pool.workers[0].phase, pool.workers[0].since_s = Phase.STARTING, started_s
-    backend._writes._writes["a"] = write
-    backend._rounds.recovery = Recovery(deadline_s=clock.now_s - 59.0, waiting_for={0})
-    backend._watchdog.looked_s = clock.now_s - 60.0
-    backend._look_for_hung_processes()
-    pool.workers[0].phase, verdicts = Phase.SERVING, {child.verdict for child in pool.children}
-    backend._writes.ended("a")
-    backend.close()
-    assert verdicts == {None}
+    """Nobody asked it for a sign of life while other ranks loaded their models."""
+    pool = fleet.pool(1)
+    pool.clock.now_s += 1000.0
+    with contextlib.closing(ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())) as backend:
+        backend._look_for_hung_processes()
+    assert pool.workers[0].verdict is None
 
 
 @pytest.mark.parametrize("times", range(5))
@@ -177,8 +163,11 @@ def test_a_failure_after_publishing_leaves_the_input_for_another_try(fleet: Flee
 def decode_with_frames(backend: ProcessBackend, *ranks: int) -> None:
     """A decode on these ranks; rank 0 has reported, and its frames are on their way."""
     layout = Layout(ranks, ulysses=len(ranks))
-    backend._attempts.begin(Dispatch(NUMBER, Task("a", 9, Stage.DECODE), layout, 0.0, 0.0, 1.0))
-    backend._attempts.report(NUMBER, RankTimes(0, 0.0, 1.0), now_s=1.0, do_frames_follow=True)
+    dispatch = Dispatch(NUMBER, Task("a", 9, Stage.DECODE), layout, 0.0, 0.0, 1.0)
+    backend._writes.new_frames(make_job(Random(5), "a"), NUMBER)
+    backend._attempts.begin(dispatch, deadline_s=math.inf)
+    report = TaskReport(NUMBER, 0.0, 1.0, 0.0, 0.0, do_frames_follow=True)
+    assert len(list(backend._events_of(backend._pool.workers[0], report))) == (ranks == (0,))
 
 
 def test_a_rank_that_dies_between_its_report_and_its_frames_costs_the_decode(
@@ -186,15 +175,13 @@ def test_a_rank_that_dies_between_its_report_and_its_frames_costs_the_decode(
 ) -> None:
     for ranks in ((0,), (0, 1)):  # all have reported, or one is still at it
         pool = fleet.pool(2)
-        backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock(), patience=HASTY)
+        backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())
         decode_with_frames(backend, *ranks)
-        list(backend._attempts.take_done(NUMBER, given_up=()))
         found = list(backend._worker_lost(pool.workers[0], Lost("killed"), 2.0))
         if ranks == (0,):
             assert found[1:] == [FramesLost(2.0, "a", "rank 0: killed", lost=True)]
         else:
-            assert backend._rounds.recovery is not None
-            assert backend._rounds.recovery.causes == {NUMBER: Cause("rank 0: killed", lost=True)}
+            assert backend._attempts[NUMBER].cause == Cause("rank 0: killed", lost=True)
         backend.close()
 
 
@@ -204,7 +191,7 @@ def test_a_run_that_stops_ends_with_its_last_rank_as_if_it_had_one(
 ) -> None:
     """A run without ranks ends with an error and keeps nothing."""
     pool = fleet.pool(1)
-    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock(), patience=HASTY)
+    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())
     (worker,) = pool.workers
     worker.phase, pool.is_stopping = Phase.ENDED, is_stopping
     (event,) = backend._events_of(worker, Lost("killed", is_retired=True))
@@ -218,21 +205,23 @@ def test_a_load_that_fails_while_a_dispatch_is_given_up_does_not_end_that(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     pool = fleet.pool(2)
-    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock(), patience=HASTY)
+    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())
     decode_with_frames(backend, 0, 1)
     assert list(backend._events_of(pool.workers[0], TaskFault(NUMBER, "boom"))) == []
-    pool.meeting._held_back.add(1)  # by its death
-    found = list(backend._worker_lost(pool.workers[1], Lost("killed", unloadable=("bad",)), 2.0))
+    pool.meeting.held_back.add(1)  # by its death
+    backend._names["/bad"].add("bad")
+    pool.models.unloadable["/bad"] = "rank 1: killed while it was loading"
+    found = list(backend._worker_lost(pool.workers[1], Lost("killed"), 2.0))
+    del pool.models.unloadable["/bad"]
     assert [type(event) for event in found] == [RankLost, LoadFailed]
-    assert backend._rounds.recovery is not None
-    waiting_for = backend._rounds.recovery.waiting_for
-    assert (waiting_for, pool.meeting._held_back) == ({0}, {1}), "rank 0 is still inside"
+    waiting_for = backend._recovery.waiting_for
+    assert (waiting_for, pool.meeting.held_back) == ({0}, {1}), "rank 0 is still inside"
     numbers = frozenset({NUMBER})
     for answer in (Abandoned(numbers), EdgesRestarted(numbers)):
-        assert pool.meeting._held_back == {1}
+        assert pool.meeting.held_back == {1}
         found += backend._events_of(pool.workers[0], answer)
     (failure,) = found[2:]
     assert isinstance(failure, TaskFailed)
     assert (failure.dispatch, failure.reason, failure.lost) == (NUMBER, "boom", False)
-    assert pool.meeting._held_back == set()
+    assert pool.meeting.held_back == set()
     backend.close()

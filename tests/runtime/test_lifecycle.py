@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_warming import ITEMS, Rank, Silent, closed_ends, pool_of
 
-from gfgen.runtime.ipc.messages import ModelsSet, WarmedUp, WorkerReady
+from gfgen.runtime.ipc.messages import ModelsSet, SetModels, WarmedUp, WorkerReady
 from gfgen.runtime.processes.child import GONE, TRANSITIONS, Joined, Loaded, Lost, Phase
 from gfgen.runtime.processes.starting import leave_behind
 
@@ -36,7 +36,7 @@ def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(Phase.STARTING, Phase.LOADING), (Phase.ENDING, Phase.SERVING), (Phase.ENDED, Phase.STARTING)],
+    [(Phase.STARTING, Phase.PREPARING), (Phase.ENDING, Phase.SERVING), (Phase.ENDED, Phase.STARTING)],
 )
 def test_a_way_that_is_not_in_the_table_is_a_mistake_of_ours(before: Phase, after: Phase) -> None:
     rank = Rank(0)
@@ -56,20 +56,21 @@ def test_what_a_killed_worker_had_sent_does_not_bring_it_back() -> None:
     assert rank.phase is Phase.ENDING
 
 
-def test_a_worker_that_is_told_to_load_while_it_starts_joins_and_loads_after() -> None:
+def test_a_worker_that_is_told_to_load_while_it_starts_joins_when_it_has_loaded() -> None:
     rank: Any = Silent(0)
     pool: Any = pool_of(rank)
     pool._arenas = SimpleNamespace(take=lambda rank, fds: None)
-    pool.steps_at_hand = lambda: ITEMS
     pool.meeting._counts_tokens = True
     pool.meeting._welcome = lambda worker: setattr(worker, "has_arenas", True)
     rank.phase, rank.has_arenas = Phase.STARTING, False
-    pool.set_models({"other": Path("/other")})
+    pool.set_models([Path("/other")])
+    pool.steps_at_hand = lambda: ITEMS
     rank._theirs.send(WorkerReady(0, 1.0))
-    assert [what for _, what in pool.turn(0.0)] == [WorkerReady(0, 1.0), Joined()]
-    assert rank.phase is Phase.LOADING, "and gets no steps ready for the models of before"
+    assert [what for _, what in pool.turn(0.0)] == [WorkerReady(0, 1.0)]
+    assert rank.phase is Phase.PREPARING
+    assert list(rank.requests) == [SetModels(("/other",))], "and no steps of the models of before"
     rank._theirs.send(ModelsSet(2.0))
-    assert [what for _, what in pool.turn(0.0)] == [ModelsSet(2.0), Loaded(2.0)]
+    assert [what for _, what in pool.turn(0.0)] == [ModelsSet(2.0), Joined(), Loaded(2.0)]
     assert rank.phase is Phase.SERVING
 
 

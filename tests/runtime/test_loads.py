@@ -25,6 +25,7 @@ from gfgen.runtime.core.events import Event, LoadFailed, RankLoaded, RankLost, R
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes import starting
 from gfgen.runtime.processes.child import Phase
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.launcher import MAX_FORKS
@@ -38,48 +39,50 @@ from gfgen.session.warming import warm_ups
 PATIENCE_S = 60.0
 
 
-def held(models: dict[str, Path]) -> HeldModels:
+def held(*checkpoints: str) -> HeldModels:
     found = HeldModels([])
-    found.change(models)
+    found.change(map(Path, checkpoints))
     return found
 
 
+def is_to_blame(models: HeldModels, rank: int, *, loading: str | None = "qwen", num_ranks: int = 2) -> bool:
+    return models.lost(rank, f"rank {rank}: no", loading=loading, ranks=range(num_ranks))
+
+
 def test_it_is_the_models_fault_when_no_rank_can_load_it_and_one_has_tried_again():
-    models = held({"qwen": Path("qwen"), "./qwen": Path("qwen"), "wan": Path("wan")})
-    assert models.lost(0, loading="qwen", ranks=[0, 1])[0] == ()
-    assert models.lost(0, loading="qwen", ranks=[0, 1])[0] == ()
-    assert models.lost(1, loading="qwen", ranks=[0, 1])[0] == ("qwen", "./qwen")
-    assert models.lost(1, loading="qwen", ranks=[0, 1])[0] == ()
-    assert models.checkpoints == ("wan",)
+    models = held("qwen", "wan")
+    assert not is_to_blame(models, 0)
+    assert not is_to_blame(models, 0)
+    assert not models.unloadable
+    assert not is_to_blame(models, 1)
+    assert not is_to_blame(models, 1)
+    assert (models.unloadable, models.checkpoints) == ({"qwen": "rank 1: no"}, ("wan",))
 
 
 def test_it_is_the_ranks_fault_when_another_rank_can_load_the_model():
-    models = held({"qwen": Path("qwen")})
+    models = held("qwen")
     for _ in range(3):
-        assert models.lost(0, loading="qwen", ranks=[0, 1])[0] == ()
-    assert models.lost(1, loading="qwen", ranks=[0, 1, 2])[0] == ()
+        is_to_blame(models, 0)
+    is_to_blame(models, 1, num_ranks=3)
     models.succeeded(0)
-    assert models.lost(1, loading="qwen", ranks=[0, 1])[0] == ()
-    assert models.lost(1, loading="another", ranks=[1])[0] == ()
-
-
-def is_spared(models: HeldModels, rank: int) -> bool:
-    return models.lost(rank, loading="qwen", ranks=[0, 1, 2])[1]
+    assert is_to_blame(models, 1)
+    assert not is_to_blame(models, 1, loading="another"), "that was given up"
+    assert not models.unloadable
 
 
 def test_ranks_are_to_blame_while_another_one_holds_all_models():
-    models = held({"qwen": Path("qwen")})
-    assert is_spared(models, 0)
+    models = held("qwen")
+    assert not is_to_blame(models, 0)
     models.succeeded(1)
-    assert not is_spared(models, 0)
-    models.lost(1, loading=None, ranks=[0, 1, 2])
-    assert is_spared(models, 0)
+    assert is_to_blame(models, 0, num_ranks=3)
+    is_to_blame(models, 1, loading=None)
+    assert not is_to_blame(models, 0, num_ranks=3)
 
 
 def test_a_rank_is_not_spared_for_ever_while_another_one_is_long_in_loading():
-    models = held({"qwen": Path("qwen")})
-    assert [is_spared(models, 0) for _ in range(MAX_SPARED + 2)] == [True] * MAX_SPARED + [False] * 2
-    assert is_spared(models, 1)
+    models = held("qwen")
+    assert [is_to_blame(models, 0) for _ in range(MAX_SPARED + 2)] == [False] * MAX_SPARED + [True] * 2
+    assert not is_to_blame(models, 1, num_ranks=3)
 
 
 def two_ranks(*checkpoints: Path, are_all_needed: bool = False) -> WorkerPool:
@@ -96,7 +99,7 @@ def test_a_pool_knows_weights_as_they_were_before_it_loaded_them(tmp_path: Path)
     before = {file: weights_mark(file.parents[1]) for file in weights}
     with two_ranks(tmp_path / "good") as pool:
         weights[0].write_bytes(b"tuned since")
-        pool.set_models({name: tmp_path / name for name in ("good", "later")})
+        pool.set_models(tmp_path / name for name in ("good", "later"))
         weights[1].write_bytes(b"tuned since")
         assert {file: pool.models.weights_mark(file.parents[1]) for file in weights} == before
 
@@ -124,7 +127,7 @@ def events_until(backend: ProcessBackend, kind: type[Event], number: int = 1) ->
     ("name", "reason"),
     [
         ("broken", "FileNotFoundError: broken is broken"),
-        ("deadly", "killed by signal 9 while it was loading"),
+        ("deadly", "it cannot load its models: killed by signal 9"),
     ],
 )
 def test_a_model_that_no_rank_can_load_is_told_and_costs_no_rank(
@@ -191,7 +194,7 @@ def test_a_rank_that_is_told_to_load_while_it_gets_ready_is_ready_and_has_loaded
 ) -> None:
     kill_where_steps_are_got_ready(backend, tmp_path)
     deadline_s = time.monotonic() + PATIENCE_S
-    while backend._pool.workers[1].phase is not Phase.WARMING:
+    while backend._pool.workers[1].phase is not Phase.PREPARING:
         assert time.monotonic() < deadline_s
         assert not any(isinstance(event, RankReady) for event in backend.wait(until=None))
     backend.load({"good": tmp_path / "good", "other": tmp_path / "other"}, load_s=1.0)
@@ -199,7 +202,7 @@ def test_a_rank_that_is_told_to_load_while_it_gets_ready_is_ready_and_has_loaded
     assert [event.rank for event in found if isinstance(event, RankReady)] == [1]
     (again,) = (event for event in found if isinstance(event, RankLoaded) and event.rank == 1)
     assert found.index(again) > [isinstance(event, RankReady) for event in found].index(True)
-    assert not backend._pool.workers[1].warm_ups
+    assert not backend._pool.workers[1].requests
 
 
 def test_one_rank_that_cannot_load_is_replaced_and_the_model_is_kept(
@@ -230,7 +233,7 @@ def test_a_rank_that_becomes_ready_with_the_models_of_before_has_not_loaded_thos
         assert time.monotonic() < deadline_s
         backend.wait(until=None)
     models = backend._pool.models
-    assert models.lost(0, loading=models.checkpoints[0], ranks=[0, 1])[1]
+    assert not is_to_blame(models, 0, loading=models.checkpoints[0])
 
 
 @pytest.mark.parametrize("name", ["broken", "deadly"])
@@ -252,7 +255,7 @@ def test_a_model_that_no_rank_can_load_at_the_start_fails_its_own_jobs(tmp_path:
 def test_ranks_that_cannot_load_their_only_model_end_the_run_with_the_reason(tmp_path: Path) -> None:
     with (
         two_ranks(tmp_path / "broken") as pool,
-        pytest.raises(WorkerError, match="cannot start: FileNotFoundError: broken is broken"),
+        pytest.raises(WorkerError, match="cannot load its models: FileNotFoundError: broken is broken"),
     ):
         wait_ready(pool)
 
@@ -285,7 +288,7 @@ def test_a_rank_that_never_starts_stays_away_and_the_run_goes_on_with_the_others
 def test_a_rank_that_never_starts_ends_what_needs_all_ranks_with_the_reason(tmp_path: Path) -> None:
     with (
         two_ranks(tmp_path / "picky", are_all_needed=True) as pool,
-        pytest.raises(WorkerError, match="rank 1 cannot start: FileNotFoundError: picky does not"),
+        pytest.raises(WorkerError, match="rank 1: it cannot load its models: FileNotFoundError: picky does"),
     ):
         wait_ready(pool)
 
@@ -295,9 +298,10 @@ def test_a_rank_that_hangs_at_the_start_stays_away_and_the_others_go_on(
 ) -> None:
     """However short the patience: as long as no rank is ready, it ends with an error."""
     with two_ranks(tmp_path / "sleepy") as pool:
+        pool.patience = Patience(starting_s=0.01)
         while not pool.retired:
             with contextlib.suppress(WorkerError):
-                wait_ready(pool, patience_s=0.01)
+                wait_ready(pool)
         assert pool.retired == {1}
         assert [worker.rank for worker in pool.living if worker.has_arenas] == [0]
         assert not pool.workers[1].process.is_alive()
@@ -309,20 +313,22 @@ def test_ranks_that_share_a_gpu_are_given_as_many_times_as_long(tmp_path: Path) 
         assert pool.patience == Patience().with_shared_gpus(2)
         assert {worker.ends_within_s for worker in pool.workers} == {2 * Patience().killed_s}
         backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())
-        assert backend._watchdog.patience == pool.patience
+        assert pool.patience.silence_s == 2 * Patience().silence_s
         backend.close()
 
 
 def test_a_rank_that_hangs_at_the_start_ends_what_needs_all_ranks(tmp_path: Path) -> None:
-    with (
-        two_ranks(tmp_path / "sleepy", are_all_needed=True) as pool,
-        pytest.raises(WorkerError, match=r"rank 1: the models are not loaded after 0.01 s"),
-    ):
-        wait_ready(pool, patience_s=0.01)
+    with two_ranks(tmp_path / "sleepy", are_all_needed=True) as pool:
+        pool.patience = Patience(starting_s=0.01)
+        with pytest.raises(WorkerError, match=r"rank 1: the models are not loaded after 0.01 s"):
+            wait_ready(pool)
 
 
-def test_a_long_start_says_how_far_the_ranks_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_start_says_how_far_the_ranks_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As long as it lasts: here until the line that is waited for is there."""
+    monkeypatch.setattr(starting, "LOG_EVERY_S", 0.01)
     log = logging.getLogger("gfgen.runtime.processes.starting")
     caplog.set_level(logging.INFO, logger=log.name)
 
@@ -334,7 +340,7 @@ def test_a_long_start_says_how_far_the_ranks_are(tmp_path: Path, caplog: pytest.
     log.addFilter(leave)
     try:
         with two_ranks(tmp_path / "sleepy") as pool, pytest.raises(StopIteration):
-            wait_ready(pool, log_every_s=0.01)
+            wait_ready(pool)
     finally:
         log.removeFilter(leave)
 
@@ -345,7 +351,7 @@ def test_ranks_that_die_before_they_load_anything_end_the_run_with_the_reason(tm
         WorkerPool(
             RankSettings(num_ranks=2), [tmp_path / "good"], worker_main="loading_worker:die", num_writers=0
         ) as pool,
-        pytest.raises(WorkerError, match=r"rank [01] died while it started: exit code 3"),
+        pytest.raises(WorkerError, match=r"rank [01]: exit code 3"),
     ):
         wait_ready(pool)
     assert pool.retired == {0, 1}

@@ -119,9 +119,9 @@ def test_a_job_for_which_no_file_can_be_opened_fails_alone(pool, tmp_path, monke
         refuse(name if what == "slab" else "")
         return create(plan, name=name)
 
-    def create_frames(writes, job):
+    def create_frames(writes, job, number):
         refuse(job.job_id if what == "frames" else "")
-        return new_frames(writes, job)
+        return new_frames(writes, job, number)
 
     monkeypatch.setattr(Slab, "create", staticmethod(create_slab))
     monkeypatch.setattr(Writes, "new_frames", create_frames)

@@ -20,14 +20,14 @@ from gfgen.graph import Stage
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
-from gfgen.runtime.ipc.messages import WarmedUp, WarmUp
+from gfgen.runtime.ipc.messages import ModelsSet, WarmedUp, WarmUp
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes.child import Phase, RankProcess
 from gfgen.runtime.processes.loads import HeldModels
 from gfgen.runtime.processes.meeting import Meeting
 from gfgen.runtime.processes.pool import MAX_DEATHS, WorkerPool
 from gfgen.runtime.processes.starting import warm_up
-from gfgen.runtime.processes.watchdog import Patience
+from gfgen.runtime.processes.watchdog import AwakeClock, Patience
 from gfgen.session import warming
 from gfgen.session.warming import degrees_at_hand, warm_ups
 
@@ -161,16 +161,16 @@ class Arenas:
 
 def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
     pool: Any = WorkerPool.__new__(WorkerPool)
-    pool.workers, pool.writers, pool._left_out, pool._news = list(ranks), [], set(), []
+    pool.workers, pool.writers, pool._left_out = list(ranks), [], set()
     pool.settings = RankSettings(num_ranks=len(ranks), are_all_needed=are_all_needed)
     pool.models, pool.patience, pool.islands = HeldModels([]), Patience(), [range(len(ranks))]
     pool.meeting = Meeting(Arenas(), pool.workers, pool.islands)  # type: ignore[arg-type]
-    pool.is_stopping, pool.steps_at_hand = False, None
+    pool.is_stopping, pool.steps_at_hand, pool.clock = False, tuple, AwakeClock()
     pool.deaths = {rank.rank: [time.monotonic()] * (MAX_DEATHS - 1) for rank in ranks}
     pool._selector = selectors.DefaultSelector()
     ENDS.append(pool._selector)
     for rank in ranks:
-        pool._listen(rank)
+        pool._selector.register(rank.channel, selectors.EVENT_READ, rank)
     made: WorkerPool = pool
     return made
 
@@ -179,8 +179,10 @@ def test_item_is_ready_when_all_ranks_have_answered() -> None:
     found = list(warm_up(pool_of(Rank(0), Rank(1)), ITEMS))
     assert sorted(item.number for item, _ in found) == [0, 1, 2]
     assert all(answer.reason is None for _, answer in found)
+    pool = pool_of(Rank(0), Silent(1))
+    pool.patience = Patience(warm_up_s=0.01)
     with pytest.raises(WorkerError, match=r"within 0\.01 s"):
-        list(warm_up(pool_of(Rank(0), Silent(1)), ITEMS, patience_s=0.01))
+        list(warm_up(pool, ITEMS))
 
 
 def test_what_one_rank_cannot_run_is_told_once() -> None:
@@ -201,7 +203,7 @@ def test_death_of_such_a_rank_ends_the_warm_up_where_none_can_do_without(others:
     dead = Silent(0)
     dead.die()
     pool = pool_of(dead, *map(Rank, others), are_all_needed=bool(others))
-    with pytest.raises(WorkerError, match="rank 0 died while it was warmed up: killed by signal 9"):
+    with pytest.raises(WorkerError, match="rank 0: killed by signal 9"):
         list(warm_up(pool, ITEMS))
 
 
@@ -253,7 +255,7 @@ def test_long_prompts_do_not_overflow_the_socket_of_a_rank_that_is_busy() -> Non
     pool = pool_of(rank)
     for number in range(16):
         if number == 0:
-            rank.warm_up(items)
+            rank.prepare(items)
         assert (rank.answer(), rank.answer()) == (number, None)
         list(pool.turn(0.0))
     assert rank.answer() is None
@@ -266,13 +268,15 @@ def test_other_models_end_what_was_yet_to_be_told_of_those_of_before() -> None:
     rank.tell = lambda message, fds=(): told.append(  # type: ignore[method-assign, misc]
         message.number if isinstance(message, WarmUp) else type(message).__name__
     )
-    pool.set_models({"a": Path("/a")}, warm_ups=long_items(3))
-    pool.set_models(
-        {"b": Path("/b")}, warm_ups=[replace(item, number=10 + item.number) for item in long_items(2)]
-    )
-    assert (told, len(rank.warm_ups)) == (["SetModels", 0, "SetModels"], 3)
-    for number in (0, 10, 11):
-        rank._theirs.send(WarmedUp(number, 0.1))
+    pool.steps_at_hand = lambda: long_items(3)
+    pool.set_models([Path("/a")])
+    rank._theirs.send(ModelsSet(1.0))
+    list(pool.turn(0.0))
+    pool.steps_at_hand = lambda: [replace(item, number=10 + item.number) for item in long_items(2)]
+    pool.set_models([Path("/b")])
+    assert (told, len(rank.requests)) == (["SetModels", 0], 4)
+    for answer in (WarmedUp(0, 0.1), ModelsSet(1.0), WarmedUp(10, 0.1), WarmedUp(11, 0.1)):
+        rank._theirs.send(answer)
         list(pool.turn(0.0))
     assert told == ["SetModels", 0, "SetModels", 10, 11]
 

@@ -38,6 +38,7 @@ from gfgen.runtime.ipc.messages import (
     Pong,
     RunTask,
     SendState,
+    SetModels,
 )
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
@@ -118,7 +119,7 @@ def test_a_rank_that_dies_while_it_is_warmed_up_comes_back_for_the_run(gpu_pool,
     ((_, answer),) = warm_up(gpu_pool, warm_ups(admitted(spec), (1,)))
     assert answer.reason is None
     assert [new - old for new, old in zip(gpu_pool.incarnations, incarnations, strict=True)] == [0, 1, 0]
-    assert "rank 1 died while it was warmed up" in caplog.text
+    assert "rank 1: " in caplog.text
     recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0, 1, 2)))
     assert test_deaths.statuses(recorder) == {"deadly-warm-up": "done"}
 
@@ -203,7 +204,7 @@ def test_frames_that_do_not_reach_the_writer_are_decoded_again(gpu_pool, tmp_pat
 def swapping_pool(gpu_pool: WorkerPool, tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     """The same ranks, which hold all models again afterwards."""
     yield gpu_pool
-    gpu_pool.set_models({name: tiny_models[name] for name in ("tiny-qwen-image", "tiny-wan")})
+    gpu_pool.set_models(tiny_models[name] for name in ("tiny-qwen-image", "tiny-wan"))
 
 
 def swapped_run(pool: WorkerPool, folder: Path, *specs: JobSpec, policy: NamedPolicy) -> Recorder:
@@ -215,7 +216,7 @@ def swapped_run(pool: WorkerPool, folder: Path, *specs: JobSpec, policy: NamedPo
         work_bytes=lambda _: 0,
         room_bytes=19,
     )
-    pool.set_models({str(path): path for path in residency.checkpoints})
+    pool.set_models(residency.checkpoints)
     choose = partial(warm_ups, degrees=(1, 2))
     return run(pool, folder, *specs, policy=policy, residency=residency, warm_ups=choose)
 
@@ -263,16 +264,15 @@ def test_a_rank_that_cannot_load_is_replaced_and_says_why(swapping_pool, tmp_pat
     assert test_deaths.statuses(recorder) == {"picture": "done", "video": "done"}
 
 
-@pytest.mark.parametrize(("message", "phase"), [(ModelsSet(2.0), Phase.SERVING), (Pong(), Phase.LOADING)])
+@pytest.mark.parametrize(("message", "phase"), [(ModelsSet(2.0), Phase.SERVING), (Pong(), Phase.PREPARING)])
 def test_what_a_rank_says_while_others_start_is_no_surprise(message, phase):
     """Between two runs nobody else reads it."""
     pool: Any = WorkerPool.__new__(WorkerPool)
     pool.models = HeldModels([])
     channel: Any = SimpleNamespace(receive=lambda: (message, []))
     process: Any = None
-    worker = RankProcess(
-        name="rank 0", process=process, channel=channel, rank=0, phase=Phase.LOADING, num_to_load=1
-    )
+    worker = RankProcess(name="rank 0", process=process, channel=channel, rank=0, phase=Phase.PREPARING)
+    worker.requests.append(SetModels(()))
     assert (worker, message) in list(pool._hear(worker))
     assert worker.phase is phase
 

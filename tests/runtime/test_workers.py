@@ -1,5 +1,6 @@
 """Runs on real worker processes, with the tiny models."""
 
+import contextlib
 import os
 from dataclasses import replace
 from itertools import pairwise
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import Recorder
+from builders import Recorder, patient
 from PIL import Image
 
 from gfgen.errors import WorkerError
@@ -79,9 +80,7 @@ def run(
         clock=clock,
         costs=costs,
     )
-    backend = ObservedBackend(
-        pool, JobMemory(jobs, folder), clock=clock, patience=patience, warm_ups=warm_ups
-    )
+    backend = ObservedBackend(pool, JobMemory(jobs, folder), clock=clock, warm_ups=warm_ups)
     chosen = policy if isinstance(policy, NamedPolicy) else load_policy(policy)
     control = Control(
         jobs,
@@ -92,10 +91,8 @@ def run(
         steering=Steering(residency=residency),
     )
     control.observers += tuple(watcher(clock) for watcher in watchers)
-    try:
+    with patient(pool, patience), contextlib.closing(backend):
         control.run()
-    finally:
-        backend.close()
     recorder.latents = backend.latents
     return recorder
 

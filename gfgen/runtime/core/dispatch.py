@@ -47,6 +47,10 @@ class Dispatch:
     """Of a step that a policy has reused: how late its job would be without."""
 
     @property
+    def predicted_s(self) -> float:
+        return self.predicted_end_s - self.predicted_start_s
+
+    @property
     def moved_bytes(self) -> int:
         return sum(transfer.size_bytes for transfer in self.transfers)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing.process
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from gfgen.runtime.ipc.messages import (
     WorkerReady,
     WriterReady,
 )
-from gfgen.runtime.processes.watchdog import Patience
+from gfgen.runtime.processes.watchdog import AwakeClock, Patience
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +32,10 @@ class Phase(StrEnum):
     """It loads its models."""
     INTRODUCING = "introducing"
     """Its models are loaded. It maps the arenas of its peers, and they map its own."""
-    WARMING = "warming"
-    """It runs steps like those of the jobs, so that they are ready."""
+    PREPARING = "preparing"
+    """It changes its models, or runs steps like those of the jobs, so that they are ready."""
     SERVING = "serving"
     """It takes tasks, or files."""
-    LOADING = "loading"
-    """It changes its models after its earlier tasks, and prepares their steps."""
     ENDING = "ending"
     """It was killed, and its channel has not ended."""
     STUCK = "stuck"
@@ -52,13 +49,11 @@ TRANSITIONS: Mapping[Phase, Set[Phase]] = {
     # A worker says that it is ready; a writer serves at once.
     Phase.STARTING: {Phase.INTRODUCING, Phase.SERVING, *_GOES_AWAY},
     # All peers know it. Other models were asked for meanwhile, or steps of jobs at hand have to get ready.
-    Phase.INTRODUCING: {Phase.LOADING, Phase.WARMING, Phase.SERVING, *_GOES_AWAY},
-    # The last step is ready; more steps have to get ready; other models are asked for.
-    Phase.WARMING: {Phase.SERVING, Phase.WARMING, Phase.LOADING, *_GOES_AWAY},
-    # Steps have to get ready before a run; other models are asked for.
-    Phase.SERVING: {Phase.WARMING, Phase.LOADING, *_GOES_AWAY},
-    # Models are loaded and the last step is ready; other models are asked for, or more steps.
-    Phase.LOADING: {Phase.SERVING, Phase.LOADING, *_GOES_AWAY},
+    Phase.INTRODUCING: {Phase.PREPARING, Phase.SERVING, *_GOES_AWAY},
+    # All is ready; the next request is sent.
+    Phase.PREPARING: {Phase.SERVING, Phase.PREPARING, *_GOES_AWAY},
+    # Other models are asked for, or steps have to get ready before a run.
+    Phase.SERVING: {Phase.PREPARING, *_GOES_AWAY},
     # Reaped; still there after its time to end.
     Phase.ENDING: {Phase.ENDED, Phase.STUCK},
     Phase.STUCK: set(),
@@ -68,18 +63,10 @@ TRANSITIONS: Mapping[Phase, Set[Phase]] = {
 STARTS = frozenset({Phase.STARTING, Phase.INTRODUCING})
 GONE = frozenset({Phase.ENDED, Phase.STUCK})
 
-_SLOW = {
-    Phase.STARTING: "it does not get ready",
-    Phase.WARMING: "it does not get its steps ready",
-    Phase.LOADING: "it does not get its models or their steps ready",
-}
-"""Phases in which a worker may be silent as long as its start may take, and why it is killed after that."""
-_MAY_LOAD = (Phase.WARMING, Phase.SERVING, Phase.LOADING)
-
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A process takes tasks, or files, from now on."""
+    """A worker takes tasks from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +81,20 @@ class Lost:
     """A process is gone, and its successor is being started unless the rank is retired."""
 
     reason: str
-    was_told: bool = False
-    """The reason is its own, or why it was killed; otherwise it is how the process ended."""
     is_retired: bool = False
-    pause_s: float = 0.0
-    """Seconds until a writer's successor starts."""
-    unloadable: Sequence[str] = ()
-    """Names of the model that it was loading and that no rank can load."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Child:
-    """A process and the channel to it."""
+    """A process and the channel to it. Times are readings of its clock."""
 
     name: str
     process: BaseProcess
     channel: Channel
+    clock: AwakeClock = field(default_factory=AwakeClock)
     phase: Phase = Phase.STARTING
-    since_s: float = field(default_factory=time.monotonic)
-    """When the phase began, by the machine's monotonic clock."""
+    since_s: float = field(init=False)
+    """When the phase began."""
     has_started: bool = False
     """It has left the first phase alive."""
     ends_within_s: float = Patience().killed_s
@@ -120,18 +102,21 @@ class Child:
     verdict: str | None = None
     """Why it was killed, or the reason that it gave for its end."""
 
+    def __post_init__(self) -> None:
+        self.since_s = self.clock.now_s
+
     def enter(self, phase: Phase) -> None:
         """Go on to another phase."""
         assert phase in TRANSITIONS[self.phase], f"{self.name} goes from {self.phase} to {phase}"
         self.has_started |= phase in (Phase.INTRODUCING, Phase.SERVING)
-        self.phase, self.since_s = phase, time.monotonic()
+        self.phase, self.since_s = phase, self.clock.now_s
 
     def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         """Send a message without waiting for the process.
 
         If the process is gone, nothing is sent: the end of its channel shows that. If its socket is full, it
         is stopped or stuck, and is killed. The socket holds about 200 KB (hundreds of small messages, five
-        with the longest prompts), so large messages in bursts have to wait for answers, as `warm_up` does.
+        with the longest prompts), so large messages in bursts have to wait for answers, as in `prepare`.
         """
         try:
             self.channel.send(message, fds, wait=False)
@@ -141,8 +126,8 @@ class Child:
         except OSError:
             logger.debug("%s is gone", self.name)
 
-    def hear(self, message: Any) -> Joined | Loaded | None:
-        """Take what it says of itself; returns what it has become by that, if anything."""
+    def hear(self, message: Any) -> Sequence[Joined | Loaded]:
+        """Take what it says of itself; returns what it has become by that."""
         raise NotImplementedError
 
     def kill(self, why: str | None = None) -> None:
@@ -157,7 +142,7 @@ class Child:
     @property
     def should_have_ended(self) -> bool:
         """It was killed, and neither it nor its channel has ended in time."""
-        return self.phase is Phase.ENDING and time.monotonic() > self.since_s + self.ends_within_s
+        return self.phase is Phase.ENDING and self.clock.now_s > self.since_s + self.ends_within_s
 
     def reap(self, *, patience_s: float) -> str:
         """Wait for the end of the process, and kill it if it does not end; returns how it ended.
@@ -171,7 +156,7 @@ class Child:
             logger.warning("%s did not end within %g s and is killed", self.name, patience_s)
             self.kill()
         if self.phase is Phase.ENDING:
-            self.process.join(max(0.0, self.since_s + self.ends_within_s - time.monotonic()))
+            self.process.join(max(0.0, self.since_s + self.ends_within_s - self.clock.now_s))
         if self.process.is_alive():
             self.enter(Phase.STUCK)
             _forget(self.process)
@@ -183,20 +168,15 @@ class Child:
         return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
 class WriterProcess(Child):
     """A process that encodes and writes files."""
 
-    pause_s: float = 0.0
-    """The delay of its start, because its predecessor could not start."""
-    due_s: float = 0.0
-    """When its successor starts after its end, by the machine's monotonic clock."""
+    __slots__ = ()
 
-    def hear(self, message: Any) -> Joined | None:
-        if not isinstance(message, WriterReady) or self.phase is not Phase.STARTING:
-            return None
-        self.enter(Phase.SERVING)
-        return Joined()
+    def hear(self, message: Any) -> Sequence[Joined]:
+        if isinstance(message, WriterReady) and self.phase is Phase.STARTING:
+            self.enter(Phase.SERVING)
+        return ()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -215,21 +195,24 @@ class RankProcess(Child):
     """How long it took to load its models."""
     loading: str | None = None
     """The checkpoint that it loads now."""
-    num_to_load: int = 0
-    """Changes of models that it has not answered."""
-    warm_ups: deque[WarmUp] = field(default_factory=deque)
-    """Steps to prepare; it has the message for the first of them."""
-    load_s: float = 0.0
-    """The time that the last change of models has taken so far."""
+    requests: deque[SetModels | WarmUp] = field(default_factory=deque)
+    """What it prepares before it takes tasks. It has the first of them if it is in that phase."""
+    load_s: float | None = None
+    """The time that the last change of models has taken so far, until it is complete."""
+    has_joined: bool = False
+    """It takes tasks, at least after what it prepares."""
     jobs: set[str] = field(default_factory=set)
     """Jobs that this worker knows."""
     is_to_blame: bool = True
     """Its death counts against its rank."""
-    heard_s: float = field(default_factory=time.monotonic)
-    """When its last message came, or when a run began since then, by the machine's monotonic clock."""
+    heard_s: float = field(init=False)
+    """When its last message came."""
 
-    def hear(self, message: Any) -> Joined | Loaded | None:
-        self.heard_s = time.monotonic()
+    def __post_init__(self) -> None:
+        self.since_s = self.heard_s = self.clock.now_s
+
+    def hear(self, message: Any) -> Sequence[Joined | Loaded]:
+        self.heard_s = self.clock.now_s
         match message:
             case WorkerFailed():
                 self.verdict = self.verdict or message.reason
@@ -240,76 +223,58 @@ class RankProcess(Child):
                 self.loading = None
                 if self.phase is Phase.STARTING:
                     self.enter(Phase.INTRODUCING)
-            case ModelsSet():
+            case ModelsSet() | WarmedUp() if self.phase is Phase.PREPARING:
+                self.requests.popleft()
                 self.loading = None
-                self.num_to_load = max(0, self.num_to_load - 1)
-                self.load_s += message.load_s
-                return self._settled()
-            case WarmedUp() if self.warm_ups:
-                self.warm_ups.popleft()
-                if self.warm_ups:
-                    self.tell(self.warm_ups[0])
-                self.load_s += message.seconds
-                return self._settled()
-        return None
+                if self.load_s is not None:
+                    self.load_s += message.load_s if isinstance(message, ModelsSet) else message.seconds
+                return self._go_on()
+        return ()
 
-    def _settled(self) -> Joined | Loaded | None:
-        """What it has become after an answer: nothing while it has more to answer."""
-        if self.num_to_load or self.warm_ups:
-            return None
-        if self.phase is Phase.INTRODUCING:  # models were changed while it started
-            return Loaded(self.load_s)
-        if self.phase not in (Phase.WARMING, Phase.LOADING):
-            return None
-        became = Joined() if self.phase is Phase.WARMING else Loaded(self.load_s)
-        self.enter(Phase.SERVING)
-        return became
+    @property
+    def is_to_load(self) -> bool:
+        """It has to change its models, or does."""
+        return any(isinstance(request, SetModels) for request in self.requests)
 
-    def join(self, steps: Sequence[WarmUp]) -> Joined | None:
-        """Its peers know it: it takes tasks, or first prepares these steps of the jobs at hand."""
-        if steps and not self.num_to_load:
-            self.warm_up(steps)
-            return None
-        self.enter(Phase.LOADING if self.num_to_load else Phase.SERVING)
-        return Joined()
-
-    def warm_up(self, items: Sequence[WarmUp]) -> None:
-        """Let it prepare these steps, each after it has answered the one before."""
-        self.enter(Phase.WARMING)
-        self._add_warm_ups(items)
-
-    def load(self, message: SetModels, warm_ups: Sequence[WarmUp]) -> Joined | None:
-        """Let it change its models, and prepare these steps unless it still starts."""
-        if self.phase is Phase.ENDING:
-            return None
-        self.num_to_load += 1
+    def load(self, message: SetModels, steps: Sequence[WarmUp]) -> None:
+        """Let it change its models and prepare these steps, instead of all that it has not begun."""
+        while len(self.requests) > (self.phase is Phase.PREPARING):
+            self.requests.pop()
         self.load_s = 0.0
-        while len(self.warm_ups) > 1:  # all but the one that it works on
-            self.warm_ups.pop()
-        self.tell(message)
-        became = Joined() if self.phase is Phase.WARMING else None
-        if self.phase in _MAY_LOAD:
-            self.enter(Phase.LOADING)
-            self._add_warm_ups(warm_ups)
+        self.prepare([message, *steps])
+
+    def prepare(self, requests: Sequence[SetModels | WarmUp]) -> None:
+        """Let it do this before it takes tasks, one after the other; not before its peers know it."""
+        self.requests.extend(requests)
+        if self.phase is Phase.SERVING and requests:
+            self._go_on()
+
+    def join(self, steps: Sequence[WarmUp]) -> Sequence[Joined | Loaded]:
+        """Its peers know it: it takes tasks when it has changed its models, or prepared these steps."""
+        if not self.requests:
+            self.requests.extend(steps)
+        return self._go_on()
+
+    def _go_on(self) -> Sequence[Joined | Loaded]:
+        """Send the next request; without one, take tasks."""
+        if self.requests:
+            self.enter(Phase.PREPARING)
+            self.tell(self.requests[0])
+            return ()
+        self.enter(Phase.SERVING)
+        became: list[Joined | Loaded] = [] if self.has_joined else [Joined()]
+        if self.load_s is not None:
+            became.append(Loaded(self.load_s))
+        self.has_joined, self.load_s = True, None
         return became
 
-    def why_hung(self, patience: Patience, now_s: float) -> str | None:
+    def why_hung(self, patience: Patience) -> str | None:
         """The reason why it counts as hung in its phase; None if it does not."""
-        if self.phase in _SLOW:
-            return _SLOW[self.phase] if now_s > self.since_s + patience.starting_s else None
-        silent_s = now_s - self.heard_s
+        if self.phase in (Phase.STARTING, Phase.PREPARING):
+            is_slow = self.clock.now_s > self.since_s + patience.starting_s
+            return "it does not get its models or their steps ready" if is_slow else None
+        silent_s = self.clock.now_s - self.heard_s
         return f"no sign of life for {silent_s:.0f} s" if silent_s > patience.silence_s else None
-
-    def forgive(self, paused_s: float) -> None:
-        """The control process did not run for this time, in which it could hear nobody."""
-        self.since_s += paused_s
-        self.heard_s = min(time.monotonic(), self.heard_s + paused_s)
-
-    def _add_warm_ups(self, items: Sequence[WarmUp]) -> None:
-        is_idle = not self.warm_ups
-        self.warm_ups.extend(items)
-        if is_idle and items:
-            self.tell(items[0])
 
 
 def _forget(process: BaseProcess) -> None:

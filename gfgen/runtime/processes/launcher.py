@@ -5,6 +5,7 @@ Importing torch takes seconds, and CUDA must not be initialised before a fork.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import multiprocessing
 import os
@@ -16,7 +17,6 @@ from gfgen.errors import WorkerError
 from gfgen.gfc.cuda.selector import tuned_tables
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.runtime.processes.child import RankProcess, WriterProcess
 from gfgen.system import descriptors, forkserver
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ class Launcher:
         writer_main: str,
         preload: Sequence[str] | None,
         keep_fds: Sequence[int],
-        ends_within_s: float,
     ) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # users cannot act on their warnings
         os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
@@ -61,48 +60,34 @@ class Launcher:
         """All processes keep these open until they end."""
         self._worker_main = worker_main or WORKER_MAINS[settings.device]
         self._writer_main = writer_main
-        self._ends_within_s = ends_within_s
         forkserver.ensure_running(keep_fds)
 
-    def start_worker(self, rank: int, *, incarnation: int, checkpoints: tuple[str, ...]) -> RankProcess:
-        name = f"rank {rank}"
+    def start_worker(self, rank: int, checkpoints: tuple[str, ...]) -> tuple[BaseProcess, Channel]:
         settings = WorkerSettings(rank, checkpoints, self._settings, self._tuned_tables)
-        process, channel = self._start(name, self._worker_main, settings)
-        return RankProcess(
-            name=name,
-            process=process,
-            channel=channel,
-            ends_within_s=self._ends_within_s,
-            rank=rank,
-            incarnation=incarnation,
-        )
+        return self._start(f"rank {rank}", self._worker_main, settings)
 
-    def start_writer(self, idx: int, *, pause_s: float = 0.0) -> WriterProcess:
-        name = f"writer {idx}"
-        process, channel = self._start(name, self._writer_main, None)
-        return WriterProcess(
-            name=name, process=process, channel=channel, ends_within_s=self._ends_within_s, pause_s=pause_s
-        )
+    def start_writer(self, idx: int) -> tuple[BaseProcess, Channel]:
+        return self._start(f"writer {idx}", self._writer_main)
 
-    def _start(self, name: str, target: str, settings: WorkerSettings | None) -> tuple[BaseProcess, Channel]:
+    def _start(self, name: str, target: str, *settings: WorkerSettings) -> tuple[BaseProcess, Channel]:
         tries_left = MAX_FORKS
         while True:
             tries_left -= 1
             try:
                 return self._fork(name, target, settings)
             except (OSError, EOFError) as error:
-                was_killed = isinstance(error, ConnectionError | EOFError)
-                if not (was_killed and tries_left):
+                if not tries_left or not isinstance(error, ConnectionError | EOFError):
                     raise WorkerError(f"{name} cannot be started: {error}; run again to go on") from error
                 logger.warning("%s was killed as it was started (%s); it is started again", name, error)
 
-    def _fork(self, name: str, target: str, settings: WorkerSettings | None) -> tuple[BaseProcess, Channel]:
+    def _fork(
+        self, name: str, target: str, settings: tuple[WorkerSettings, ...]
+    ) -> tuple[BaseProcess, Channel]:
         """Try once. If this fails and the process has begun, it ends with its channel."""
         forkserver.ensure_running(self._keep_fds)  # it may have died
         ours, theirs = Channel.pair()
-        process = self._context.Process(
-            target=_enter, args=(target, theirs, settings), name=f"gfgen {name}", daemon=True
-        )
+        arguments = (target, theirs, *settings)
+        process = self._context.Process(target=_enter, args=arguments, name=f"gfgen {name}", daemon=True)
         try:
             process.start()
         except BaseException:
@@ -113,12 +98,8 @@ class Launcher:
         return process, Channel(ours)
 
 
-def _enter(target: str, end: socket.socket, settings: WorkerSettings | None) -> None:
+def _enter(target: str, *arguments: socket.socket | WorkerSettings) -> None:
     """The first function of a child process: import its main and call it."""
     module_name, _, attribute = target.partition(":")
-    module = __import__(module_name, fromlist=[attribute])
-    main: Callable[..., None] = getattr(module, attribute)
-    if settings is None:
-        main(end)
-    else:
-        main(end, settings)
+    main: Callable[..., None] = getattr(importlib.import_module(module_name), attribute)
+    main(*arguments)

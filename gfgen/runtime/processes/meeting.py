@@ -25,18 +25,14 @@ class Meeting:
         self._islands = islands
         self._counts_tokens: bool | None = None
         """Whether ranks pad texts. The first meeting decides this for all that come later."""
-        self._held_back: set[int] = set()
-        """Ranks whose new workers wait, because others may be inside the predecessor's arena."""
+        self.held_back: set[int] = set()
+        """Ranks that died, and whose new workers wait, because others may be inside their arenas."""
 
     def lose(self, rank: int) -> None:
         """A rank's worker is gone: nobody waits for its answer, and its successor is held back."""
-        self._held_back.add(rank)
+        self.held_back.add(rank)
         for worker in self._workers:  # the successor is sent all arenas as they are then
             worker.unknown_to.discard(rank)
-
-    def let_in(self) -> None:
-        """Nobody is inside the arena of a dead worker any more: its successor may be introduced."""
-        self._held_back.clear()
 
     def note_mapped(self, rank: int, message: PeerReplaced) -> None:
         """A rank knows a new worker."""
@@ -55,7 +51,7 @@ class Meeting:
             for worker in new:
                 self._send_arenas(worker)
         for worker in new:
-            if not worker.has_arenas and worker.rank not in self._held_back:
+            if not worker.has_arenas and worker.rank not in self.held_back:
                 self._welcome(worker)
         return [worker for worker in new if worker.has_arenas and not worker.unknown_to]
 

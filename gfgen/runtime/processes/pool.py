@@ -12,18 +12,20 @@ import os
 import selectors
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from gfgen.runtime.ipc.arenas import RankArenas
+from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import ModelsSet, PeerReplaced, SetModels, WarmUp, WorkerReady
 from gfgen.runtime.ipc.settings import RankSettings
-from gfgen.runtime.processes.child import GONE, Child, Joined, Lost, Phase, RankProcess, WriterProcess
+from gfgen.runtime.processes.child import GONE, Child, Lost, Phase, RankProcess, WriterProcess
 from gfgen.runtime.processes.launcher import Launcher
 from gfgen.runtime.processes.loads import HeldModels
 from gfgen.runtime.processes.meeting import Meeting
-from gfgen.runtime.processes.watchdog import Patience
+from gfgen.runtime.processes.watchdog import AwakeClock, Patience
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +36,10 @@ _EXIT_S = 5.0
 """How long a process may take to end after the pool has closed its channel; then it is killed."""
 _REAP_S = 1.0
 """The same if the process has closed its channel."""
-WRITER_PAUSE_S, MAX_WRITER_PAUSE_S = 0.1, 10.0
-"""The delay before another writer replaces one that could not start; it doubles each time."""
+_TICK_S = 0.25
+"""A turn of the loop takes this long at most if nothing happens."""
+WRITER_PAUSE_S = 1.0
+"""The delay before another writer replaces one that could not start."""
 
 ChildT = TypeVar("ChildT", bound=Child)
 
@@ -72,13 +76,13 @@ class WorkerPool:
         patience = Patience().with_offload() if copies_weights else Patience()
         self.patience = patience.with_shared_gpus(settings.ranks_per_gpu)
         """With its ranks; more where they share GPUs or copy weights."""
+        self.clock = AwakeClock()
         self._launcher = Launcher(
             settings,
             worker_main=worker_main,
             writer_main=writer_main,
             preload=preload,
             keep_fds=keep_fds,
-            ends_within_s=self.patience.killed_s,
         )
         self._arenas = RankArenas(
             settings.arena_plan, num_ranks=settings.num_ranks, are_on_gpus=settings.are_on_gpus
@@ -93,22 +97,21 @@ class WorkerPool:
         """By rank: when it died and was to blame for it, by the machine's monotonic clock."""
         self.last_number = 0
         """The last dispatch that these workers got, in any run."""
-        self.steps_at_hand: Callable[[], Sequence[WarmUp]] | None = None
-        """Steps that a worker prepares before it joins a run."""
+        self.steps_at_hand: Callable[[], Sequence[WarmUp]] = tuple
+        """Steps of the present models, which a worker prepares before it joins a run or has loaded them."""
         self.is_stopping = False
         """The run is about to end: no rank is replaced."""
         self._left_out: set[int] = set()
         """Ranks that were not replaced for that reason."""
-        self._news: list[tuple[RankProcess, Joined]] = []
         if num_writers is None:
-            cores, num_ranks = len(os.sched_getaffinity(0)), settings.num_ranks
+            num_ranks, num_cores = settings.num_ranks, len(os.sched_getaffinity(0))
             is_many = settings.are_on_gpus
-            num_writers = default_writers(num_ranks=num_ranks, num_cores=cores) if is_many else 1
+            num_writers = default_writers(num_ranks=num_ranks, num_cores=num_cores) if is_many else 1
         try:
             for rank in range(settings.num_ranks):
                 self.workers.append(self._start_worker(rank, incarnation=1))
             for idx in range(num_writers):
-                self.writers.append(self._listen(self._launcher.start_writer(idx)))
+                self.writers.append(self._start_writer(idx))
         except BaseException:  # otherwise this process waits for those that load their models
             self.close(at_once=True)
             raise
@@ -148,18 +151,14 @@ class WorkerPool:
     def ignore(self, file: File) -> None:
         self._selector.unregister(file)
 
-    def _listen(self, child: ChildT) -> ChildT:
-        self._selector.register(child.channel, selectors.EVENT_READ, child)
-        return child
-
-    def turn(self, timeout_s: float) -> Iterator[tuple[Any, Any]]:
+    def turn(self, timeout_s: float = _TICK_S) -> Iterator[tuple[Any, Any]]:
         """What happens within this time: (process, its message), (process, its change), (file, None).
 
         Changes are `Joined`, `Loaded` and `Lost`. A message comes after its effect here.
         """
-        news, self._news = self._news, []
-        yield from news
-        for key, _ in self._selector.select(0 if news else max(0.0, timeout_s)):
+        found = self._selector.select(min(max(0.0, timeout_s), _TICK_S))
+        self.clock.look()
+        for key, _ in found:
             if not isinstance(key.data, Child):
                 yield key.data, None
             elif key.data.phase not in GONE:
@@ -167,9 +166,12 @@ class WorkerPool:
         for child in self.children:
             if child.should_have_ended:
                 yield from self._lose(child)
-        self._start_due_writers()
+        for idx, writer in enumerate(self.writers):
+            pause_s = 0.0 if writer.has_started else WRITER_PAUSE_S
+            if writer.phase in GONE and self.clock.now_s >= writer.since_s + pause_s:
+                self.writers[idx] = self._start_writer(idx)
         for worker in self.meeting.introduce():
-            if became := worker.join(self.steps_at_hand() if self.steps_at_hand else ()):
+            for became in worker.join(self.steps_at_hand()):
                 yield worker, became
 
     def _hear(self, child: Child) -> Iterator[tuple[Child, Any]]:
@@ -178,71 +180,79 @@ class WorkerPool:
             yield from self._lose(child)
             return
         message, fds = received
+        changes = child.hear(message)
         if isinstance(child, RankProcess):
             match message:
                 case PeerReplaced():
                     self.meeting.note_mapped(child.rank, message)
                 case WorkerReady():
                     self._arenas.take(child.rank, fds)
-                    if not child.num_to_load:  # otherwise it holds the models before the change
-                        self.models.succeeded(child.rank)
-                case ModelsSet():
-                    self.models.succeeded(child.rank)
-        became = child.hear(message)
+            if isinstance(message, WorkerReady | ModelsSet) and not child.is_to_load:
+                self.models.succeeded(child.rank)
         yield child, message
-        if became is not None:
+        for became in changes:
             yield child, became
 
     # Starts ---------------------------------------------------------------------------------
 
     def begin_start(self) -> None:
         """Ranks start, also those that nobody replaced because a run was about to end."""
-        self.models.begin_start()
+        self.models.judge(is_changing=True)
         self.is_stopping = False
-        left_out, self._left_out = self._left_out, set()
-        for rank in left_out:
+        for rank in self._left_out & self.retired:
             self.replace_worker(rank, is_to_blame=False)
+        self._left_out.clear()
 
-    def begin_run(self, steps_at_hand: Callable[[], Sequence[WarmUp]]) -> None:
-        """Another run begins: no rank is inside an arena."""
-        self.steps_at_hand, self.is_stopping = steps_at_hand, False
-        self.models.begin_run()
-        self.meeting.let_in()
+    def begin_run(self) -> None:
+        """Another run begins: no rank is inside an arena, and a rank that dies is to blame for it."""
+        self.is_stopping = False
+        self.models.judge(is_changing=False)
+        self.meeting.held_back.clear()
 
-    def set_models(self, models: Mapping[str, Path], *, warm_ups: Sequence[WarmUp] = ()) -> None:
-        """Let all workers hold these models, by name, and no others, each after its earlier tasks."""
-        self.models.change(models)
-        message = SetModels(self.models.checkpoints)
+    def set_models(self, checkpoints: Iterable[Path]) -> None:
+        """Let all workers hold these models and no others, each after its earlier tasks."""
+        self.models.change(checkpoints)
         for worker in self.living:
-            if became := worker.load(message, warm_ups):
-                self._news.append((worker, became))
+            worker.load(SetModels(self.models.checkpoints), self.steps_at_hand())
 
     def _start_worker(self, rank: int, *, incarnation: int) -> RankProcess:
-        checkpoints = self.models.checkpoints
-        return self._listen(
-            self._launcher.start_worker(rank, incarnation=incarnation, checkpoints=checkpoints)
+        started = self._launcher.start_worker(rank, self.models.checkpoints)
+        return self._made(RankProcess, f"rank {rank}", *started, rank=rank, incarnation=incarnation)
+
+    def _start_writer(self, idx: int) -> WriterProcess:
+        return self._made(WriterProcess, f"writer {idx}", *self._launcher.start_writer(idx))
+
+    def _made(
+        self, kind: type[ChildT], name: str, process: BaseProcess, channel: Channel, **facts: Any
+    ) -> ChildT:
+        within_s = self.patience.killed_s
+        child = kind(
+            name=name, process=process, channel=channel, clock=self.clock, ends_within_s=within_s, **facts
         )
+        self._selector.register(channel, selectors.EVENT_READ, child)
+        return child
 
     # Ends -----------------------------------------------------------------------------------
 
     def _lose(self, child: Child) -> Iterator[tuple[Child, Lost]]:
         """A process has ended, or does not end: start another."""
         ending = self._bury(child)
-        reason, was_told = child.verdict or ending, child.verdict is not None
-        if was_told and child.phase is Phase.STUCK:
+        reason = child.verdict or ending
+        if child.verdict and child.phase is Phase.STUCK:
             reason = f"{reason}; {ending}"
-        if isinstance(child, WriterProcess):
-            yield child, Lost(reason, was_told, pause_s=self._put_off(child))
+        if not isinstance(child, RankProcess):
+            yield child, Lost(reason)
             return
-        assert isinstance(child, RankProcess)
+        if child.loading is not None:
+            reason = f"it cannot load its models: {reason}"
         ranks = {child.rank, *(each.rank for each in self.living)}
-        unloadable, is_spared = self.models.lost(child.rank, loading=child.loading, ranks=ranks)
-        if self.is_stopping:
-            if child.phase is not Phase.STUCK:
-                self._left_out.add(child.rank)
-        else:
-            self.replace_worker(child.rank, is_to_blame=child.is_to_blame and not is_spared)
-        yield child, Lost(reason, was_told, child.rank in self.retired, unloadable=unloadable)
+        why = f"{child.name}: {reason}"
+        is_to_blame = self.models.lost(child.rank, why, loading=child.loading, ranks=ranks)
+        if not self.is_stopping:
+            self.replace_worker(child.rank, is_to_blame=child.is_to_blame and is_to_blame)
+        elif child.phase is not Phase.STUCK:
+            self._left_out.add(child.rank)
+        yield child, Lost(reason, is_retired=child.rank in self.retired)
 
     def _bury(self, child: Child) -> str:
         """Reap a process and expect nothing of it; returns how it ended."""
@@ -273,21 +283,6 @@ class WorkerPool:
         incarnation = self.workers[rank].incarnation + 1
         self._arenas.renew(rank, incarnation=incarnation)
         self.workers[rank] = self._start_worker(rank, incarnation=incarnation)
-
-    def _put_off(self, writer: WriterProcess) -> float:
-        """Start a writer's successor: at once, or later if the writer could not start, as its successor may
-        fail as well. Returns the delay."""
-        pause_s = 0.0
-        if not writer.has_started:
-            pause_s = min(MAX_WRITER_PAUSE_S, max(WRITER_PAUSE_S, 2 * writer.pause_s))
-        writer.pause_s, writer.due_s = pause_s, time.monotonic() + pause_s
-        self._start_due_writers()
-        return pause_s
-
-    def _start_due_writers(self) -> None:
-        for idx, writer in enumerate(self.writers):
-            if writer.phase in GONE and time.monotonic() >= writer.due_s:
-                self.writers[idx] = self._listen(self._launcher.start_writer(idx, pause_s=writer.pause_s))
 
     def close(self, *, at_once: bool = False) -> None:
         """Close the channels of all processes, which ends them, and kill those that do not end."""

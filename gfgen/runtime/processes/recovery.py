@@ -16,19 +16,19 @@ the others after they have left (meeting.py).
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import TaskFailed
 from gfgen.runtime.ipc.messages import Abandon, Abandoned, EdgesRestarted, RestartEdges, TaskFault
 from gfgen.runtime.processes.attempts import Attempts, Cause
-from gfgen.runtime.processes.child import RankProcess
+from gfgen.runtime.processes.child import Phase, RankProcess
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
+HANGS = "it hangs in a task that was given up"
+STAYS = "it did not leave a task that was stopped"
 
 
 def given_up(failed: Iterable[int], dispatches: Mapping[int, Dispatch]) -> frozenset[int]:
@@ -56,143 +56,126 @@ def _drags_along(lost: Dispatch, other: Dispatch) -> bool:
     return comes_later and lost.communicates and bool(lost.ranks_involved & other.ranks_involved)
 
 
-@dataclass(slots=True)
 class Recovery:
-    """The failure that ranks recover from. There is one at a time: another failure makes it larger."""
+    """Takes ranks through the rounds. There is one recovery at a time: another failure makes it larger."""
 
-    causes: dict[int, Cause | None] = field(default_factory=dict)
-    """By dispatch that failed; None where it was given up for no fault of its own."""
-    numbers: frozenset[int] = frozenset()
-    ranks: frozenset[int] = frozenset()
-    overdue: set[int] = field(default_factory=set)
-    """Dispatches that did not end in time. A rank hangs, or all wait for something that never comes."""
-    dead: set[int] = field(default_factory=set)
-    """Ranks that died since it began; their successors know nothing of it."""
-    waiting_for: set[int] = field(default_factory=set)
-    """Ranks that have not answered yet."""
-    deadline_s: float = math.inf
-    """A rank that has not answered by then is taken for hung."""
-    all_have_left: bool = False
-
-    def extend(self, causes: Mapping[int, Cause | None], dispatches: Mapping[int, Dispatch]) -> None:
-        """Begin with these failures too: all ranks concerned are asked to leave, again if they were."""
-        for number, cause in causes.items():
-            self.causes[number] = self.causes.get(number) or cause
-        self.numbers |= given_up({*self.causes, *self.numbers}, dispatches)
-        self.ranks |= {rank for number in self.numbers for rank in dispatches[number].ranks_involved}
-        self.all_have_left = False
-        self.ask()
-
-    def peers_of(self, rank: int, dispatches: Mapping[int, Dispatch]) -> frozenset[int]:
-        """The living ranks with which it has to restart its count: it exchanged lost state with them.
-
-        Not all of `ranks`: between others of them a transfer may be under way that goes on.
-        """
-        pairs = [pair for number in self.numbers for pair in dispatches[number].pairs if rank in pair]
-        return frozenset().union(*pairs) - self.dead - {rank}
-
-    def blame(self) -> None:
-        """All have left, so no rank hangs: blame the first overdue task, which would be tried forever."""
-        if self.overdue and not self.dead:
-            first = min(self.overdue)
-            self.causes[first] = self.causes.get(first) or Cause("it did not end in time and was given up")
-
-    def ask(self) -> None:
-        """Wait for an answer from every rank concerned that lives."""
-        self.waiting_for = set(self.ranks - self.dead)
-
-
-class Rounds:
-    """Takes the ranks of a run through the rounds of each recovery."""
-
-    def __init__(self, pool: WorkerPool, attempts: Attempts, watchdog: Watchdog) -> None:
-        self.recovery = Recovery()
-        """Without ranks if there is nothing to recover from."""
+    def __init__(self, pool: WorkerPool, attempts: Attempts) -> None:
+        self.waiting_for: set[int] = set()
+        """Ranks that have not answered yet."""
+        self._all_have_left = False
         self._pool = pool
         self._attempts = attempts
-        self._watchdog = watchdog
 
-    def fail(self, worker: RankProcess, fault: TaskFault, *, now_s: float) -> None:
+    def fail(self, worker: RankProcess, fault: TaskFault) -> None:
         """A task, or its transfer, failed on one rank: all that take part, and what needs it, stop."""
-        if self._attempts.running(fault.number) is None:
+        attempt = self._attempts.get(fault.number)
+        if attempt is None:
             return
-        cause, recovery = None if fault.void else Cause(fault.reason), self.recovery
-        if fault.number in recovery.numbers:
-            recovery.causes[fault.number] = recovery.causes.get(fault.number) or cause
+        cause = None if fault.void else Cause(fault.reason)
+        if attempt.is_given_up:
+            attempt.cause = attempt.cause or cause
             return
         if fault.void:
             logger.info("%s: dispatch %d was given up: %s", worker.name, fault.number, fault.reason)
-        self.give_up({fault.number: cause}, now_s=now_s)
+        self.give_up({fault.number: cause})
 
-    def lose(self, rank: int, cause: Cause | None, *, now_s: float) -> Iterator[TaskFailed]:
-        """A rank's process is reaped: give up what it was part of."""
-        self.recovery.dead.add(rank)
-        self.give_up(self._attempts.lose(rank, cause), now_s=now_s)
-        yield from self._advance(now_s)
+    def stop(self, numbers: Collection[int]) -> None:
+        """Nobody wants these any more: let ranks leave them, without blame for one that does not in time."""
+        unwanted = [number for number in numbers if number in self._attempts.keys() - self._attempts.leaving]
+        for number in unwanted:
+            self._attempts[number].is_unwanted = True
+        if unwanted:
+            self.give_up(dict.fromkeys(unwanted))
 
-    def give_up_overdue(self, overdue: Collection[int], *, now_s: float) -> None:
-        """Give up dispatches that did not end in time.
-
-        The ranks that wait for a hung one leave. It does not, and is known by that.
-        """
-        if new := set(overdue) - self.recovery.numbers:
-            self.recovery.overdue |= set(overdue)
-            self.give_up(dict.fromkeys(new), now_s=now_s)
-
-    def include(self, *, now_s: float) -> None:
+    def include_new(self) -> None:
         """A new dispatch may need what is being given up."""
-        numbers = self.recovery.numbers
-        if numbers and given_up(numbers, self._attempts.dispatches) - numbers:
-            self.give_up({}, now_s=now_s)
+        leaving = self._attempts.leaving
+        if leaving and given_up(leaving, self._attempts.dispatches) != leaving.keys():
+            self.give_up({})
 
-    def give_up(self, causes: Mapping[int, Cause | None], *, now_s: float) -> None:
-        """Ask every rank concerned to leave these dispatches, and all that go with them."""
-        recovery, dispatches = self.recovery, self._attempts.dispatches
-        recovery.extend(causes, dispatches)
-        lost = [dispatches[number] for number in recovery.numbers]
-        recovery.deadline_s = now_s + self._watchdog.time_to_leave_s(lost)
-        for rank in sorted(recovery.waiting_for):
-            self._pool.workers[rank].tell(Abandon(recovery.numbers))
+    def give_up(self, causes: Mapping[int, Cause | None]) -> None:
+        """Ask every rank concerned to leave these dispatches, and all that go with them; again if it was."""
+        for number, cause in causes.items():
+            self._attempts[number].cause = self._attempts[number].cause or cause
+        numbers = given_up({*causes, *self._attempts.leaving}, self._attempts.dispatches)
+        lost = [self._attempts[number] for number in numbers]
+        to_leave_s = self._pool.patience.to_leave_s(attempt.dispatch for attempt in lost)
+        for attempt in lost:
+            attempt.is_given_up = True
+            allowed_s = self._pool.patience.stopping_s if attempt.is_unwanted else to_leave_s
+            attempt.deadline_s = self._pool.clock.now_s + allowed_s
+        self._all_have_left = False
+        self._ask({rank: Abandon(numbers) for rank in self._concerned})
 
     def answered(
         self, rank: int, answer: Abandoned | EdgesRestarted, *, now_s: float
     ) -> Iterator[TaskFailed]:
         """A rank has left, or restarted its counts; answers to an earlier, smaller question do not count."""
-        recovery = self.recovery
-        is_current = answer.numbers == recovery.numbers
-        if is_current and isinstance(answer, EdgesRestarted) is recovery.all_have_left:
-            recovery.waiting_for.discard(rank)
-            yield from self._advance(now_s)
+        is_current = answer.numbers == self._attempts.leaving.keys()
+        if is_current and isinstance(answer, EdgesRestarted) is self._all_have_left:
+            self.waiting_for.discard(rank)
+            yield from self.advance(now_s)
 
-    def _advance(self, now_s: float) -> Iterator[TaskFailed]:
+    def advance(self, now_s: float) -> Iterator[TaskFailed]:
         """When all have left, restart the edges between them; when that is done, report what failed."""
-        recovery = self.recovery
-        if not recovery.waiting_for and not recovery.all_have_left:
-            recovery.all_have_left = True
-            recovery.ask()
-            recovery.deadline_s = now_s + self._watchdog.patience.leaving_s
-            for rank in sorted(recovery.waiting_for):
-                peers = recovery.peers_of(rank, self._attempts.dispatches)
-                self._pool.workers[rank].tell(RestartEdges(recovery.numbers, peers))
-        if recovery.waiting_for:
+        if not self.waiting_for and not self._all_have_left:
+            self._all_have_left = True
+            for attempt in self._attempts.leaving.values():
+                attempt.deadline_s = self._pool.clock.now_s + self._pool.patience.leaving_s
+            numbers = frozenset(self._attempts.leaving)
+            self._ask({rank: RestartEdges(numbers, self._peers_of(rank)) for rank in self._concerned})
+        if self.waiting_for:
             return
-        self.recovery = Recovery()
-        recovery.blame()
-        for number in sorted(recovery.numbers):
-            attempt = self._attempts.running(number)
-            assert attempt is not None, f"dispatch {number} ended while ranks left it"
-            self._attempts.drop(attempt)
-            cause = recovery.causes.get(number)
+        self._blame()
+        for number, attempt in self._attempts.leaving.items():
+            del self._attempts[number]
+            cause = attempt.cause
             text = cause.reason if cause else "given up with another task"
             yield TaskFailed(now_s, number, text, void=cause is None, lost=bool(cause and cause.lost))
-        self._pool.meeting.let_in()
+        self._all_have_left = False
+        self._pool.meeting.held_back.clear()
 
-    def kill_late(self, now_s: float) -> None:
-        """Kill the ranks that do not answer in time."""
-        if now_s > self.recovery.deadline_s:
-            for rank in self.recovery.waiting_for:
-                self._pool.workers[rank].kill("it hangs in a task that was given up")
+    def look(self) -> None:
+        """Give up dispatches that do not end in time, and kill the ranks that do not leave one in time.
 
-    def forgive(self, paused_s: float) -> None:
-        """The control process did not run for this time, in which it could hear nobody."""
-        self.recovery.deadline_s += paused_s
+        The ranks that wait for a hung one leave. It does not, and is known by that.
+        """
+        now_s = self._pool.clock.now_s
+        for attempt in self._attempts.leaving.values():
+            late = attempt.dispatch.ranks_involved & self.waiting_for if now_s > attempt.deadline_s else ()
+            for worker in [self._pool.workers[rank] for rank in late]:
+                worker.is_to_blame &= worker.phase is Phase.ENDING or not attempt.is_unwanted
+                worker.kill(STAYS if attempt.is_unwanted else HANGS)
+        running = [attempt for attempt in self._attempts.values() if not attempt.is_given_up]
+        overdue = [attempt for attempt in running if now_s > attempt.deadline_s]
+        for attempt in overdue:
+            attempt.is_overdue = True
+        if overdue:
+            self.give_up({attempt.dispatch.number: None for attempt in overdue})
+
+    @property
+    def _concerned(self) -> set[int]:
+        """The living ranks that take part in what is given up."""
+        leaving = [attempt.dispatch for attempt in self._attempts.leaving.values()]
+        return {rank for each in leaving for rank in each.ranks_involved} - self._pool.meeting.held_back
+
+    def _ask(self, questions: Mapping[int, Abandon | RestartEdges]) -> None:
+        """Wait for an answer of every one of these ranks."""
+        self.waiting_for = set(questions)
+        for rank in sorted(questions):
+            self._pool.workers[rank].tell(questions[rank])
+
+    def _peers_of(self, rank: int) -> frozenset[int]:
+        """The living ranks with which it has to restart its count: it exchanged lost state with them.
+
+        Not all ranks concerned: between others of them a transfer may be under way that goes on.
+        """
+        leaving = [attempt.dispatch for attempt in self._attempts.leaving.values()]
+        pairs = [pair for dispatch in leaving for pair in dispatch.pairs if rank in pair]
+        return frozenset().union(*pairs) - self._pool.meeting.held_back - {rank}
+
+    def _blame(self) -> None:
+        """All have left, so no rank hangs: blame the first overdue task, which would be tried forever."""
+        overdue = [attempt for attempt in self._attempts.values() if attempt.is_overdue]
+        if overdue and not self._pool.meeting.held_back:
+            overdue[0].cause = overdue[0].cause or Cause("it did not end in time and was given up")

@@ -1,4 +1,4 @@
-"""How long processes may take before they count as hung: in one task, to leave one, to answer. Pure.
+"""How long processes may take before they count as hung, and the time that counts for this.
 
 The end of its channel shows at once that a process has died. Others are stopped, swapped out, or caught in a
 loop or in a driver. `RankProcess.why_hung` judges a worker by its phase and its silence.
@@ -6,14 +6,30 @@ loop or in a driver. `RankProcess.why_hung` judges a worker by its phase and its
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 
 from gfgen.runtime.core.dispatch import Dispatch
 
-MAX_PAUSES = 32
-"""Pauses of this process that do not count for others. If it is always slow, it must not forgive forever."""
+LONGEST_LOOK_S = 0.4
+"""The most that counts between two looks at other processes; the loop looks every quarter of a second."""
+
+
+class AwakeClock:
+    """Seconds in which this process looked at the others.
+
+    While it is stopped, or the machine sleeps, it hears nobody, so this time counts for nobody.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        """At the last look."""
+        self._looked_s = time.monotonic()
+
+    def look(self) -> None:
+        before_s, self._looked_s = self._looked_s, time.monotonic()
+        self.now_s += min(self._looked_s - before_s, LONGEST_LOOK_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +63,19 @@ class Patience:
     driver, or on a disk that is gone, does not end."""
     write_s: float = 60.0
     """For writing a file, in addition to the time of the slowest writer."""
-    asleep_s: float = 3.0
-    """If this process has not looked for this long, it was stopped: that time counts for no other process."""
+
+    def for_task_s(self, dispatch: Dispatch) -> float:
+        """How long after its predicted end a task may end; a rank hangs if it has not."""
+        return max(self.task_s, self.task_factor * dispatch.predicted_s)
+
+    def to_wait_s(self, dispatch: Dispatch) -> float:
+        """How long a rank may wait for another one during this task, before both give it up."""
+        return min(max(self.wait_s, self.wait_factor * dispatch.predicted_s), self.longest_wait_s)
+
+    def to_leave_s(self, dispatches: Iterable[Dispatch]) -> float:
+        """How long ranks may take to leave these tasks, which they cannot interrupt everywhere."""
+        longest_s = max((each.predicted_s for each in dispatches), default=0.0)
+        return self.leaving_s + self.leaving_factor * longest_s
 
     def with_offload(self) -> Patience:
         """The same for ranks that copy tens of gigabytes of weights within a task, while others wait."""
@@ -56,59 +83,5 @@ class Patience:
 
     def with_shared_gpus(self, ranks_per_gpu: int) -> Patience:
         """The same for ranks that take turns on a GPU: everything takes that many times as long."""
-        return replace(self, **{name: ranks_per_gpu * getattr(self, name) for name in _OF_RANKS})
-
-
-_OF_RANKS = (
-    *("starting_s", "warm_up_s", "silence_s", "task_s", "task_factor", "wait_s", "wait_factor"),
-    *("longest_wait_s", "leaving_s", "leaving_factor", "stopping_s", "killed_s"),
-)
-"""Waits for ranks; the others are for this process and writers."""
-
-
-@dataclass(slots=True)
-class Watchdog:
-    """Judges tasks, and knows when this process did not run. Times are seconds of the run's clock."""
-
-    patience: Patience
-    pinged_s: float = 0.0
-    looked_s: float = 0.0
-    pauses: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_PAUSES))
-    """When this process continued after it was stopped, and how long that was."""
-
-    def look(self, now_s: float) -> float:
-        """Note that this process looks; returns how long it was stopped before, or 0."""
-        paused_s, self.looked_s = now_s - self.looked_s, now_s
-        if paused_s <= self.patience.asleep_s:
-            return 0.0
-        self.pauses.append((now_s, paused_s))
-        return paused_s
-
-    def wants_ping(self, now_s: float) -> bool:
-        """Whether it is time to ask all processes for a sign of life."""
-        if now_s < self.pinged_s + self.patience.ping_s:
-            return False
-        self.pinged_s = now_s
-        return True
-
-    def is_overdue(self, dispatch: Dispatch, now_s: float) -> bool:
-        """Whether a running task takes so long that a rank must hang."""
-        allowed_s = max(self.patience.task_s, self.patience.task_factor * _predicted_s(dispatch))
-        allowed_s += sum(paused_s for at_s, paused_s in self.pauses if at_s > dispatch.submitted_s)
-        return now_s > dispatch.predicted_end_s + allowed_s
-
-    def time_to_wait_s(self, dispatch: Dispatch) -> float:
-        """How long a rank may wait for another one during this task, before both give it up."""
-        patience = self.patience
-        return min(
-            max(patience.wait_s, patience.wait_factor * _predicted_s(dispatch)), patience.longest_wait_s
-        )
-
-    def time_to_leave_s(self, dispatches: Iterable[Dispatch]) -> float:
-        """How long ranks may take to leave these tasks, which they cannot interrupt everywhere."""
-        longest_s = max(map(_predicted_s, dispatches), default=0.0)
-        return self.patience.leaving_s + self.patience.leaving_factor * longest_s
-
-
-def _predicted_s(dispatch: Dispatch) -> float:
-    return dispatch.predicted_end_s - dispatch.predicted_start_s
+        of_ranks = {each.name for each in fields(self)} - {"ping_s", "write_s"}
+        return replace(self, **{name: ranks_per_gpu * getattr(self, name) for name in of_ranks})

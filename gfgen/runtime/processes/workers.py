@@ -7,9 +7,9 @@ it, the ranks are free again.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ from gfgen.runtime.core.dispatch import Dispatch, GivenUp
 from gfgen.runtime.core.events import (
     ClosingTime,
     Event,
-    FramesLost,
     LoadFailed,
     RankLoaded,
     RankLost,
@@ -47,19 +46,16 @@ from gfgen.runtime.ipc.messages import (
     WarmedUp,
     WarmUp,
 )
-from gfgen.runtime.processes.attempts import Attempt, Attempts, Cause
+from gfgen.runtime.processes.attempts import Attempts, Cause
 from gfgen.runtime.processes.child import GONE, Joined, Loaded, Lost, Phase, RankProcess, WriterProcess
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.recovery import Rounds
-from gfgen.runtime.processes.watchdog import Patience, Watchdog
+from gfgen.runtime.processes.recovery import Recovery
 from gfgen.runtime.processes.writes import Writes
 from gfgen.system.signals import SignalPipe
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.25
-"""The control loop turns at least this often, to show progress and to notice silent processes."""
 _ANSWER_S = 1.0
 """The longest wait for the ranks' memory use at the end of a run."""
 
@@ -83,7 +79,6 @@ class ProcessBackend:
         memory: JobMemory,
         *,
         clock: Clock,
-        patience: Patience | None = None,
         signals: SignalPipe | None = None,
         requests: Requests | None = None,
         warm_ups: Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]] | None = None,
@@ -94,8 +89,7 @@ class ProcessBackend:
         self._clock = clock
         self._writes = Writes(pool, memory.output_dir, waits_for_space=waits_for_space)
         self._attempts = Attempts()
-        self._watchdog = Watchdog(patience or pool.patience, looked_s=clock.now_s)
-        self._rounds = Rounds(pool, self._attempts, self._watchdog)
+        self._recovery = Recovery(pool, self._attempts)
         self._memory_use: dict[int, MemoryUse] = {}
         self._own_signals = SignalPipe() if signals is None else None
         self._inputs = [each for each in (signals, self._own_signals, requests) if each is not None]
@@ -103,18 +97,21 @@ class ProcessBackend:
             pool.listen(source)
         self._warm_ups = warm_ups
         """Chooses the steps that ranks prepare before they join, or when they load other models."""
-        self._unchecked = list(memory.jobs)
-        """Jobs whose models may be ones that no rank could load at the start."""
-        self._known_unloadable: set[str] = set()
-        """Such models that were reported."""
+        self._names: dict[str, set[str]] = defaultdict(set)
+        """By checkpoint: its models, unless their failure to load has been reported."""
+        self._told: set[str] = set()
+        """Models whose failure to load has been reported."""
+        self._pinged_s = pool.clock.now_s
         self._pending: list[Event] = []
         """Events that come from no message."""
+        self.add(list(memory.jobs.values()))
         self._begin()
 
     def _begin(self) -> None:
         """Take over a pool: report workers that take tasks as ready, and retired ranks as lost."""
         pool, now_s = self._pool, self._clock.now_s
-        pool.begin_run(partial(self._warm_ups_of, None))
+        pool.begin_run()
+        pool.steps_at_hand = self._steps_at_hand
         for worker in pool.workers:
             worker.jobs.clear()
             if worker.phase in GONE:
@@ -122,20 +119,20 @@ class ProcessBackend:
                 self._pending.append(RankLost(now_s, worker.rank, worker.incarnation, why, is_retired=True))
                 continue
             worker.tell(Reset())
-            worker.heard_s = time.monotonic()  # between runs it is not asked to send anything
-            if worker.phase in (Phase.SERVING, Phase.LOADING):
+            worker.heard_s = pool.clock.now_s  # between runs it is not asked to send anything
+            if worker.has_joined and worker.phase is not Phase.ENDING:
                 self._pending.append(RankReady(now_s, worker.rank, worker.incarnation, worker.startup_s))
 
     # What the control loop calls ------------------------------------------------------------
 
     def wait(self, until: float | None) -> list[Event]:
         """Events in order of receipt, then those that are due; none if nothing happened for a tick."""
-        events, self._pending = [*self._pending, *self._tell_unloadable()], []
-        timeout_s = _TICK_S if until is None else min(_TICK_S, until - self._clock.now_s)
+        events, self._pending = [*self._pending, *self._load_failures()], []
+        timeout_s = math.inf if until is None else until - self._clock.now_s
         for source, what in self._pool.turn(0.0 if events else timeout_s):
             events.extend(self._events_of(source, what))
         self._look_for_hung_processes()
-        events += self._writes.give_out_again(self._clock.now_s)
+        events += self._writes.look(self._clock.now_s)
         events += self._clock.due()
         self._pool.is_stopping |= any(isinstance(each, StopRequested | ClosingTime) for each in events)
         return events
@@ -146,12 +143,13 @@ class ProcessBackend:
         try:
             self._memory.slab(task.job_id)
             job = self._memory.jobs[task.job_id]
-            fds = (self._writes.new_frames(job),) if task.stage is Stage.DECODE else ()
+            fds = (self._writes.new_frames(job, dispatch.number),) if task.stage is Stage.DECODE else ()
         except (OSError, ValueError, KeyError) as error:  # too many open files, or kept state is gone
             reason = f"its state has no place here: {in_one_line(error)}"
             self._pending.append(TaskFailed(self._clock.now_s, dispatch.number, reason))
             return
-        self._attempts.begin(dispatch)
+        due_s = dispatch.predicted_end_s - self._clock.now_s + self._pool.patience.for_task_s(dispatch)
+        self._attempts.begin(dispatch, deadline_s=self._pool.clock.now_s + due_s)
         self._pool.last_number = dispatch.number
         incarnations = tuple([self._pool.workers[rank].incarnation for rank in ranks])
         self._ask_for_state(dispatch)
@@ -166,22 +164,17 @@ class ProcessBackend:
                 layout=dispatch.layout,
                 incarnations=incarnations,
                 transfers=tuple([t for t in dispatch.transfers if t.destination == rank]),
-                wait_s=self._watchdog.time_to_wait_s(dispatch),
-                expected_s=dispatch.predicted_end_s - dispatch.predicted_start_s,
+                wait_s=self._pool.patience.to_wait_s(dispatch),
+                expected_s=dispatch.predicted_s,
                 batch_end=None if dispatch.batch is None else dispatch.batch[-1],
                 is_reused=task.stage is Stage.REUSE,
             )
             worker.tell(message, fds)
-        self._rounds.include(now_s=self._clock.now_s)
+        self._recovery.include_new()
 
     def stop(self, dispatches: Sequence[Dispatch]) -> None:
         """Let ranks leave unwanted tasks; a rank that does not leave in time is killed and replaced."""
-        numbers, now_s = {each.number for each in dispatches} - self._leaving, self._clock.now_s
-        stopped = [attempt for attempt in map(self._attempts.running, numbers) if attempt is not None]
-        for attempt in stopped:
-            attempt.stop(now_s)
-        if stopped:
-            self._rounds.give_up({attempt.dispatch.number: None for attempt in stopped}, now_s=now_s)
+        self._recovery.stop([dispatch.number for dispatch in dispatches])
 
     def release(self, job_id: str) -> None:
         """Close the job's memory and let workers forget it."""
@@ -190,7 +183,6 @@ class ProcessBackend:
                 worker.jobs.discard(job_id)
                 worker.tell(ForgetJob(job_id))
         self._writes.release(job_id)
-        self._attempts.forget(job_id)
         self._memory.release(job_id)
 
     def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
@@ -199,13 +191,16 @@ class ProcessBackend:
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Let all ranks hold these models and no others."""
-        checkpoints = set(map(str, models.values()))
-        self._pool.set_models(models, warm_ups=self._warm_ups_of(checkpoints))
+        for name, checkpoint in models.items():
+            self._names[str(checkpoint)].add(name)
+        self._told.difference_update(models)
+        self._pool.set_models(models.values())
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Accept more jobs; workers get each of them before its first task."""
         self._memory.jobs |= {job.job_id: job for job in jobs}
-        self._unchecked += [job.job_id for job in jobs]
+        for job in jobs:
+            self._names[str(job.checkpoint)].add(job.spec.model or "")
 
     def memory_use(self) -> dict[int, MemoryUse]:
         """The memory that ranks have used in this run, of those that answer in time."""
@@ -226,25 +221,19 @@ class ProcessBackend:
             self._pool.ignore(source)
         if self._own_signals:
             self._own_signals.close()
-        self._pool.steps_at_hand = None
+        self._pool.steps_at_hand = tuple
         self._memory.close()
         self._writes.close()
 
-    @property
-    def _leaving(self) -> frozenset[int]:
-        """Dispatches that ranks are leaving."""
-        return self._rounds.recovery.numbers
-
     # What processes say ------------------------------------------------------------------------
 
-    def _tell_unloadable(self) -> Iterator[LoadFailed]:
-        """Models of jobs at hand that no rank could load when the workers started."""
-        unchecked, self._unchecked = self._unchecked, []
-        for job in filter(None, map(self._memory.jobs.get, unchecked)):
-            model, reason = job.spec.model or "", self._pool.models.unloadable.get(str(job.checkpoint))
-            if reason is not None and model not in self._known_unloadable:
-                self._known_unloadable.add(model)
-                yield LoadFailed(self._clock.now_s, (model,), reason)
+    def _load_failures(self) -> Iterator[LoadFailed]:
+        """Models that no rank can load, each once."""
+        for checkpoint, reason in self._pool.models.unloadable.items():
+            names = self._names.pop(checkpoint, set()) - self._told
+            self._told |= names
+            if names:
+                yield LoadFailed(self._clock.now_s, tuple(sorted(names)), reason)
 
     def _events_of(self, source: Any, what: Any) -> Iterator[Event]:
         """The events that a message, or a change of a process, means for the run."""
@@ -256,14 +245,14 @@ class ProcessBackend:
             case TaskReport():
                 yield from self._task_done(source, what, now_s)
             case TaskFault():
-                self._rounds.fail(source, what, now_s=now_s)
-            case FramesStored():
-                yield from self._frames_stored(source, what, now_s)
-            case Abandoned():
-                self._attempts.leave(source.rank, what.numbers)
-                yield from self._rounds.answered(source.rank, what, now_s=now_s)
-            case EdgesRestarted():
-                yield from self._rounds.answered(source.rank, what, now_s=now_s)
+                self._recovery.fail(source, what)
+            case FramesStored(number, None):
+                self._writes.stored(number, source.rank)
+            case FramesStored(number, str() as reason) if number in self._writes.storing(source.rank):
+                yield from self._writes.lose_frames([number], reason, now_s, lost=False)
+                self._recovery.fail(source, TaskFault(number, reason))
+            case Abandoned() | EdgesRestarted():
+                yield from self._recovery.answered(source.rank, what, now_s=now_s)
             case Joined():
                 yield RankReady(now_s, source.rank, source.incarnation, source.startup_s)
             case Loaded():
@@ -283,9 +272,7 @@ class ProcessBackend:
                 pass
 
     def _task_done(self, worker: RankProcess, report: TaskReport, now_s: float) -> Iterator[Event]:
-        """A rank has done its part, which does not count if the dispatch is being given up."""
-        if report.number in self._leaving:
-            return
+        """A rank has done its part."""
         times = RankTimes(
             worker.rank,
             started_s=self._clock.from_monotonic(report.started_s),
@@ -295,97 +282,47 @@ class ProcessBackend:
             idle_s=report.idle_s,
             peak_bytes=report.peak_bytes,
         )
-        self._attempts.report(report.number, times, now_s=now_s, do_frames_follow=report.do_frames_follow)
-        for attempt in self._attempts.take_done(report.number, given_up=self._leaving):
+        if not self._attempts.report(report.number, times):
+            return
+        if report.do_frames_follow:
+            self._writes.expect(self._attempts[report.number].dispatch.task.job_id, worker.rank)
+        for attempt in self._attempts.take_done(report.number):
             yield TaskDone(now_s, attempt.dispatch.number, attempt.times)
-            self._write_what_is_there(attempt)
-
-    def _write_what_is_there(self, attempt: Attempt) -> None:
-        """Write the file of a decode that has ended, once all of its frames have come."""
-        task = attempt.dispatch.task
-        if task.stage is Stage.DECODE and attempt.is_done and not attempt.storing:
-            self._writes.begin(self._memory.jobs[task.job_id])
-
-    def _frames_stored(self, worker: RankProcess, stored: FramesStored, now_s: float) -> Iterator[Event]:
-        """A rank's frames have reached the writer's memory, or never will."""
-        attempt = self._attempts.stored(stored.number, worker.rank, are_lost=stored.reason is not None)
-        if attempt is None:
-            return  # it is of an earlier run, or given up
-        if stored.reason is None:
-            self._write_what_is_there(attempt)
-        elif attempt.is_done:
-            yield FramesLost(now_s, attempt.dispatch.task.job_id, stored.reason)
-        else:
-            self._rounds.fail(worker, TaskFault(stored.number, stored.reason), now_s=now_s)
-
-    def _frames_lost_with(self, rank: int, reason: str, now_s: float) -> Iterator[Event]:
-        """Decodes that had ended, and whose frames a dead rank had not stored."""
-        for attempt in self._attempts:
-            if attempt.is_done and rank in attempt.storing:
-                self._attempts.drop(attempt)
-                yield FramesLost(now_s, attempt.dispatch.task.job_id, f"rank {rank}: {reason}", lost=True)
+            if attempt.dispatch.task.stage is Stage.DECODE:
+                self._writes.decoded(attempt.dispatch.task.job_id)
 
     def _worker_lost(self, worker: RankProcess, lost: Lost, now_s: float) -> Iterator[Event]:
         """A rank is gone: give up what it was part of."""
-        reason = lost.reason
-        if lost.was_told and worker.loading is not None:
-            reason = f"it cannot load its models: {reason}"
         # A run without ranks ends with an error and keeps nothing. One that stops keeps its jobs.
         is_retired = lost.is_retired and bool(self._pool.living or not self._pool.is_stopping)
-        yield RankLost(now_s, worker.rank, worker.incarnation, reason, is_retired=is_retired)
-        if lost.unloadable:
-            why = lost.reason if lost.was_told else f"{lost.reason} while it was loading"
-            yield LoadFailed(now_s, lost.unloadable, f"rank {worker.rank}: {why}")
-        yield from self._frames_lost_with(worker.rank, reason, now_s)
-        cause = Cause(f"rank {worker.rank}: {reason}", lost=True) if worker.is_to_blame else None
-        yield from self._rounds.lose(worker.rank, cause, now_s=now_s)
+        yield RankLost(now_s, worker.rank, worker.incarnation, lost.reason, is_retired=is_retired)
+        yield from self._load_failures()
+        why, storing = f"rank {worker.rank}: {lost.reason}", self._writes.storing(worker.rank)
+        yield from self._writes.lose_frames(storing, why, now_s, lost=True)
+        cause = Cause(why, lost=True) if worker.is_to_blame else None
+        self._recovery.give_up(self._attempts.lose(worker.rank, cause, storing=storing))
+        yield from self._recovery.advance(now_s)
 
-    def _warm_ups_of(self, checkpoints: Collection[str] | None) -> Sequence[WarmUp]:
-        """The steps to prepare for known jobs of these models; None stands for the models that ranks hold."""
-        if self._warm_ups is None:
-            return ()
-        held = self._pool.models.checkpoints if checkpoints is None else checkpoints
-        return self._warm_ups([job for job in self._memory.jobs.values() if str(job.checkpoint) in held])
+    def _steps_at_hand(self) -> Sequence[WarmUp]:
+        """The steps to prepare for known jobs of the models that ranks hold."""
+        held = self._pool.models.checkpoints
+        jobs = [job for job in self._memory.jobs.values() if str(job.checkpoint) in held]
+        return self._warm_ups(jobs) if self._warm_ups else ()
 
     # Processes that hang ----------------------------------------------------------------------------
 
     def _look_for_hung_processes(self) -> None:
         """Kill processes that hang; the loop then notices their end."""
-        now_s, patience = self._clock.now_s, self._watchdog.patience
-        if paused_s := self._watchdog.look(now_s):
-            self._forgive(paused_s)
-        living = self._pool.living
-        if self._watchdog.wants_ping(now_s):
+        now_s, living = self._pool.clock.now_s, self._pool.living
+        if now_s >= self._pinged_s + self._pool.patience.ping_s:
+            self._pinged_s = now_s
             for worker in living:
                 if worker.has_started:
                     worker.tell(Ping())
         for worker in living:
-            if (why := worker.why_hung(patience, time.monotonic())) is not None:
+            if (why := worker.why_hung(self._pool.patience)) is not None:
                 worker.kill(why)
-        for writer in list(self._writes.overdue(patience_s=patience.write_s)):
-            writer.kill("it does not finish a file")
-        overdue = set()
-        for attempt in self._attempts:
-            for rank in attempt.storing_since(now_s - patience.task_s):
-                self._pool.workers[rank].kill("it does not store its frames")
-            if not attempt.is_done and self._watchdog.is_overdue(attempt.dispatch, now_s):
-                overdue.add(attempt.dispatch.number)
-            if attempt.stopped_s is not None and now_s > attempt.stopped_s + patience.stopping_s:
-                for worker in [self._pool.workers[rank] for rank in attempt.inside]:
-                    worker.is_to_blame = worker.phase is Phase.ENDING and worker.is_to_blame
-                    worker.kill("it did not leave a task that was stopped")
-        self._rounds.give_up_overdue(overdue, now_s=now_s)
-        self._rounds.kill_late(now_s)
-
-    def _forgive(self, paused_s: float) -> None:
-        """This process was stopped for this time, in which it could hear nobody: it counts for no process."""
-        logger.info("this process stood still for %.0f s, which counts for no other process", paused_s)
-        for worker in self._pool.living:
-            worker.forgive(paused_s)
-        for attempt in self._attempts:
-            attempt.forgive(paused_s)
-        self._writes.forgive(paused_s)
-        self._rounds.forgive(paused_s)
+        self._recovery.look()
 
     def _ask_for_state(self, dispatch: Dispatch) -> None:
         """Let the ranks that hold a job's state send the parts that others need."""

@@ -5,11 +5,11 @@ A writer gets one file at a time. The others wait here for whichever writer is f
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.events import Event, FramesLost, OutputFailed, OutputWritten
 from gfgen.runtime.files.metadata import describe
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest
-from gfgen.runtime.processes.child import Joined, Lost, Phase, WriterProcess
+from gfgen.runtime.processes.child import Lost, Phase, WriterProcess
 from gfgen.runtime.processes.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -32,13 +32,21 @@ SLOWEST_BYTES_PER_S = 1e6
 
 
 @dataclass(slots=True, eq=False)
-class _Write:
-    """Kept until the file is there, because the writer may die."""
+class _File:
+    """The file of a job, from its decode until it is there."""
 
-    request: WriteRequest
+    job: AdmittedJob
+    number: int
+    """The dispatch of the decode."""
     frames: int
+    """Their memory, kept until the end because a writer may die."""
+    storing: set[int] = field(default_factory=set)
+    """Ranks that copy their frames to it."""
+    is_decoded: bool = False
+    """The decode has ended."""
+    since_s: float = 0.0
+    """When the decode ended, or the writer began."""
     writer: WriterProcess | None = None
-    begun_s: float = 0.0
     num_tries: int = 0
     retry_s: float | None = None
     """When to try again, if the disk was full."""
@@ -55,74 +63,81 @@ class Writes:
         self._waits_for_space = waits_for_space
         self._pool = pool
         self._output_dir = output_dir
-        self._frames: dict[str, int] = {}
-        self._writes: dict[str, _Write] = {}
+        self._files: dict[str, _File] = {}
 
-    def new_frames(self, job: AdmittedJob) -> int:
-        """Memory for a job's frames, uint8 [F, H, W, 3]; replaces that of a failed attempt.
+    # Frames ---------------------------------------------------------------------------------
+
+    def new_frames(self, job: AdmittedJob, number: int) -> int:
+        """Memory for the frames of a decode, uint8 [F, H, W, 3]; replaces that of a failed attempt.
 
         The rank makes it larger if only the decode knows their size.
         """
-        self._close_frames(job.job_id)
+        self.release(job.job_id)
         fd = os.memfd_create("gfgen-frames", os.MFD_CLOEXEC)
         os.truncate(fd, job.trajectory.artifact("frames").size_bytes)
-        self._frames[job.job_id] = fd
+        self._files[job.job_id] = _File(job, number, fd)
         return fd
 
-    def begin(self, job: AdmittedJob) -> None:
-        """The frames are complete: write them."""
-        request = WriteRequest(
-            job_id=job.job_id,
-            shape=job.trajectory.frames_shape,
-            path=str(self._output_dir / job.info.file),
-            fps=job.spec.fps,
-            metadata=describe(job.spec, weights=self._weights_of(job.checkpoint)),
-            replaces=job.replaces,
-            replaces_numbered=job.replaces_numbered,
-            made_for={
-                "id": job.job_id,
-                "spec_hash": job.info.spec_hash,
-                "job_file": job.info.job_file,
-            },
-        )
-        self._writes[job.job_id] = _Write(request, self._frames.pop(job.job_id))
-        self.give_out()
+    def expect(self, job_id: str, rank: int) -> None:
+        """A rank has decoded its part, and copies its frames."""
+        self._files[job_id].storing.add(rank)
 
-    def ended(self, job_id: str) -> None:
-        """The writer has answered."""
-        write = self._writes.pop(job_id, None)
-        if write is not None:
-            os.close(write.frames)
-            self.give_out()
+    def decoded(self, job_id: str) -> None:
+        """The decode has ended: its file can be written once all frames have come."""
+        file = self._files[job_id]
+        file.is_decoded, file.since_s = True, self._pool.clock.now_s
 
-    def overdue(self, *, patience_s: float) -> Iterator[WriterProcess]:
-        """Writers that have taken this much longer for a file than the slowest would."""
-        for write in self._writes.values():
-            allowed_s = patience_s + os.fstat(write.frames).st_size / SLOWEST_BYTES_PER_S
-            if write.writer is not None and time.monotonic() > write.begun_s + allowed_s:
-                yield write.writer
+    def stored(self, number: int, rank: int) -> None:
+        """A rank's frames of a decode have come."""
+        for file in self._files.values():
+            if file.number == number:
+                file.storing.discard(rank)
 
-    def forgive(self, paused_s: float) -> None:
-        """The control process did not run for this time, which counts for no writer."""
-        for write in self._writes.values():
-            write.begun_s += paused_s
+    def storing(self, rank: int) -> set[int]:
+        """The decodes whose frames a rank copies."""
+        return {file.number for file in self._files.values() if rank in file.storing}
+
+    def lose_frames(
+        self, numbers: Collection[int], reason: str, now_s: float, *, lost: bool
+    ) -> Iterator[FramesLost]:
+        """Frames of these decodes never come: those that had ended have to run again."""
+        files = [file for file in self._files.values() if file.number in numbers and file.is_decoded]
+        yield from self._lose(files, reason, now_s, lost=lost)
+
+    # Files ----------------------------------------------------------------------------------
+
+    def look(self, now_s: float) -> Iterator[FramesLost]:
+        """Give out files that wait, and kill processes that take too long for one.
+
+        A run that stops does not wait for room on the disk.
+        """
+        decoded = [file for file in self._files.values() if file.is_decoded]
+        for file in decoded:
+            waited_s = self._pool.clock.now_s - file.since_s
+            slowest_s = os.fstat(file.frames).st_size / SLOWEST_BYTES_PER_S
+            if file.writer is not None and waited_s > self._pool.patience.write_s + slowest_s:
+                file.writer.kill("it does not finish a file")
+            if waited_s > self._pool.patience.task_s:
+                for rank in file.storing:
+                    self._pool.workers[rank].kill("it does not store its frames")
+        if decoded and self._pool.is_stopping:
+            full = [file for file in decoded if file.retry_s is not None and file.writer is None]
+            yield from self._lose(full, "the disk was full when the run stopped", now_s)
+        self._give_out()
 
     def events_of(self, writer: WriterProcess, what: Any, now_s: float) -> Iterator[Event]:
-        """The events that a writer's message, or its start or end, means for the run."""
+        """The events that a writer's message, or its end, means for the run."""
         match what:
             case WriteDone():
-                self.ended(what.job_id)
+                self.release(what.job_id)
                 idx = self._pool.writers.index(writer)
                 facts = (what.path, what.size_bytes, what.write_s, idx, what.sha256, what.files, what.made)
                 yield OutputWritten(now_s, what.job_id, *facts)
-            case WriteFailed(is_full=True) if self._waits_for_space and what.job_id in self._writes:
-                self._postpone(self._writes[what.job_id], what.reason)
-                yield from self.give_out_again(now_s)
+            case WriteFailed(is_full=True) if self._waits_for_space and what.job_id in self._files:
+                self._postpone(self._files[what.job_id], what.reason)
             case WriteFailed():
-                self.ended(what.job_id)
+                self.release(what.job_id)
                 yield OutputFailed(now_s, what.job_id, what.reason)
-            case Joined():
-                self.give_out()
             case Lost():
                 yield from self._writer_lost(writer, what, now_s)
 
@@ -132,69 +147,76 @@ class Writes:
             remove_unfinished,  # imports numpy, which --help can do without
         )
 
-        when = f" in {lost.pause_s:g} s" if lost.pause_s else ""
+        when = "" if writer.has_started else " after a pause"
         logger.warning("%s is gone (%s); a new one is started%s", writer.name, lost.reason, when)
-        for write in [write for write in self._writes.values() if write.writer is writer]:
-            write.writer = None
+        for file in [file for file in self._files.values() if file.writer is writer]:
+            file.writer = None
             if writer.process.pid is not None:
-                remove_unfinished(Path(write.request.path), pid=writer.process.pid)
-            if write.num_tries >= MAX_WRITES:
-                yield OutputFailed(now_s, write.request.job_id, f"its writer died twice: {lost.reason}")
-        self.give_out()
+                remove_unfinished(self._path_of(file), pid=writer.process.pid)
+            if file.num_tries >= MAX_WRITES:
+                yield OutputFailed(now_s, file.job.job_id, f"its writer died twice: {lost.reason}")
+        self._give_out()
         if self._pool.is_stopping and not writer.has_started:  # the run would never end
             yield from self._lose(self._waiting(), f"{writer.name} cannot start: {lost.reason}", now_s)
 
-    def _postpone(self, write: _Write, reason: str) -> None:
+    def _postpone(self, file: _File, reason: str) -> None:
         """Write it later; frames stay in memory, and further decodes wait (State.holds_back)."""
-        if write.retry_s is None:
-            job_id = write.request.job_id
-            logger.error("job %s: %s; it is written when there is room", job_id, reason)
-        write.writer, write.num_tries = None, write.num_tries - 1
-        write.retry_s = time.monotonic() + RETRY_S
+        if file.retry_s is None:
+            logger.error("job %s: %s; it is written when there is room", file.job.job_id, reason)
+        file.writer, file.num_tries = None, file.num_tries - 1
+        file.retry_s = self._pool.clock.now_s + RETRY_S
 
-    def give_out_again(self, now_s: float) -> Iterator[Event]:
-        """Give out files for which the disk had no room; a run that stops loses their frames instead."""
-        postponed = [w for w in self._writes.values() if w.retry_s is not None and w.writer is None]
-        if not postponed:
-            return
-        if self._pool.is_stopping:
-            yield from self._lose(postponed, "the disk was full when the run stopped", now_s)
-        self.give_out()
-
-    def _lose(self, writes: Sequence[_Write], reason: str, now_s: float) -> Iterator[Event]:
+    def _lose(
+        self, files: Sequence[_File], reason: str, now_s: float, *, lost: bool = True
+    ) -> Iterator[FramesLost]:
         """Their decodes have to run again."""
-        for job_id in [write.request.job_id for write in writes]:
-            os.close(self._writes.pop(job_id).frames)
-            yield FramesLost(now_s, job_id, reason, lost=True)
+        for job_id in [file.job.job_id for file in files]:
+            self.release(job_id)
+            yield FramesLost(now_s, job_id, reason, lost=lost)
+
+    def _give_out(self) -> None:
+        """Give every idle writer a file that waits."""
+        busy = [file.writer for file in self._files.values()]
+        idle = [each for each in self._pool.writers if each.phase is Phase.SERVING and each not in busy]
+        for writer, file in zip(idle, self._waiting(), strict=False):
+            file.writer, file.since_s, file.num_tries = writer, self._pool.clock.now_s, file.num_tries + 1
+            writer.tell(self._request(file), (file.frames,))
+
+    def _waiting(self) -> list[_File]:
+        """Files that a writer can begin."""
+        now_s = self._pool.clock.now_s
+        complete = [each for each in self._files.values() if each.is_decoded and not each.storing]
+        tried = [each for each in complete if each.writer is None and each.num_tries < MAX_WRITES]
+        return [each for each in tried if each.retry_s is None or each.retry_s <= now_s]
+
+    def _request(self, file: _File) -> WriteRequest:
+        job, weights = file.job, None
+        with contextlib.suppress(OSError):  # they cannot be read any more
+            is_random = self._pool.settings.has_random_weights
+            weights = "random" if is_random else weights_id(job.checkpoint)
+        return WriteRequest(
+            job_id=job.job_id,
+            shape=job.trajectory.frames_shape,
+            path=str(self._path_of(file)),
+            fps=job.spec.fps,
+            metadata=describe(job.spec, weights=weights),
+            replaces=job.replaces,
+            replaces_numbered=job.replaces_numbered,
+            made_for={
+                "id": job.job_id,
+                "spec_hash": job.info.spec_hash,
+                "job_file": job.info.job_file,
+            },
+        )
+
+    def _path_of(self, file: _File) -> Path:
+        return self._output_dir / file.job.info.file
 
     def release(self, job_id: str) -> None:
-        """The job has ended: keep nothing of it."""
-        self._close_frames(job_id)
-        self.ended(job_id)
+        """The file is there, or the job has ended: keep nothing of it."""
+        if job_id in self._files:
+            os.close(self._files.pop(job_id).frames)
 
     def close(self) -> None:
-        for job_id in {*self._frames, *self._writes}:
+        for job_id in list(self._files):
             self.release(job_id)
-
-    def give_out(self) -> None:
-        """Give every idle writer a file that waits."""
-        busy = [write.writer for write in self._writes.values()]
-        idle = [each for each in self._pool.writers if each.phase is Phase.SERVING and each not in busy]
-        for writer, write in zip(idle, self._waiting(), strict=False):
-            write.writer, write.begun_s, write.num_tries = writer, time.monotonic(), write.num_tries + 1
-            writer.tell(write.request, (write.frames,))
-
-    def _weights_of(self, checkpoint: Path) -> str | None:
-        """What names a model's weights; None if its files cannot be read any more."""
-        try:
-            return "random" if self._pool.settings.has_random_weights else weights_id(checkpoint)
-        except OSError:
-            return None
-
-    def _waiting(self) -> list[_Write]:
-        waiting = [w for w in self._writes.values() if w.writer is None and w.num_tries < MAX_WRITES]
-        return [w for w in waiting if w.retry_s is None or w.retry_s <= time.monotonic()]
-
-    def _close_frames(self, job_id: str) -> None:
-        if job_id in self._frames:
-            os.close(self._frames.pop(job_id))
