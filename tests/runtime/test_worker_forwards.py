@@ -122,6 +122,62 @@ def test_first_step_of_a_kind_is_recorded_before_it_runs(adapters: dict[str, Any
     assert not forwards.is_to_record(job, step(job, 2), kind)
 
 
+def run_steps(forwards: Forwards, job: Any, kind: Any, *, num_jobs: int = 1) -> list[int]:
+    """Run a whole job; returns the steps before which it was recorded."""
+    recorded = []
+    for number in range(job.start.trajectory.num_steps):
+        if forwards.is_to_record(job, step(job, number), kind, num_jobs=num_jobs):
+            forwards.record(job, step(job, number), kind, ALONE)
+            recorded.append(number)
+        forwards.begin(kind, num_jobs=num_jobs)
+    return recorded
+
+
+def test_short_jobs_are_recorded_from_the_second_one_on_and_again_when_records_had_to_go(
+    adapters: dict[str, Any],
+) -> None:
+    job = rank_job(adapters, "tiny-qwen-image", steps=4)
+    forwards, of = forwards_of(adapters)
+    kind = forwards.kind_of(job, ALONE)
+    assert [run_steps(forwards, job, kind) for _ in range(3)] == [[], [0], []]
+    of.clear()
+    assert [run_steps(forwards, job, kind) for _ in range(2)] == [[0], []]
+    assert of.num_records == 2
+
+
+def test_short_job_beside_another_of_its_kind_is_recorded(adapters: dict[str, Any]) -> None:
+    job = rank_job(adapters, "tiny-qwen-image", steps=4)
+    forwards, _ = forwards_of(adapters)
+    kind = forwards.kind_of(job, ALONE)
+    forwards.begin(kind, num_jobs=1)
+    assert not forwards.is_to_record(job, step(job, 1), kind)
+    assert forwards.is_to_record(job, step(job), kind)
+
+
+@pytest.mark.parametrize(("num_jobs", "recorded"), [(2, [[0], []]), (1, [[], []])])
+def test_steps_of_a_batch_count_once_for_each_job(
+    adapters: dict[str, Any], num_jobs: int, recorded: list[list[int]]
+) -> None:
+    job = rank_job(adapters, "tiny-qwen-image", steps=3 if num_jobs > 1 else 2)
+    forwards, _ = forwards_of(adapters)
+    kind = forwards.kind_of(job, ALONE)
+    assert [run_steps(forwards, job, kind, num_jobs=num_jobs) for _ in range(2)] == recorded
+
+
+def test_kinds_are_forgotten_when_many_others_were_used_since(
+    adapters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_forwards, "MAX_KINDS", 2)
+    job = rank_job(adapters, "tiny-qwen-image", steps=4)
+    forwards, _ = forwards_of(adapters)
+    kind = forwards.kind_of(job, ALONE)
+    others = [kind._replace(texts=(length,)) for length in range(2)]
+    for each in (kind, others[0], kind, others[1]):
+        forwards.begin(each, num_jobs=4)
+    assert forwards.is_to_record(job, step(job), kind)
+    assert not forwards.is_to_record(job, step(job), others[0])
+
+
 def test_step_whose_forwards_are_not_worth_it_is_not_recorded_with_any_prompt_in_any_slot(
     adapters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

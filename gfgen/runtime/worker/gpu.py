@@ -368,7 +368,7 @@ class GpuDevice(Device):
         forwards = self.forwards
         is_to_record = (
             forward is not None
-            and forwards.is_to_record(work.job, work.task, forward, in_batch=bool(others))
+            and forwards.is_to_record(work.job, work.task, forward, num_jobs=1 + len(others))
             and not self._dispatches.has_unsent
         )
         try:
@@ -384,7 +384,7 @@ class GpuDevice(Device):
             return
         if is_to_record and not self._dispatches.has_unsent:
             forwards.record(work.job, work.task, forward, work.message.layout, others=others)
-        forwards.attach(work.job.start.checkpoint)
+        forwards.begin(forward, num_jobs=1 + len(others))
 
     def finish(self, run: GpuRun) -> None:
         """For the watcher."""
