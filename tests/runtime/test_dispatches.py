@@ -83,8 +83,7 @@ def test_overlapping_sets_are_left_each_for_itself(
 
 def test_nothing_starts_behind_a_failure_before_that_is_given_up(dispatches: Dispatches) -> None:
     dispatches.note_failure(3)
-    with waiting(dispatches.await_no_failure), waiting(lambda: dispatches.await_given_up(3)):
-        dispatches.await_given_up(4)
+    with waiting(dispatches.await_no_failure):
         dispatches.abandon(of(3))
 
 

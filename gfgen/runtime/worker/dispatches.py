@@ -107,11 +107,6 @@ class Dispatches:
             self._failed.clear()
             self._changed.notify_all()
 
-    def await_given_up(self, number: int) -> None:
-        """Wait until this dispatch does not count as failed any more."""
-        with self.lock:
-            self._changed.wait_for(lambda: number not in self._failed)
-
     def await_no_failure(self) -> None:
         """Wait until every dispatch that failed here was given up."""
         with self.lock:

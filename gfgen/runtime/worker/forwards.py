@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from gfgen.graph import Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.models.families.adapter import Adapter, BatchAdapter
 from gfgen.models.fast.recording import Graphs, NotWorthRecordingError
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.messages import WarmUp
-from gfgen.runtime.worker.jobs import RankJob, step_input
+from gfgen.runtime.worker.device import RankTask
+from gfgen.runtime.worker.jobs import step_input
 
 MIN_REPLAYS = 5
 """Recording takes about as long as launching a forward once or twice, so it pays if a few steps follow."""
@@ -75,30 +75,31 @@ class Forwards:
         """Shapes whose steps are launched kernel by kernel."""
         self._num_shortages = 0
 
-    def kind_of(self, job: RankJob, layout: Layout, *, others: Sequence[RankJob] = ()) -> Kind:
-        """The kind of a job's next step on this layout, with `others` in the same batch."""
-        start, prompt = job.start, job.artifacts["prompt"]
+    def kind_of(self, works: Sequence[RankTask]) -> Kind:
+        """The kind of a step, or of the steps of a batch."""
+        work = works[-1]
+        start, layout = work.job.start, work.message.layout
         adapter = self._adapters[start.checkpoint]
         shapes: tuple[object, ...] = (start.shape, start.trajectory.artifacts)
-        if others:
-            inputs = [step_input(each) for each in (job, *others)]
+        if len(works) > 1:
+            inputs = [step_input(each.job) for each in works]
             texts = cast(BatchAdapter, adapter).text_shape_of_batch(inputs)
-            shapes = (*shapes, len(others))
+            shapes = (*shapes, len(works))
         else:
-            texts = adapter.text_shape(start.spec, prompt, layout)
+            texts = adapter.text_shape(start.spec, work.job.artifacts["prompt"], layout)
         return Kind(start.checkpoint, shapes, layout.degrees, texts, layout.slot_of(self._rank))
 
     def attach(self, checkpoint: str) -> None:
         """Let the forwards of this model go through records."""
         self._adapters[checkpoint].evaluate_by(self._graphs)
 
-    def begin(self, kind: Kind, *, num_jobs: int) -> None:
-        """A step of this kind runs next, for a job or for all of a batch."""
+    def begin(self, kind: Kind, works: Sequence[RankTask]) -> None:
+        """Steps of this kind run next."""
         self.attach(kind.checkpoint)
-        self._seen(kind).num_steps += num_jobs
+        self._seen(kind).num_steps += len(works)
 
-    def is_to_record(self, job: RankJob, task: Task, kind: Kind, *, num_jobs: int = 1) -> bool:
-        """Whether to record the forwards of such steps before this one.
+    def is_to_record(self, kind: Kind, works: Sequence[RankTask]) -> bool:
+        """Whether to record the forwards of such steps before these.
 
         The steps of a kind that ran are a sign that others follow, as those left of the job are. So short
         jobs are recorded from the second one on. If records were lost since a kind was recorded, the next
@@ -106,30 +107,28 @@ class Forwards:
         """
         if not self._graphs.may_record or self._num_shortages >= MAX_SHORTAGES:
             return False
-        step, seen = task.step or 0, self._kinds.get(kind, _Seen())
+        step, seen = works[-1].task.step or 0, self._kinds.get(kind, _Seen())
         is_due = seen.num_gone is None or (step == 0 and seen.num_gone != self._graphs.num_gone)
-        num_left = (job.start.trajectory.num_steps - step) * num_jobs
+        num_left = (works[-1].job.start.trajectory.num_steps - step) * len(works)
         return is_due and kind.shape not in self._not_worth and seen.num_steps + num_left >= MIN_REPLAYS
 
-    def record(
-        self, job: RankJob, task: Task, kind: Kind, layout: Layout, *, others: Sequence[RankJob] = ()
-    ) -> None:
-        """Record the forwards of a job's next step, while no task of this rank runs.
+    def record(self, kind: Kind, works: Sequence[RankTask]) -> None:
+        """Record the forwards of a step, or of a batch's, while no task of this rank runs.
 
         If they are not worth it, this takes a part of one forward.
         """
         self._seen(kind).num_gone = self._graphs.num_gone
-        self.attach(job.start.checkpoint)
-        unentered = self._unentered(layout)
-        inputs = [step_input(each) for each in (job, *others)]
-        adapter, spec = self._adapters[job.start.checkpoint], job.start.spec
+        self.attach(kind.checkpoint)
+        work, adapter = works[-1], self._adapters[kind.checkpoint]
+        start, unentered = work.job.start, self._unentered(work.message.layout)
+        inputs = [step_input(each.job) for each in works]
         alone = None if unentered is None else rehearsal(unentered)
         try:
             for step in _steps_of_experts(
-                job.start.trajectory.num_steps, spec.boundary_ratio, task.step or 0
+                start.trajectory.num_steps, start.spec.boundary_ratio, work.task.step or 0
             ):
                 with self._graphs.recording(unentered):
-                    if others:
+                    if len(works) > 1:
                         cast(BatchAdapter, adapter).denoise_batch(inputs, step=step)
                     else:
                         adapter.denoise(*inputs[0], step=step, parallel=alone)

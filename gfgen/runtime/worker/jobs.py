@@ -287,8 +287,10 @@ def send_state(endpoint: Any, fields: Fields, transfers: Sequence[Transfer], *, 
                 endpoint.send(part.contiguous(), to=destination, dispatch=dispatch, label=label)
 
 
-def receive_state(endpoint: Any, transfers: Sequence[Transfer], outline: Outline, *, dispatch: int) -> Fields:
-    """Assemble a job's latents from the parts that `send_state` sends on other ranks."""
+def receive_state(
+    recv: Callable[..., torch.Tensor], transfers: Sequence[Transfer], outline: Outline, *, dispatch: int
+) -> Fields:
+    """Assemble a job's latents, by an endpoint's `recv`, from what `send_state` sends on other ranks."""
     listed, scalars = outline
     fields = Fields(scalars=dict(scalars))
     for source in dict.fromkeys(transfer.source for transfer in transfers):
@@ -299,7 +301,7 @@ def receive_state(endpoint: Any, transfers: Sequence[Transfer], outline: Outline
             dtype, shape = listed[transfer.field]
             part_shape = [*shape]
             part_shape[transfer.axis] = transfer.stop - transfer.start
-            part = endpoint.recv(part_shape, dtype, source=source, dispatch=dispatch, label=label)
+            part = recv(part_shape, dtype, source=source, dispatch=dispatch, label=label)
             if part_shape == list(shape):
                 fields.tensors[transfer.field] = part
             else:
