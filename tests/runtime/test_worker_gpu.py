@@ -386,7 +386,7 @@ def test_latents_go_to_other_ranks_behind_the_event_that_tells_that_they_are_the
     shipment = job.latents_of(6)
     job.keep({"latents": Fields()}, dispatch=6, is_there="the end of 6")
     dispatches.note_to_send(7)
-    worker._send_one(SendState(7, "a", 6, (Transfer(0, 1, "latents", 0, 0, 1, 4),)), shipment)
+    worker._send(SendState(7, "a", 6, (Transfer(0, 1, "latents", 0, 0, 1, 4),)), shipment)
     assert done == ["behind the end of 6", "7 enqueued", "{7} waited for", "looked at 1"]
 
 

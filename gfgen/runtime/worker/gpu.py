@@ -24,7 +24,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -122,25 +122,15 @@ class _Launch:
     """Of input from other ranks."""
 
 
-@dataclass(slots=True)
 class _Streams:
     """The streams of a rank, and the buffers of those that copy to or from host memory."""
 
-    device: torch.device
-    main: torch.cuda.Stream = field(init=False)
-    arrivals: torch.cuda.Stream = field(init=False)
-    departures: torch.cuda.Stream = field(init=False)
-    copies: Staging = field(init=False)
-    frames: Staging = field(init=False)
-    incoming: Staging = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.main = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.arrivals = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-        self.departures = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-        self.copies = Staging(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-        self.frames = Staging(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-        self.incoming = Staging(self.device, self.arrivals)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        new = partial(torch.cuda.Stream, device)
+        self.main, self.arrivals, self.departures = new(), new(priority=-1), new(priority=-1)
+        self.copies, self.frames = Staging(device, new()), Staging(device, new())
+        self.incoming = Staging(device, self.arrivals)
 
     def of(self, thread: Thread) -> torch.cuda.Stream:
         """The stream on which this thread of the worker launches."""
@@ -252,7 +242,7 @@ class GpuDevice(Device):
             return
         kind = arrival_kind(work)
         if self._has_peers and not self._memory.is_known({kind}):
-            self._dispatches.await_quiet(work.number)
+            self._dispatches.await_clear(work.number, may_block=True, but_own=True)
         with self._memory.launching({kind}):
             super().fetch(work)
 

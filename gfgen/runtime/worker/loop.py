@@ -15,8 +15,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import math
-import mmap
 import os
 import queue
 import sys
@@ -59,17 +57,9 @@ from gfgen.runtime.ipc.messages import (
     WorkerFailed,
 )
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
-from gfgen.runtime.worker.device import Device, RankTask
+from gfgen.runtime.worker.device import Device, RankTask, Thread
 from gfgen.runtime.worker.dispatches import AFTER_ALL, Dispatches, InputVoidError
-from gfgen.runtime.worker.jobs import (
-    RankJob,
-    Shipment,
-    map_output,
-    outline,
-    place_of,
-    publish,
-    require_finite,
-)
+from gfgen.runtime.worker.jobs import RankJob, Shipment, outline, output_places, publish, require_finite
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +79,8 @@ class Worker:
         self._shipments: queue.SimpleQueue[tuple[SendState, Future[Shipment]]] = queue.SimpleQueue()
         self._batch: list[RankTask] = []
         """Steps whose input is here, and which wait for the rest of their batch."""
-        self._launched: queue.SimpleQueue[RankTask] = queue.SimpleQueue()
-        self._decoded: queue.SimpleQueue[RankTask] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
+        self._decoded: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
         self.last_number = 0
         """The largest dispatch number so far."""
         self.on_main: dict[type, Handler] = {
@@ -105,8 +95,15 @@ class Worker:
     def serve(self) -> None:
         """Take messages until the channel ends."""
         self.device.use("main")
-        for loop in (self._receive, self._send, self._watch, self._store_frames):
-            threading.Thread(target=_until_closed, args=(loop,), name=loop.__name__, daemon=True).start()
+        threading.Thread(target=self._receive, name="receiver", daemon=True).start()
+        for name, source, handle in (
+            ("sender", self._shipments, self._send),
+            ("watcher", self._launched, self._watch),
+            ("frames", self._decoded, self._store_frames),
+        ):
+            threading.Thread(
+                target=self._handle_all, args=(name, source, handle), name=name, daemon=True
+            ).start()
         while (received := self._tasks.get()) is not None:
             message, fds = received
             try:
@@ -114,6 +111,12 @@ class Worker:
             finally:
                 for fd in fds:
                     os.close(fd)
+
+    def _handle_all(self, name: Thread, source: Any, handle: Callable[..., None]) -> None:
+        self.device.use(name)
+        with contextlib.suppress(ConnectionError):  # the control plane is gone: the receiver ends the process
+            while True:
+                handle(*source.get())
 
     # The receiver thread ----------------------------------------------------------------------
 
@@ -197,27 +200,18 @@ class Worker:
 
     # The sender thread ------------------------------------------------------------------------
 
-    def _send(self) -> None:
-        self.device.use("sender")
-        while True:
-            message, latents = self._shipments.get()
-            self._send_one(message, latents)
-            self._dispatches.note_sent(message.number)
-
-    def _send_one(self, message: SendState, latents: Future[Shipment]) -> None:
+    def _send(self, message: SendState, latents: Future[Shipment]) -> None:
         number = message.number
-        try:
+        with contextlib.suppress(InputVoidError):
             shipment = latents.result()
-        except InputVoidError:
-            return
-        if not self._dispatches.enter(number):
-            return
-        with self._answering(number):
-            self._dispatches.await_arenas(number)
-            self.device.send(shipment, message)
-            self._dispatches.note_enqueued(number)
-            self.device.await_sent(message)
-            self._dispatches.leave(number)
+            if self._dispatches.enter(number):
+                with self._answering(number):
+                    self._dispatches.await_arenas(number)
+                    self.device.send(shipment, message)
+                    self._dispatches.note_enqueued(number)
+                    self.device.await_sent(message)
+                    self._dispatches.leave(number)
+        self._dispatches.note_sent(number)
 
     # The main thread --------------------------------------------------------------------------
 
@@ -238,7 +232,7 @@ class Worker:
     def _set_models(self, message: SetModels, fds: Sequence[int]) -> None:
         """Hold other models; a process that cannot ends with its reason."""
         with contextlib.suppress(InputVoidError):  # the control plane is gone
-            self._dispatches.await_quiet(AFTER_ALL)
+            self._dispatches.await_clear(AFTER_ALL, may_block=True)
             started_s = time.monotonic()
             adapters = self.device.adapters
             try:
@@ -277,7 +271,7 @@ class Worker:
         task = task.as_reused if message.is_reused else task
         work = RankTask(message, job, task, frames_fd=fds[0] if fds else None)
         times = [time.monotonic()]
-        self._await_input(work)
+        job.await_input(task, message, is_void=partial(self._dispatches.is_void, message.number))
         times.append(time.monotonic())
         self.device.fetch(work)
         times.append(time.monotonic())
@@ -299,33 +293,21 @@ class Worker:
                     self._hand_on(work)
 
     def _hand_on(self, work: RankTask) -> None:
+        """Keep what a task made, except frames, for the next tasks, and let the watcher go on."""
         if "latents" in work.made and self._is_publisher(work):
             latents = work.made["latents"]
             outline(work.job.slab, "latents", work.task.index + 1, latents, producer=work.number)
         work.frames_fd = None if work.frames_fd is None else os.dup(work.frames_fd)
+        kept = {name: fields for name, fields in work.made.items() if name != "frames"}
         with self._dispatches.lock:
-            self._keep(work)
+            work.job.keep(kept, dispatch=work.number, is_there=work.is_there)
+            if self._dispatches.is_void(work.number):
+                work.job.drop(work.number)
             self._dispatches.note_launched()
-        self._launched.put(work)
-
-    def _await_input(self, work: RankTask) -> None:
-        """Wait for input that comes through the slab; transfers wait by themselves."""
-        message, job = work.message, work.job
-        if message.producer is None or job.producer == message.producer or message.transfers:
-            return
-        job.await_published(
-            work.task, message.producer, is_void=partial(self._dispatches.is_void, work.number)
-        )
+        self._launched.put((work,))
 
     def _is_publisher(self, work: RankTask) -> bool:
         return work.message.layout.slot_of(self._rank) == 0
-
-    def _keep(self, work: RankTask) -> None:
-        """Keep what a task made, except frames, for the next tasks; with the lock held."""
-        kept = {name: fields for name, fields in work.made.items() if name != "frames"}
-        work.job.keep(kept, dispatch=work.number, is_there=work.is_there)
-        if self._dispatches.is_void(work.number):
-            work.job.drop(work.number)
 
     # A task's end -------------------------------------------------------------------------------
 
@@ -344,12 +326,7 @@ class Worker:
             for number in numbers:
                 self._give_reason(number, error)
 
-    def _watch(self) -> None:
-        self.device.use("watcher")
-        while True:
-            self._watch_one(self._launched.get())
-
-    def _watch_one(self, work: RankTask) -> None:
+    def _watch(self, work: RankTask) -> None:
         with self._answering(work.number):
             try:
                 self._settle(work)
@@ -359,7 +336,7 @@ class Worker:
                     work.job.drop(work.number)
                 raise
         if work.frames_fd is not None:
-            self._decoded.put(work)
+            self._decoded.put((work,))
         self._dispatches.note_settled()
 
     def _settle(self, work: RankTask) -> None:
@@ -406,15 +383,8 @@ class Worker:
         self._dispatches.leave(fault.number)
         self._dispatches.await_no_failure()
 
-    # The thread for frames ----------------------------------------------------------------------
-
-    def _store_frames(self) -> None:
-        self.device.use("frames")
-        while True:
-            self._store_one(self._decoded.get())
-
-    def _store_one(self, work: RankTask) -> None:
-        """Store the frames of a decode that has not failed, and close the writer's memory."""
+    def _store_frames(self, work: RankTask) -> None:
+        """Store the frames of a decode unless it has failed, and close the writer's memory."""
         assert work.frames_fd is not None
         reason = None
         try:
@@ -426,26 +396,16 @@ class Worker:
         finally:
             os.close(work.frames_fd)
         if "frames" in work.made:
-            with contextlib.suppress(ConnectionError):  # the writer is gone as well
-                self._channel.send(FramesStored(work.number, reason))
+            self._channel.send(FramesStored(work.number, reason))
 
     def _store(self, work: RankTask, fd: int) -> None:
         """Copy this rank's rows of all frames, and sound, into the writer's memory."""
-        frames, shape = work.made["frames"], work.job.start.trajectory.frames_shape
-        if shape is not None:
-            target = place_of(frames, mmap.mmap(fd, math.prod(shape)), shape)
-            self.device.store_rows(frames.tensors["frames"], target)
-            return
-        for name, place in map_output(frames, fd).items():
+        frames = work.made["frames"]
+        for name, place in output_places(frames, fd, work.job.start.trajectory.frames_shape).items():
             if name == "frames":
                 self.device.store_rows(frames.tensors[name], place)
             else:
                 place.copy_(frames.tensors[name])
-
-
-def _until_closed(loop: Callable[[], None]) -> None:
-    with contextlib.suppress(ConnectionError):  # the control plane is gone, and the receiver ends the process
-        loop()
 
 
 def reason_of(error: BaseException) -> str:
