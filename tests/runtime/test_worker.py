@@ -310,11 +310,16 @@ def test_frames_made_of_nan_or_infinity_are_a_fault(rank: Rank, value: float) ->
     for index in range(JOB.trajectory.num_tasks - 1):
         rank.run_to_end(index + 1, index)
     rank.adapter.pixel_sum = value
-    rank.run(7, 6)
+    frames = os.memfd_create("frames")
+    os.truncate(frames, 16 * 16 * 3)
+    rank.channel.send(RunTask(7, "a", 6, 6, HERE, (1,)), (frames,))
     fault = rank.answer()
     assert isinstance(fault, TaskFault)
     assert fault.reason == "NaN or infinity in the frames; --vae-dtype float32 may help"
     rank.give_up(7)
+    rank.run_to_end(8, 0)
+    assert os.pread(frames, 1000, 0) == bytes(768)
+    os.close(frames)
 
 
 def test_what_a_task_made_sums_to_a_finite_number_only_if_all_of_it_is_finite() -> None:
