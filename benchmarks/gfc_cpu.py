@@ -139,7 +139,7 @@ def migration(
         group.barrier()
         start = time.perf_counter()
         send_state(endpoint, fields, sent, dispatch=1)
-        receive_state(endpoint, received, outline, dispatch=1)
+        receive_state(endpoint.recv, received, outline, dispatch=1)
         group.barrier()
         times.append((time.perf_counter() - start) * 1e6)
     return Timing(median(times), mean(times))

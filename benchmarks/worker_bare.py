@@ -23,7 +23,7 @@ from gfgen.models.families.adapter import Adapter
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.settings import WorkerSettings
-from gfgen.runtime.worker import gpu, host
+from gfgen.runtime.worker import entry, gpu
 from gfgen.runtime.worker.entry import run_worker
 from gfgen.runtime.worker.loop import Worker
 
@@ -33,7 +33,7 @@ MAX_AHEAD = 2
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     """Entry of a rank's process."""
-    make_worker = host.make_worker if settings.ranks.device == "cpu" else gpu.make_worker
+    make_worker = entry.make_worker if settings.ranks.device == "cpu" else gpu.make_worker
 
     def make(channel: Channel, settings: WorkerSettings) -> Worker:
         return with_bare_loops(make_worker(channel, settings), channel, settings)

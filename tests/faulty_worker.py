@@ -31,7 +31,7 @@ import torch
 
 from gfgen.models.fast import stop_checks
 from gfgen.runtime.ipc.settings import WorkerSettings
-from gfgen.runtime.worker import entry, gpu, host
+from gfgen.runtime.worker import entry, gpu
 
 ORDER = re.compile(r"(fail|die|stop|loop|crawl|short|nan) rank=(\d+) step=(\d+) times=(\d+)")
 
@@ -143,7 +143,7 @@ GPU_FAULTS = FAULTS | {
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     _load_faulty(settings.rank, FAULTS)
-    host.main(channel_socket, settings)
+    entry.main(channel_socket, settings)
 
 
 def gpu_main(channel_socket: socket.socket, settings: WorkerSettings) -> None:

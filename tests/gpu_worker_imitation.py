@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,7 +94,7 @@ class ImitationRecorder:
             result: torch.Tensor = function(parallel)
             return result
 
-        return SimpleNamespace(replay=replay)
+        return replay
 
     def has_room(self) -> bool:
         return True

@@ -16,7 +16,7 @@ from typing import Any
 
 from gfgen.runtime.ipc.messages import WarmedUp, WarmUp
 from gfgen.runtime.ipc.settings import WorkerSettings
-from gfgen.runtime.worker import entry, host, loop
+from gfgen.runtime.worker import entry, loop
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
@@ -43,7 +43,7 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
 
     entry.load_adapter = load_name
     loop.Worker._warm_up = warm_up  # type: ignore[assignment, method-assign]
-    host.main(channel_socket, settings)
+    entry.main(channel_socket, settings)
 
 
 def die(channel_socket: socket.socket, settings: WorkerSettings) -> None:

@@ -67,14 +67,12 @@ class CountingRecorder(CudaRecorder):
 
     def record(self, function: Any, parallel: Any) -> Any:
         recorded = super().record(function, parallel)
-        recorder = self
 
-        class Counting:
-            def replay(self, parallel: Any) -> torch.Tensor:
-                recorder.num_replays += 1
-                return recorded.replay(parallel)
+        def replay(parallel: Any) -> torch.Tensor:
+            self.num_replays += 1
+            return recorded(parallel)
 
-        return Counting()
+        return replay
 
 
 def use_own_stream(endpoint: CudaEndpoint) -> torch.device:
@@ -225,7 +223,7 @@ def record_after_failures(endpoint: CudaEndpoint) -> None:
     def works() -> Any:
         recorded = recorder.record(lambda _: x * 3 + torch.zeros(1 << 20, device=device)[:8], None)
         torch.randn(8, device=device)
-        assert torch.equal(recorded.replay(None), torch.full_like(x, 3)), "a replay"
+        assert torch.equal(recorded(None), torch.full_like(x, 3)), "a replay"
         return recorded
 
     kept = works()
@@ -237,7 +235,7 @@ def record_after_failures(endpoint: CudaEndpoint) -> None:
         else:
             raise AssertionError("this cannot be recorded")
         works()
-        assert torch.equal(kept.replay(None), torch.full_like(x, 3)), "a replay of what was there before"
+        assert torch.equal(kept(None), torch.full_like(x, 3)), "a replay of what was there before"
     del kept
     for _ in range(2):
         works()  # whose record goes at once

@@ -83,8 +83,7 @@ def test_overlapping_sets_are_left_each_for_itself(
 
 def test_nothing_starts_behind_a_failure_before_that_is_given_up(dispatches: Dispatches) -> None:
     dispatches.note_failure(3)
-    with waiting(dispatches.await_no_failure), waiting(lambda: dispatches.await_given_up(3)):
-        dispatches.await_given_up(4)
+    with waiting(dispatches.await_no_failure):
         dispatches.abandon(of(3))
 
 
@@ -103,7 +102,7 @@ def test_when_the_control_plane_is_gone_nothing_is_entered_or_waited_for(dispatc
         assert dispatches.end() == 5
     assert not dispatches.enter(6)
     with pytest.raises(InputVoidError):
-        dispatches.await_quiet(AFTER_ALL)
+        dispatches.await_clear(AFTER_ALL, may_block=True)
 
 
 def test_without_a_thread_inside_nothing_is_aborted_at_the_end(dispatches: Dispatches) -> None:
@@ -169,13 +168,13 @@ def test_state_that_is_sent_for_the_task_itself_is_not_waited_for(
     """It may wait for what arrives for the task."""
     dispatches.note_to_send(unsent)
     if not waits:
-        dispatches.await_quiet(8)
+        dispatches.await_clear(8, may_block=True, but_own=True)
         return
-    with waiting(lambda: dispatches.await_quiet(8)):
+    with waiting(lambda: dispatches.await_clear(8, may_block=True, but_own=True)):
         dispatches.note_sent(unsent)
 
 
 def test_a_rank_is_quiet_when_all_that_it_launched_has_ended(dispatches: Dispatches) -> None:
     dispatches.note_launched()
-    with waiting(lambda: dispatches.await_quiet(8)):
+    with waiting(lambda: dispatches.await_clear(8, may_block=True, but_own=True)):
         dispatches.note_settled()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import socket
@@ -28,6 +27,7 @@ from gfgen.runtime.ipc.messages import (
     Abandoned,
     Arenas,
     ForgetJob,
+    FramesStored,
     Ping,
     Pong,
     Reset,
@@ -41,10 +41,10 @@ from gfgen.runtime.ipc.messages import (
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker import device as worker_device
-from gfgen.runtime.worker import host, loop
 from gfgen.runtime.worker import jobs as worker_jobs
+from gfgen.runtime.worker import loop
+from gfgen.runtime.worker.device import Device
 from gfgen.runtime.worker.dispatches import Dispatches
-from gfgen.runtime.worker.host import HostDevice
 from gfgen.runtime.worker.loop import Worker
 
 JOB = make_job("a", steps=4)
@@ -132,26 +132,15 @@ class Rank:
         worker_jobs.publish(self.slab, name, version, fields, producer=producer)
 
 
-class AheadDevice(HostDevice):
-    """Only launches tasks, as a GPU does: a thread waits for their ends."""
-
-    runs_ahead = True
-
-
 @pytest.fixture
 def rank() -> Iterator[Rank]:
     """A worker that knows one job, and has been given nothing to do."""
-    with contextlib.contextmanager(serving)(HostDevice) as rank:
-        yield rank
-
-
-def serving(device_type: type[HostDevice]) -> Iterator[Rank]:
     ours, theirs = Channel.pair()
     ours.settimeout(ANSWER_S)
     adapter = CountingAdapter()
     channel = Channel(theirs)
     dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))
-    device = device_type(0, {"fake": adapter}, dispatches, load_model=None)  # type: ignore
+    device = Device(0, {"fake": adapter}, dispatches, load_model=None)  # type: ignore
     worker = Worker(channel, 0, device, dispatches)
     fd = Slab.create(PLAN, name="a")
     rank = Rank(worker, device, dispatches, adapter, Channel(ours), fd, Slab(fd, PLAN))
@@ -171,7 +160,8 @@ def test_a_job_runs_from_its_prompt_to_its_frames(rank: Rank) -> None:
     frames = os.memfd_create("frames")
     os.truncate(frames, 16 * 16 * 3)
     rank.channel.send(RunTask(7, "a", 6, 6, HERE, (1,)), (frames,))
-    assert isinstance(rank.answer(), TaskReport)
+    assert rank.answer().do_frames_follow
+    assert rank.answer() == FramesStored(7)
     assert os.pread(frames, 1000, 0) == bytes([9]) * 768
     os.close(frames)
 
@@ -280,7 +270,7 @@ def meet(rank: Rank, monkeypatch: pytest.MonkeyPatch, *, late_s: float = 0.0) ->
         return SimpleNamespace(enter=enter)
 
     rank.device.endpoint = SimpleNamespace(group=group, abort_through=lambda _: None)
-    monkeypatch.setattr(host, "parallel_from", lambda group: None)
+    monkeypatch.setattr(worker_device, "parallel_from", lambda group: None)
     return entered_s
 
 
@@ -320,11 +310,16 @@ def test_frames_made_of_nan_or_infinity_are_a_fault(rank: Rank, value: float) ->
     for index in range(JOB.trajectory.num_tasks - 1):
         rank.run_to_end(index + 1, index)
     rank.adapter.pixel_sum = value
-    rank.run(7, 6)
+    frames = os.memfd_create("frames")
+    os.truncate(frames, 16 * 16 * 3)
+    rank.channel.send(RunTask(7, "a", 6, 6, HERE, (1,)), (frames,))
     fault = rank.answer()
     assert isinstance(fault, TaskFault)
     assert fault.reason == "NaN or infinity in the frames; --vae-dtype float32 may help"
     rank.give_up(7)
+    rank.run_to_end(8, 0)
+    assert os.pread(frames, 1000, 0) == bytes(768)
+    os.close(frames)
 
 
 def test_what_a_task_made_sums_to_a_finite_number_only_if_all_of_it_is_finite() -> None:
@@ -428,7 +423,8 @@ def test_constants_that_the_task_before_makes_are_waited_for(
         arrived.set()
         return Fields({"latents": torch.zeros(1, 4, 1, 2, 2)})
 
-    monkeypatch.setattr(host, "receive_state", receive)
+    rank.device.endpoint = SimpleNamespace(recv=None)
+    monkeypatch.setattr(worker_device, "receive_state", receive)
     latents = Fields({"latents": torch.zeros(1, 4, 1, 2, 2)})
     rank.publish("prompt", 1, Fields(), producer=1)
     rank.publish("condition", 2, Fields(), producer=1)  # of an attempt that failed
@@ -457,8 +453,8 @@ def test_latents_that_were_arriving_for_an_attempt_that_failed_are_not_used_by_t
 ) -> None:
     """On a GPU they are only enqueued: with the attempt their arrival is aborted, and they never come."""
     garbage = Fields({"latents": torch.full((1, 4, 1, 2, 2), 5.0)})
-    monkeypatch.setattr(host, "receive_state", lambda *_, **__: garbage)
-    rank.device.endpoint = SimpleNamespace(abort_through=lambda _: None)
+    monkeypatch.setattr(worker_device, "receive_state", lambda *_, **__: garbage)
+    rank.device.endpoint = SimpleNamespace(recv=None, abort_through=lambda _: None)
     rank.publish("prompt", 1, Fields(), producer=1)
     rank.publish("condition", 2, Fields(), producer=2)
     rank.publish("latents", 2, Fields({"latents": torch.zeros(1, 4, 1, 2, 2)}), producer=2)
@@ -484,34 +480,28 @@ def test_latents_of_a_dispatch_that_was_given_up_are_not_used(rank: Rank) -> Non
     assert float(worker_jobs.fetch(rank.slab, "latents", 3).tensors["latents"].sum()) == 16
 
 
-@pytest.mark.parametrize("device_type", [HostDevice, AheadDevice])
-def test_a_prompt_of_a_dispatch_that_was_given_up_is_not_used(device_type: type[HostDevice]) -> None:
-    with contextlib.contextmanager(serving)(device_type) as rank:
-        rank.run_to_end(1, 0)
-        rank.give_up(1)
-        rank.publish("prompt", 1, Fields({"embeds": torch.full((1, 4, 8), 7.0)}), producer=2)
-        rank.run_to_end(3, 1, producer=2)
-        (prompt,) = rank.adapter.prompts
-        assert prompt is not None
-        assert bool((prompt == 7.0).all())
+def test_a_prompt_of_a_dispatch_that_was_given_up_is_not_used(rank: Rank) -> None:
+    rank.run_to_end(1, 0)
+    rank.give_up(1)
+    rank.publish("prompt", 1, Fields({"embeds": torch.full((1, 4, 8), 7.0)}), producer=2)
+    rank.run_to_end(3, 1, producer=2)
+    (prompt,) = rank.adapter.prompts
+    assert prompt is not None
+    assert bool((prompt == 7.0).all())
 
 
-@pytest.mark.parametrize("device_type", [HostDevice, AheadDevice])
-def test_a_prompt_of_a_dispatch_that_failed_after_its_launch_is_not_used(
-    device_type: type[HostDevice],
-) -> None:
-    with contextlib.contextmanager(serving)(device_type) as rank:
-        rank.adapter.prompt = torch.nan
-        rank.run(1, 0)
-        fault = rank.answer()
-        assert isinstance(fault, TaskFault)
-        assert "NaN or infinity in the prompt" in fault.reason
-        rank.give_up(1)
-        rank.publish("prompt", 1, Fields({"embeds": torch.full((1, 4, 8), 7.0)}), producer=2)
-        rank.run_to_end(3, 1, producer=2)
-        (prompt,) = rank.adapter.prompts
-        assert prompt is not None
-        assert bool((prompt == 7.0).all())
+def test_a_prompt_of_a_dispatch_that_failed_after_its_launch_is_not_used(rank: Rank) -> None:
+    rank.adapter.prompt = torch.nan
+    rank.run(1, 0)
+    fault = rank.answer()
+    assert isinstance(fault, TaskFault)
+    assert "NaN or infinity in the prompt" in fault.reason
+    rank.give_up(1)
+    rank.publish("prompt", 1, Fields({"embeds": torch.full((1, 4, 8), 7.0)}), producer=2)
+    rank.run_to_end(3, 1, producer=2)
+    (prompt,) = rank.adapter.prompts
+    assert prompt is not None
+    assert bool((prompt == 7.0).all())
 
 
 def test_a_dispatch_that_waits_for_lost_input_is_left_without_a_report(rank: Rank) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from gpu_worker_imitation import ImitationRecorder
 
-from gfgen.graph import Task
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.registry import load_adapter
@@ -20,8 +19,9 @@ from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.recording import Graphs
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.rehearsal import RehearsalGroup
-from gfgen.runtime.ipc.messages import WarmUp
+from gfgen.runtime.ipc.messages import RunTask, WarmUp
 from gfgen.runtime.worker import forwards as worker_forwards
+from gfgen.runtime.worker.device import RankTask
 from gfgen.runtime.worker.forwards import Forwards
 
 torch.set_num_threads(1)
@@ -84,9 +84,10 @@ def warm_up(job: Any, *degrees: tuple[int, int, int]) -> WarmUp:
     return WarmUp(1, job.start.spec, job.start.checkpoint, degrees)
 
 
-def step(job: Any, number: int = 0) -> Task:
-    task: Task = job.start.trajectory.task(number + 2)
-    return task
+def step(job: Any, layout: Layout = ALONE, number: int = 0, *, num_jobs: int = 1) -> list[RankTask]:
+    """A step as a rank runs it, or of a batch of equal jobs."""
+    message = RunTask(1, "job", number + 2, 1, layout, ())
+    return [RankTask(message, job, job.start.trajectory.task(number + 2))] * num_jobs
 
 
 def test_warm_up_rehearses_and_records_every_slot_of_its_layouts(adapters: dict[str, Any]) -> None:
@@ -114,12 +115,69 @@ def test_both_experts_are_warmed_up(adapters: dict[str, Any]) -> None:
 def test_first_step_of_a_kind_is_recorded_before_it_runs(adapters: dict[str, Any]) -> None:
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, of = forwards_of(adapters)
-    kind = forwards.kind_of(job, ALONE)
-    assert forwards.is_to_record(job, step(job, 20 - worker_forwards.MIN_REPLAYS), kind)
-    assert not forwards.is_to_record(job, step(job, 21 - worker_forwards.MIN_REPLAYS), kind)
-    forwards.record(job, step(job, 1), kind, ALONE)
+    kind = forwards.kind_of(step(job))
+    assert forwards.is_to_record(kind, step(job, number=20 - worker_forwards.MIN_REPLAYS))
+    assert not forwards.is_to_record(kind, step(job, number=21 - worker_forwards.MIN_REPLAYS))
+    forwards.record(kind, step(job, number=1))
     assert of.num_records == 2
-    assert not forwards.is_to_record(job, step(job, 2), kind)
+    assert not forwards.is_to_record(kind, step(job, number=2))
+
+
+def run_steps(forwards: Forwards, job: Any, kind: Any, *, num_jobs: int = 1) -> list[int]:
+    """Run a whole job; returns the steps before which it was recorded."""
+    recorded = []
+    for number in range(job.start.trajectory.num_steps):
+        works = step(job, number=number, num_jobs=num_jobs)
+        if forwards.is_to_record(kind, works):
+            forwards.record(kind, works)
+            recorded.append(number)
+        forwards.begin(kind, works)
+    return recorded
+
+
+def test_short_jobs_are_recorded_from_the_second_one_on_and_again_when_records_had_to_go(
+    adapters: dict[str, Any],
+) -> None:
+    job = rank_job(adapters, "tiny-qwen-image", steps=4)
+    forwards, of = forwards_of(adapters)
+    kind = forwards.kind_of(step(job))
+    assert [run_steps(forwards, job, kind) for _ in range(3)] == [[], [0], []]
+    of.clear()
+    assert [run_steps(forwards, job, kind) for _ in range(2)] == [[0], []]
+    assert of.num_records == 2
+
+
+def test_short_job_beside_another_of_its_kind_is_recorded(adapters: dict[str, Any]) -> None:
+    job = rank_job(adapters, "tiny-qwen-image", steps=4)
+    forwards, _ = forwards_of(adapters)
+    kind = forwards.kind_of(step(job))
+    forwards.begin(kind, step(job))
+    assert not forwards.is_to_record(kind, step(job, number=1))
+    assert forwards.is_to_record(kind, step(job))
+
+
+@pytest.mark.parametrize(("num_jobs", "recorded"), [(2, [[0], []]), (1, [[], []])])
+def test_steps_of_a_batch_count_once_for_each_job(
+    adapters: dict[str, Any], num_jobs: int, recorded: list[list[int]]
+) -> None:
+    job = rank_job(adapters, "tiny-qwen-image", steps=3 if num_jobs > 1 else 2)
+    forwards, _ = forwards_of(adapters)
+    kind = forwards.kind_of(step(job))
+    assert [run_steps(forwards, job, kind, num_jobs=num_jobs) for _ in range(2)] == recorded
+
+
+def test_kinds_are_forgotten_when_many_others_were_used_since(
+    adapters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_forwards, "MAX_KINDS", 2)
+    job = rank_job(adapters, "tiny-qwen-image", steps=4)
+    forwards, _ = forwards_of(adapters)
+    kind = forwards.kind_of(step(job))
+    others = [kind._replace(texts=(length,)) for length in range(2)]
+    for each in (kind, others[0], kind, others[1]):
+        forwards.begin(each, step(job, num_jobs=4))
+    assert forwards.is_to_record(kind, step(job))
+    assert not forwards.is_to_record(others[0], step(job))
 
 
 def test_step_whose_forwards_are_not_worth_it_is_not_recorded_with_any_prompt_in_any_slot(
@@ -128,14 +186,14 @@ def test_step_whose_forwards_are_not_worth_it_is_not_recorded_with_any_prompt_in
     monkeypatch.setattr(recording, "WORTH_RECORDING", 1.1)
     job, other = (rank_job(adapters, "tiny-qwen-image", prompt=text) for text in ("a fox", "a fox " * 9))
     forwards, of = forwards_of(adapters)
-    forwards.record(job, step(job), forwards.kind_of(job, PAIR), PAIR)
+    forwards.record(forwards.kind_of(step(job, PAIR)), step(job, PAIR))
     assert of.num_records == 0
     for each in (job, other):
         for layout in (PAIR, Layout((1, 0), ulysses=2)):
-            assert not forwards.is_to_record(each, step(each), forwards.kind_of(each, layout))
-    assert forwards.is_to_record(job, step(job), forwards.kind_of(job, ALONE))
+            assert not forwards.is_to_record(forwards.kind_of(step(each, layout)), step(each, layout))
+    assert forwards.is_to_record(forwards.kind_of(step(job)), step(job))
     forwards.forget()
-    assert forwards.is_to_record(job, step(job), forwards.kind_of(job, PAIR))
+    assert forwards.is_to_record(forwards.kind_of(step(job, PAIR)), step(job, PAIR))
 
 
 def test_steps_that_were_warmed_up_are_not_got_ready_again(adapters: dict[str, Any]) -> None:
@@ -143,8 +201,8 @@ def test_steps_that_were_warmed_up_are_not_got_ready_again(adapters: dict[str, A
     forwards, _ = forwards_of(adapters)
     forwards.warm_up(warm_up(job, (1, 1, 1), (1, 2, 1)))
     for layout in (ALONE, PAIR, Layout((1, 0), ulysses=2)):
-        assert not forwards.is_to_record(job, step(job), forwards.kind_of(job, layout))
-    assert forwards.is_to_record(job, step(job), forwards.kind_of(job, HALVES))
+        assert not forwards.is_to_record(forwards.kind_of(step(job, layout)), step(job, layout))
+    assert forwards.is_to_record(forwards.kind_of(step(job, HALVES)), step(job, HALVES))
 
 
 def test_steps_with_a_prompt_of_another_length_are_recorded_before_their_first_one(
@@ -153,13 +211,13 @@ def test_steps_with_a_prompt_of_another_length_are_recorded_before_their_first_o
     """Each length has records of its own."""
     job, other = (rank_job(adapters, "tiny-qwen-image", prompt=text) for text in ("a fox", "a fox " * 9))
     forwards, of = forwards_of(adapters)
-    kind, other_kind = forwards.kind_of(job, ALONE), forwards.kind_of(other, ALONE)
+    kind, other_kind = forwards.kind_of(step(job)), forwards.kind_of(step(other))
     assert kind != other_kind
-    forwards.record(job, step(job), kind, ALONE)
-    assert forwards.is_to_record(other, step(other), other_kind)
-    forwards.record(other, step(other), other_kind, ALONE)
+    forwards.record(kind, step(job))
+    assert forwards.is_to_record(other_kind, step(other))
+    forwards.record(other_kind, step(other))
     assert of.num_records == 3  # the negative prompt is the same
-    assert not forwards.is_to_record(other, step(other, 1), other_kind)
+    assert not forwards.is_to_record(other_kind, step(other, number=1))
     adapter = adapters["tiny-qwen-image"]
     found = adapter.denoise(other.start.spec, *other.artifacts.values(), step=0)
     adapter.evaluate_by(evaluate)
@@ -170,7 +228,7 @@ def test_steps_with_a_prompt_of_another_length_are_recorded_before_their_first_o
 def test_both_experts_are_recorded_before_the_first_step(adapters: dict[str, Any]) -> None:
     job = rank_job(adapters, "tiny-wan-moe", frames=5, boundary_ratio=0.6)
     forwards, of = forwards_of(adapters)
-    forwards.record(job, step(job), forwards.kind_of(job, ALONE), ALONE)
+    forwards.record(forwards.kind_of(step(job)), step(job))
     assert of.num_records == 2
 
 
@@ -182,18 +240,18 @@ def test_rehearsal_changes_no_result(adapters: dict[str, Any], layout: Layout) -
     wanted = adapter.denoise(job.start.spec, *job.artifacts.values(), step=0)
     forwards, _ = forwards_of(adapters)
     forwards.warm_up(warm_up(job, layout.degrees))
-    forwards.record(job, step(job), forwards.kind_of(job, layout), layout)
+    forwards.record(forwards.kind_of(step(job, layout)), step(job, layout))
     found = adapter.denoise(job.start.spec, *job.artifacts.values(), step=0)
     assert all(torch.equal(found.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
 
 
 def num_attempts(forwards: Forwards, job: Any, *, most: int, lose: Callable[[], None]) -> int:
     """How often the first steps of a job are recorded if the records are lost each time."""
-    kind = forwards.kind_of(job, ALONE)
+    kind = forwards.kind_of(step(job))
     for number in range(most):
-        if not forwards.is_to_record(job, step(job), kind):
+        if not forwards.is_to_record(kind, step(job)):
             return number
-        forwards.record(job, step(job), kind, ALONE)
+        forwards.record(kind, step(job))
         lose()
     return most
 
@@ -212,8 +270,8 @@ def test_steps_whose_records_had_to_go_are_recorded_again_by_the_next_job(adapte
     forwards, of = forwards_of(adapters)
     assert num_attempts(forwards, job, most=9, lose=of.clear) == 9
     assert of.num_records == 0
-    kind = forwards.kind_of(job, ALONE)
-    assert not forwards.is_to_record(job, step(job, 1), kind)  # a job that has begun is not held up
+    kind = forwards.kind_of(step(job))
+    assert not forwards.is_to_record(kind, step(job, number=1))  # a job that has begun is not held up
 
 
 def test_steps_are_recorded_again_after_memory_was_short_but_not_for_ever(adapters: dict[str, Any]) -> None:
@@ -229,5 +287,5 @@ def test_nothing_is_recorded_where_that_is_not_wanted(adapters: dict[str, Any]) 
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, of = forwards_of(adapters, may_record=False)
     forwards.warm_up(warm_up(job, (1, 1, 1)))
-    assert not forwards.is_to_record(job, step(job), forwards.kind_of(job, PAIR))
+    assert not forwards.is_to_record(forwards.kind_of(step(job, PAIR)), step(job, PAIR))
     assert of.num_records == 0

@@ -316,7 +316,7 @@ def test_a_dispatch_given_up_after_its_input_was_asked_for_is_left_when_none_arr
     dispatches.note_to_send(7)
     dispatches.abandon(frozenset({8}))
     with pytest.raises(InputVoidError):
-        device._get_ready(SimpleNamespace(number=8), None, may_block=True)
+        device._get_ready([SimpleNamespace(number=8)], None, may_block=True)
     assert waited == ["arrivals"]
 
 
@@ -342,7 +342,7 @@ def test_kinds_of_tasks_differ_where_their_kernels_may():
             artifacts={"prompt": prompt},
         )
         work = RankTask(message(layout), job, Task("a", 2 + step, Stage.DENOISE, step))
-        return gpu.task_kinds(work, 1, forwards.kind_of(job, layout))
+        return gpu.task_kinds(work, 1, forwards.kind_of([work]))
 
     layouts = Layout((0, 1), ulysses=2), Layout((1, 0), ulysses=2), Layout((0, 1), cfg=2), Layout.single(1)
     found = [kinds(layout, step) for layout in layouts for step in (0, 1, 2)]
@@ -390,7 +390,7 @@ def test_latents_go_to_other_ranks_behind_the_event_that_tells_that_they_are_the
     shipment = job.latents_of(6)
     job.keep({"latents": Fields()}, dispatch=6, is_there="the end of 6")
     dispatches.note_to_send(7)
-    worker._send_one(SendState(7, "a", 6, (Transfer(0, 1, "latents", 0, 0, 1, 4),)), shipment)
+    worker._send(SendState(7, "a", 6, (Transfer(0, 1, "latents", 0, 0, 1, 4),)), shipment)
     assert done == ["behind the end of 6", "7 enqueued", "{7} waited for", "looked at 1"]
 
 

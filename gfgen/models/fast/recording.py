@@ -65,18 +65,14 @@ class NotWorthRecordingError(Exception):
     """A forward is launched kernel by kernel: it computes longer than it is launched, or memory is short."""
 
 
-class Recorded(Protocol):
-    """A function's launches."""
-
-    def replay(self, parallel: Parallel | None) -> Tensor:
-        """Launches them among these ranks; the next replay overwrites the result."""
-        ...
+Replay = Callable[[Parallel | None], Tensor]
+"""Launches what was recorded among these ranks; the next replay overwrites the result."""
 
 
 class LaunchRecorder(Protocol):
     """Records what functions launch."""
 
-    def record(self, function: Callable[[Parallel | None], Tensor], parallel: Parallel | None) -> Recorded:
+    def record(self, function: Callable[[Parallel | None], Tensor], parallel: Parallel | None) -> Replay:
         """What the function launches on these ranks, which have not been entered. Runs nothing."""
         ...
 
@@ -123,7 +119,7 @@ class _KnownForward(NamedTuple):
 class _ForwardRecord:
     """A recorded forward and the memory that it reads."""
 
-    recorded: Recorded
+    recorded: Replay
     inputs: Mapping[str, Any]
     slot_1: Tensor
     transformer: weakref.ref[Any]
@@ -144,7 +140,7 @@ class _ForwardRecord:
         if sharing is not None and sharing.ranks.slot != self.slot:
             self.slot = sharing.ranks.slot
             self.slot_1.fill_(self.slot)
-        return self.recorded.replay(None if sharing is None else sharing.parallel).clone()
+        return self.recorded(None if sharing is None else sharing.parallel).clone()
 
 
 class Graphs:

@@ -32,11 +32,11 @@ class Watch:
     """Checks whether a task is to stop. On a CPU a part is done when it returns."""
 
     def __init__(self, is_stopped: Callable[[], bool]) -> None:
-        self._is_stopped = is_stopped
+        self.is_stopped = is_stopped
 
     def check(self) -> None:
         """Raises: AbortedError if the task is to stop."""
-        if self._is_stopped():
+        if self.is_stopped():
             raise AbortedError("the task was stopped")
 
 

@@ -21,9 +21,9 @@ from gfgen.system import descriptors, forkserver
 
 logger = logging.getLogger(__name__)
 
-WORKER_MAINS = {"cpu": "gfgen.runtime.worker.host:main", "cuda": "gfgen.runtime.worker.gpu:main"}
+WORKER_MAINS = {"cpu": "gfgen.runtime.worker.entry:main", "cuda": "gfgen.runtime.worker.gpu:main"}
 """By device: where a rank's process begins."""
-_PROGRAMS = ("gfgen.runtime.worker.host", "gfgen.runtime.files.writer")
+_PROGRAMS = ("gfgen.runtime.worker.entry", "gfgen.runtime.files.writer")
 PRELOADS = {
     "cpu": (*_PROGRAMS, "gfgen.models.families.wan_adapter", "gfgen.models.families.qwen_adapter"),
     "cuda": _PROGRAMS,

@@ -1,69 +1,84 @@
-"""The interface of a worker to the device of its rank, and what all devices have in common."""
+"""A rank's device, with its models: main memory and the CPU here; a GPU in gpu.py.
+
+A worker's main thread launches tasks, and its watcher waits for their ends. On a CPU a task has ended when
+its launch returns.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.descriptor import Descriptor
+from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import LayoutGroup
 from gfgen.graph import Stage, Task
 from gfgen.models.families.adapter import Adapter, BatchAdapter, Fields
-from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.fast import stop_checks
+from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.ipc.messages import Arenas, MemoryUse, RunTask, SendState, WarmUp
 from gfgen.runtime.worker.dispatches import Dispatches
-from gfgen.runtime.worker.jobs import Outline, RankJob, Shipment, send_state, step_input
+from gfgen.runtime.worker.jobs import (
+    Outline,
+    RankJob,
+    Shipment,
+    copied,
+    receive_state,
+    send_state,
+    step_input,
+    store_bytes,
+    sum_of,
+)
 from gfgen.system.allocator import give_back_freed_memory
 
 Thread = Literal["main", "receiver", "sender", "watcher", "frames"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankTask:
-    """A dispatch as one rank runs it."""
+    """A dispatch as one rank runs it, and how that went."""
 
     message: RunTask
     job: RankJob
     task: Task
+    frames_fd: int | None = None
+    """The writer's memory, for a decode; the thread for frames closes it."""
+    made: dict[str, Fields] = field(default_factory=dict)
+    """What the task makes, which may be only enqueued."""
+    total: torch.Tensor | None = None
+    """`sum_of` its output; in host memory when the task has ended."""
+    is_there: Any = None
+    """The device's event that follows the output; None if it is there."""
+    launch: Any = None
+    """The device's own notes."""
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    waited_s: float = 0.0
+    moved_s: float = 0.0
+    idle_s: float | None = None
+    """By the device's clock: from the end of the previous task to the start of this one."""
+    peak_bytes: int | None = None
+    """The most that was allocated on a GPU while the task was launched."""
 
     @property
     def number(self) -> int:
         return self.message.number
 
 
-@dataclass(slots=True)
-class Run:
-    """A task that a device has executed, or has only launched."""
-
-    made: dict[str, Fields]
-    total: torch.Tensor | None
-    """`sum_of` its output; in host memory when the task has ended."""
-    started_s: float = 0.0
-    ended_s: float | None = None
-    """None where the task ends when its output is published."""
-    waited_s: float = 0.0
-    moved_s: float = 0.0
-    idle_s: float | None = None
-    """By the device's clock: from the end of the previous task to the start of this one."""
-    is_there: Any = None
-    """The device's event, if the output is only enqueued."""
-    peak_bytes: int | None = None
-    """The most that was allocated on a GPU while the task was launched."""
-
-
 class Device:
-    """Where one rank keeps its models and runs its tasks; most steps are none on a CPU."""
+    """Keeps a rank's models and runs its tasks in main memory, where arenas are shared memory."""
 
-    runs_ahead = False
-    """`run` and `store_rows` only launch: a thread waits for the end of each task, and another for frames.
-    New arenas are mapped by the main thread, because mapping waits for the device."""
+    maps_between_tasks = False
+    """New arenas are mapped by the main thread, because mapping waits for the device."""
     arena_fds: tuple[int, ...] = ()
     """The control plane hands these to the other ranks."""
     counts_tokens = False
@@ -89,7 +104,12 @@ class Device:
 
     def connect(self, message: Arenas, fds: Sequence[int]) -> None:
         """Map the arenas of all ranks."""
-        raise NotImplementedError
+        self.endpoint = Endpoint(
+            ArenaPlan(message.data_bytes, message.post_bytes),
+            rank=self._rank,
+            fds=dict(zip(message.ranks, fds, strict=True)),
+            incarnations=dict(enumerate(message.incarnations)),
+        )
 
     def load(self, path: str) -> None:
         """Load the model of this checkpoint."""
@@ -107,7 +127,7 @@ class Device:
 
     def take_in(self, fields: Fields) -> Fields:
         """Copies of fields of a slab on this device."""
-        raise NotImplementedError
+        return copied(fields)
 
     def fetch(self, work: RankTask) -> None:
         """Bring the input that this rank lacks. Raises: InputVoidError when it is given up.
@@ -121,39 +141,49 @@ class Device:
         if message.transfers:
             assert message.producer is not None
             outline = job.await_outline(task, message.producer, is_void=is_void)
-            job.hold(self._receive(message, outline), producer=None)
+            job.hold(self._receive(work, outline), producer=None)
         elif task.index > 1 and job.producer != message.producer:
             assert message.producer is not None
             job.fetch_latents(task, message.producer)
 
-    def _receive(self, message: RunTask, outline: Outline) -> Fields:
+    def _receive(self, work: RankTask, outline: Outline) -> Fields:
         """The latents that other ranks send."""
-        raise NotImplementedError
+        return receive_state(
+            self.endpoint.recv, work.message.transfers, outline, dispatch=work.message.number
+        )
 
-    def run(self, work: RankTask) -> Run:
-        """Meet the other ranks and execute the task. Raises: InputVoidError when it is given up."""
-        raise NotImplementedError
+    def run(self, works: Sequence[RankTask]) -> None:
+        """Meet the other ranks and launch a task, or the steps of a batch, which this rank runs alone.
 
-    def run_batch(self, works: Sequence[RankTask]) -> list[Run]:
-        """Execute steps of a batch together, on this rank alone; each gets an equal part of the time.
-
-        Raises: InputVoidError when all of them are given up.
+        Raises: InputVoidError when the last of them is given up; AbortedError when all of them are.
         """
-        raise NotImplementedError
+        arrived_s = time.monotonic()
+        group = meet(self.endpoint, works[0].message)
+        started_s = time.monotonic()
+        with stop_checks.watching(self._watch_of(works)):
+            execute(self.adapters, works, group)
+        for work in works:
+            work.total = sum_of(work.made)
+            work.waited_s += started_s - arrived_s
+        share_time(works, started_s, time.monotonic())
 
-    def finish(self, run: Any) -> None:
-        """Wait until a run has ended and complete its times.
+    def _watch_of(self, works: Sequence[RankTask]) -> stop_checks.Watch:
+        numbers = [work.number for work in works]
+        return stop_checks.Watch(lambda: all(map(self._dispatches.is_void, numbers)))
+
+    def finish(self, work: RankTask) -> None:
+        """Wait until a launched task has ended, and complete its times.
 
         Raises: InputVoidError when it was given up; the error of an exchange between ranks.
         """
 
     def store(self, tensor: torch.Tensor, place: memoryview) -> None:
         """Copy a computed dense tensor into a slab; the copy is complete on return."""
-        raise NotImplementedError
+        store_bytes(tensor, place)
 
     def store_rows(self, rows: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a rank's rows of all frames into the writer's memory; complete on return."""
-        raise NotImplementedError
+        target.copy_(rows)
 
     def send(self, shipment: Shipment, message: SendState) -> None:
         """Send, or enqueue, state that a job's next task needs on other ranks."""
@@ -191,11 +221,22 @@ def meet(endpoint: Any, message: RunTask) -> LayoutGroup | None:
     return group
 
 
-def execute(adapters: Mapping[str, Adapter], work: RankTask, parallel: Parallel | None) -> dict[str, Fields]:
-    """Run the task; returns the artifacts that it makes."""
-    job, task = work.job, work.task
-    adapter = adapters[job.start.checkpoint]
-    spec, artifacts = job.start.spec, job.artifacts
+def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: LayoutGroup | None) -> None:
+    """Run a task, or the steps of a batch; each gets the artifacts that it makes."""
+    work = works[-1]
+    adapter = adapters[work.job.start.checkpoint]
+    if len(works) == 1:
+        work.made = _executed(adapter, work, None if group is None else parallel_from(group))
+        return
+    assert work.task.step is not None
+    inputs = [step_input(each.job) for each in works]
+    made = cast(BatchAdapter, adapter).denoise_batch(inputs, step=work.task.step)
+    for each, latents in zip(works, made, strict=True):
+        each.made = {"latents": latents}
+
+
+def _executed(adapter: Adapter, work: RankTask, parallel: Parallel | None) -> dict[str, Fields]:
+    task, spec, artifacts = work.task, work.job.start.spec, work.job.artifacts
     match task.stage:
         case Stage.ENCODE:
             return {"prompt": adapter.encode(spec)}
@@ -204,23 +245,19 @@ def execute(adapters: Mapping[str, Adapter], work: RankTask, parallel: Parallel 
             return {"condition": condition, "latents": latents}
         case Stage.DENOISE:
             assert task.step is not None
-            inputs = (artifacts[name] for name in ("prompt", "condition", "latents"))
-            return {"latents": adapter.denoise(spec, *inputs, step=task.step, parallel=parallel)}
+            return {"latents": adapter.denoise(*step_input(work.job), step=task.step, parallel=parallel)}
         case Stage.REUSE:
             assert task.step is not None
-            inputs = (artifacts[name] for name in ("prompt", "condition", "latents"))
-            return {"latents": adapter.reuse(spec, *inputs, step=task.step)}
+            return {"latents": adapter.reuse(*step_input(work.job), step=task.step)}
         case Stage.DECODE:
             return {"frames": adapter.decode(spec, artifacts["latents"], parallel=parallel)}
 
 
-def execute_batch(adapters: Mapping[str, Adapter], works: Sequence[RankTask]) -> list[dict[str, Fields]]:
-    """Run a step of several jobs; returns what it makes for each."""
-    first = works[0]
-    adapter = cast(BatchAdapter, adapters[first.job.start.checkpoint])
-    assert first.task.step is not None
-    made = adapter.denoise_batch([step_input(work.job) for work in works], step=first.task.step)
-    return [{"latents": latents} for latents in made]
+def share_time(works: Sequence[RankTask], started_s: float, ended_s: float) -> None:
+    """Each step of a batch gets an equal part of its time, in turn."""
+    share_s = (ended_s - started_s) / len(works)
+    for place, work in enumerate(works):
+        work.started_s, work.ended_s = started_s + place * share_s, started_s + (place + 1) * share_s
 
 
 def peak_host_bytes(status: Path = Path("/proc/self/status")) -> int:

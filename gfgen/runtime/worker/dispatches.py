@@ -107,11 +107,6 @@ class Dispatches:
             self._failed.clear()
             self._changed.notify_all()
 
-    def await_given_up(self, number: int) -> None:
-        """Wait until this dispatch does not count as failed any more."""
-        with self.lock:
-            self._changed.wait_for(lambda: number not in self._failed)
-
     def await_no_failure(self) -> None:
         """Wait until every dispatch that failed here was given up."""
         with self.lock:
@@ -180,23 +175,7 @@ class Dispatches:
             self._num_unsettled -= 1
             self._changed.notify_all()
 
-    def await_quiet(self, number: int) -> None:
-        """Wait until nothing is left here that other ranks may wait for, but what is sent for `number`.
-
-        That may itself wait for what arrives for this dispatch; see `await_clear`.
-
-        Raises: InputVoidError when the dispatch is given up.
-        """
-        with self.lock:
-            self._changed.wait_for(
-                lambda: (
-                    self.is_void(number)
-                    or (not self._num_unsettled and all(unsent >= number for unsent in self._unsent))
-                )
-            )
-            self._require(number)
-
-    def await_clear(self, number: int, *, may_block: bool) -> None:
+    def await_clear(self, number: int, *, may_block: bool, but_own: bool = False) -> None:
         """Let everything go out that other ranks may wait for, before kernels here wait for those ranks.
 
         may_block: the launch may wait for the device. CUDA loads a kernel's code when it is first
@@ -207,19 +186,20 @@ class Dispatches:
         ones is enqueued before the dispatch is entered. Before a launch that may block, it has also left,
         and every task that was launched here has ended.
 
+        but_own: before input arrives, except state for this dispatch, which may wait for that input.
+
         Raises: InputVoidError when the dispatch is given up.
         """
+        last = number - 1 if but_own else number
         with self.lock:
-            self._changed.wait_for(lambda: self._is_clear(number, may_block=may_block))
+            self._changed.wait_for(lambda: self.is_void(number) or self._is_clear(last, may_block=may_block))
             self._require(number)
 
-    def _is_clear(self, number: int, *, may_block: bool) -> bool:
-        if self.is_void(number):
-            return True
+    def _is_clear(self, last: int, *, may_block: bool) -> bool:
         if may_block and self._num_unsettled:
             return False
         unsent = self._unsent.keys() if may_block else self._unsent.keys() - self._enqueued
-        return all(each > number for each in unsent)
+        return all(each > last for each in unsent)
 
     def _require(self, number: int) -> None:
         if self.is_void(number):

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,13 +20,28 @@ from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast.kernels import InFp8
 from gfgen.models.loading.stored_weights import StoredWeights
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import Loading, WorkerFailed, WorkerReady
+from gfgen.runtime.ipc.messages import Abandoned, Loading, WorkerFailed, WorkerReady
 from gfgen.runtime.ipc.settings import WorkerSettings
+from gfgen.runtime.worker.device import Device
+from gfgen.runtime.worker.dispatches import Dispatches
 from gfgen.runtime.worker.loop import Worker, reason_of
 from gfgen.system.allocator import give_back_freed_memory, keep_freed_memory
 from gfgen.system.signals import leave_to_the_run
 
 logger = logging.getLogger(__name__)
+
+
+def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
+    """Entry of a CPU rank's process."""
+    run_worker(channel_socket, settings, make_worker)
+
+
+def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
+    """The worker of a CPU rank, with its models."""
+    load = partial(load_model, settings)
+    dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))
+    device = Device(settings.rank, load_models(channel, settings, load), dispatches, load_model=load)
+    return Worker(channel, settings.rank, device, dispatches)
 
 
 def run_worker(
@@ -51,9 +67,8 @@ def run_worker(
         ready = WorkerReady(settings.rank, time.monotonic() - started_s, device.counts_tokens)
         channel.send(ready, device.arena_fds)
         worker.serve()
-        if device.runs_ahead:  # teardown would wait for kernels that wait for other ranks
-            sys.stderr.flush()
-            os._exit(0)
+    sys.stderr.flush()
+    os._exit(0)  # teardown would wait for kernels that wait for other ranks
 
 
 def load_models(

@@ -2,27 +2,32 @@
 
 Both take time in which other ranks must not wait for this one inside a task. So the rank does it before it
 enters a task, by a *rehearsal*: it runs a step alone, with zeros for what others would send
-(models/parallel/rehearsal.py). `warm_up` does this for the shapes that are known before a run begins. For
-others, the first step of a kind is recorded before it runs, if records of such forwards are worth it
-(models/fast/recording.py). Where texts are not padded, prompts of another length are another kind.
+(models/parallel/rehearsal.py). `warm_up` does this for the shapes that are known before a run begins. Other
+kinds are recorded before a step, as soon as enough steps of that kind can be expected, if records of such
+forwards are worth it (models/fast/recording.py). Where texts are not padded, prompts of another length are
+another kind. Each rank counts and decides for itself (recording.py).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from gfgen.graph import Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.models.families.adapter import Adapter, BatchAdapter
 from gfgen.models.fast.recording import Graphs, NotWorthRecordingError
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.messages import WarmUp
-from gfgen.runtime.worker.jobs import RankJob, step_input
+from gfgen.runtime.worker.device import RankTask
+from gfgen.runtime.worker.jobs import step_input
 
 MIN_REPLAYS = 5
 """Recording takes about as long as launching a forward once or twice, so it pays if a few steps follow."""
+MAX_KINDS = 1024
+"""The least recently used kind is forgotten first: prompts that are not padded bring ever new lengths."""
 MAX_SHORTAGES = 4
 """After memory was short, records are made again at most this often: they may be the reason."""
 
@@ -47,6 +52,16 @@ class Kind(NamedTuple):
         return self[:3]
 
 
+@dataclass(slots=True)
+class _Seen:
+    """What this rank has done with a kind."""
+
+    num_steps: int = 0
+    """Steps that ran; those of a batch count once for each job."""
+    num_gone: int | None = None
+    """The number of lost records when it was prepared; None if it was not."""
+
+
 class Forwards:
     """The forwards of one rank's steps, for its main thread."""
 
@@ -55,63 +70,65 @@ class Forwards:
     ) -> None:
         self._adapters, self._graphs = adapters, graphs
         self._rank, self._unentered = rank, unentered
-        self._ready: dict[Kind, int] = {}
-        """By prepared kind: the number of lost records at that time."""
+        self._kinds: OrderedDict[Kind, _Seen] = OrderedDict()
         self._not_worth: set[object] = set()
         """Shapes whose steps are launched kernel by kernel."""
         self._num_shortages = 0
 
-    def kind_of(self, job: RankJob, layout: Layout, *, others: Sequence[RankJob] = ()) -> Kind:
-        """The kind of a job's next step on this layout, with `others` in the same batch."""
-        start, prompt = job.start, job.artifacts["prompt"]
+    def kind_of(self, works: Sequence[RankTask]) -> Kind:
+        """The kind of a step, or of the steps of a batch."""
+        work = works[-1]
+        start, layout = work.job.start, work.message.layout
         adapter = self._adapters[start.checkpoint]
         shapes: tuple[object, ...] = (start.shape, start.trajectory.artifacts)
-        if others:
-            inputs = [step_input(each) for each in (job, *others)]
+        if len(works) > 1:
+            inputs = [step_input(each.job) for each in works]
             texts = cast(BatchAdapter, adapter).text_shape_of_batch(inputs)
-            shapes = (*shapes, len(others))
+            shapes = (*shapes, len(works))
         else:
-            texts = adapter.text_shape(start.spec, prompt, layout)
+            texts = adapter.text_shape(start.spec, work.job.artifacts["prompt"], layout)
         return Kind(start.checkpoint, shapes, layout.degrees, texts, layout.slot_of(self._rank))
 
     def attach(self, checkpoint: str) -> None:
-        """Let the forwards of this model go through records, before a step of it."""
+        """Let the forwards of this model go through records."""
         self._adapters[checkpoint].evaluate_by(self._graphs)
 
-    def is_to_record(self, job: RankJob, task: Task, kind: Kind, *, in_batch: bool = False) -> bool:
-        """Whether to record the forwards of such steps before this one, which is the first of its kind.
+    def begin(self, kind: Kind, works: Sequence[RankTask]) -> None:
+        """Steps of this kind run next."""
+        self.attach(kind.checkpoint)
+        self._seen(kind).num_steps += len(works)
 
-        Batches are of many jobs, so more of the same kind follow even if each has few steps.
-        If records were lost since then, the next job may record them again before its own first step.
+    def is_to_record(self, kind: Kind, works: Sequence[RankTask]) -> bool:
+        """Whether to record the forwards of such steps before these.
+
+        The steps of a kind that ran are a sign that others follow, as those left of the job are. So short
+        jobs are recorded from the second one on. If records were lost since a kind was recorded, the next
+        job may record them again before its own first step.
         """
         if not self._graphs.may_record or self._num_shortages >= MAX_SHORTAGES:
             return False
-        step = task.step or 0
-        num_gone = self._ready.get(kind)
-        is_due = num_gone is None or (step == 0 and num_gone != self._graphs.num_gone)
-        num_left = job.start.trajectory.num_steps - step
-        has_use = num_left >= MIN_REPLAYS or (in_batch and step == 0)
-        return is_due and kind.shape not in self._not_worth and has_use
+        step, seen = works[-1].task.step or 0, self._kinds.get(kind, _Seen())
+        is_due = seen.num_gone is None or (step == 0 and seen.num_gone != self._graphs.num_gone)
+        num_left = (works[-1].job.start.trajectory.num_steps - step) * len(works)
+        return is_due and kind.shape not in self._not_worth and seen.num_steps + num_left >= MIN_REPLAYS
 
-    def record(
-        self, job: RankJob, task: Task, kind: Kind, layout: Layout, *, others: Sequence[RankJob] = ()
-    ) -> None:
-        """Record the forwards of a job's next step, while no task of this rank runs.
+    def record(self, kind: Kind, works: Sequence[RankTask]) -> None:
+        """Record the forwards of a step, or of a batch's, while no task of this rank runs.
 
         If they are not worth it, this takes a part of one forward.
         """
-        self._ready[kind] = self._graphs.num_gone
-        self.attach(job.start.checkpoint)
-        unentered = self._unentered(layout)
-        inputs = [step_input(each) for each in (job, *others)]
-        adapter, spec = self._adapters[job.start.checkpoint], job.start.spec
+        self._seen(kind).num_gone = self._graphs.num_gone
+        self.attach(kind.checkpoint)
+        work, adapter = works[-1], self._adapters[kind.checkpoint]
+        start, unentered = work.job.start, self._unentered(work.message.layout)
+        inputs = [step_input(each.job) for each in works]
         alone = None if unentered is None else rehearsal(unentered)
         try:
             for step in _steps_of_experts(
-                job.start.trajectory.num_steps, spec.boundary_ratio, task.step or 0
+                start.trajectory.num_steps, start.spec.boundary_ratio, work.task.step or 0
             ):
                 with self._graphs.recording(unentered):
-                    if others:
+                    if len(works) > 1:
                         cast(BatchAdapter, adapter).denoise_batch(inputs, step=step)
                     else:
                         adapter.denoise(*inputs[0], step=step, parallel=alone)
@@ -139,20 +156,28 @@ class Forwards:
                     adapter.denoise(spec, prompt, condition, latents, step=step, parallel=alone)
             texts = adapter.text_shape(spec, prompt, layout)
             kind = Kind(message.checkpoint, shapes, layout.degrees, texts, layout.slot_of(self._rank))
-            self._ready[kind] = self._graphs.num_gone
+            self._seen(kind).num_gone = self._graphs.num_gone
 
     def clear(self) -> None:
         """Release the memory of records, because memory is short."""
         self._num_shortages += 1
         self._graphs.clear()
-        self._ready.clear()
+        self._kinds.clear()
 
     def forget(self) -> None:
         """Forget all records and observations, because models are about to change."""
         self._graphs.forget()
-        self._ready.clear()
+        self._kinds.clear()
         self._not_worth.clear()
         self._num_shortages = 0
+
+    def _seen(self, kind: Kind) -> _Seen:
+        """What was done with a kind, which now is the one used last."""
+        seen = self._kinds.setdefault(kind, _Seen())
+        self._kinds.move_to_end(kind)
+        if len(self._kinds) > MAX_KINDS:
+            self._kinds.popitem(last=False)
+        return seen
 
     def _layouts(self, degrees: tuple[int, int, int]) -> Iterator[Layout]:
         """With this rank in each slot in turn; the other ranks may be any."""

@@ -24,8 +24,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -45,22 +46,21 @@ from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.core.memory_check import CONTEXT_BYTES
 from gfgen.runtime.ipc.arenas import SIDE_BYTES
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, RunTask, SendState, WarmUp
+from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, SendState, WarmUp
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.worker.device import (
     Device,
     RankTask,
-    Run,
     Thread,
     execute,
-    execute_batch,
     meet,
     peak_host_bytes,
+    share_time,
 )
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.forwards import Forwards, Kind
-from gfgen.runtime.worker.jobs import Outline, RankJob, Shipment, receive_state, sum_of
+from gfgen.runtime.worker.jobs import Outline, Shipment, receive_state, sum_of
 from gfgen.runtime.worker.loop import Worker
 from gfgen.runtime.worker.memory import DeviceMemory
 from gfgen.runtime.worker.recorder import CudaRecorder
@@ -110,40 +110,27 @@ Arrival = tuple[torch.cuda.Event, torch.cuda.Event]
 """Of state that other ranks send: the first of it is there; all of it is."""
 
 
-@dataclass(slots=True, kw_only=True)
-class GpuRun(Run):
-    """A task whose work is enqueued; `is_there` is its end."""
+@dataclass(slots=True)
+class _Launch:
+    """What was enqueued for a task, or for the steps of a batch."""
 
-    work: RankTask
+    works: Sequence[RankTask]
     begun: torch.cuda.Event
     entered: torch.cuda.Event
     outcome: DispatchOutcome | None
     arrival: Arrival | None
     """Of input from other ranks."""
-    place: int = 0
-    """In its batch; each step of a batch gets an equal part of the time, in turn."""
-    batch_size: int = 1
 
 
-@dataclass(slots=True)
 class _Streams:
     """The streams of a rank, and the buffers of those that copy to or from host memory."""
 
-    device: torch.device
-    main: torch.cuda.Stream = field(init=False)
-    arrivals: torch.cuda.Stream = field(init=False)
-    departures: torch.cuda.Stream = field(init=False)
-    copies: Staging = field(init=False)
-    frames: Staging = field(init=False)
-    incoming: Staging = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.main = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.arrivals = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-        self.departures = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-        self.copies = Staging(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-        self.frames = Staging(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-        self.incoming = Staging(self.device, self.arrivals)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        new = partial(torch.cuda.Stream, device)
+        self.main, self.arrivals, self.departures = new(), new(priority=-1), new(priority=-1)
+        self.copies, self.frames = Staging(device, new()), Staging(device, new())
+        self.incoming = Staging(device, self.arrivals)
 
     def of(self, thread: Thread) -> torch.cuda.Stream:
         """The stream on which this thread of the worker launches."""
@@ -171,7 +158,7 @@ class _Streams:
 class GpuDevice(Device):
     """The GPU that the settings name."""
 
-    runs_ahead = True
+    maps_between_tasks = True
 
     def __init__(
         self,
@@ -255,17 +242,23 @@ class GpuDevice(Device):
             return
         kind = arrival_kind(work)
         if self._has_peers and not self._memory.is_known({kind}):
-            self._dispatches.await_quiet(work.number)
+            self._dispatches.await_clear(work.number, may_block=True, but_own=True)
         with self._memory.launching({kind}):
             super().fetch(work)
 
-    def _receive(self, message: RunTask, outline: Outline) -> Fields:
+    def _receive(self, work: RankTask, outline: Outline) -> Fields:
         """Enqueue the arrival of latents, which may not be made yet."""
         stream = self._streams.arrivals
         with torch.cuda.stream(stream):
             begun = self.event(stream)
-            timed = _TimedArrivals(self.endpoint, begun)
-            fields = receive_state(timed, message.transfers, outline, dispatch=message.number)
+            unused = [begun]
+
+            def recv(*arguments: Any, **options: Any) -> torch.Tensor:
+                """Records `begun` when the first part is there."""
+                begun = unused.pop() if unused else None
+                return self.endpoint.recv(*arguments, **options, begun=begun)  # type: ignore[no-any-return]
+
+            fields = receive_state(recv, work.message.transfers, outline, dispatch=work.number)
             self._arrival = (begun, self.event(stream))
         return self._arrived(fields)
 
@@ -289,90 +282,58 @@ class GpuDevice(Device):
 
     # Tasks ------------------------------------------------------------------------------------
 
-    def run(self, work: RankTask) -> GpuRun:
-        return self._enqueue([work])[0]
-
-    def run_batch(self, works: Sequence[RankTask]) -> list[Run]:
-        return [*self._enqueue(works)]
-
-    def _enqueue(self, works: Sequence[RankTask]) -> list[GpuRun]:
-        """Enqueue a task, or the steps of a batch."""
-        work, others = works[-1], [each.job for each in works[:-1]]
+    def run(self, works: Sequence[RankTask]) -> None:
+        work = works[-1]
         message, job = work.message, work.job
         arrival, self._arrival = self._arrival, None
         arrived_s = time.monotonic()
-        is_step = work.task.stage is Stage.DENOISE
-        forward = self.forwards.kind_of(job, message.layout, others=others) if is_step else None
+        forward = self.forwards.kind_of(works) if work.task.stage is Stage.DENOISE else None
         kinds = task_kinds(work, self._rank, forward)
         # accelerate's hooks give memory back to the device when they have copied weights
         is_sure = not self._has_peers or (
             not self._settings.ranks.is_offloaded and self._memory.is_familiar(kinds)
         )
-        self._get_ready(work, forward, others=others, may_block=not is_sure)
+        self._get_ready(works, forward, may_block=not is_sure)
         ready_s = time.monotonic()
         with self._memory.launching(kinds, model=job.start.spec.model or ""):
             begun = self.event()
             group = meet(self.endpoint, message)
             entered = self.event()
             with stop_checks.watching(self._watch_of(works)):
-                if others:
-                    made = execute_batch(self.adapters, works)
-                else:
-                    made = [execute(self.adapters, work, None if group is None else parallel_from(group))]
-            made = [{name: _dense(fields) for name, fields in each.items()} for each in made]
-            totals = [self._read_later(sum_of(each)) for each in made]
-        outcome, peak_bytes = None, self._memory.last_peak_bytes
+                execute(self.adapters, works, group)
+            for each in works:
+                each.made = {name: _dense(fields) for name, fields in each.made.items()}
+                each.total = self._read_later(sum_of(each.made))
+        outcome = None
         if group is not None or message.transfers:
             sources = {transfer.source for transfer in message.transfers}
             outcome = self.endpoint.outcome(message.number, sources=sources)
-        is_there = self.event()
-        return [
-            GpuRun(
-                made[place],
-                totals[place],
-                waited_s=ready_s - arrived_s,
-                is_there=is_there,
-                work=each,
-                begun=begun,
-                entered=entered,
-                outcome=outcome,
-                arrival=arrival,
-                peak_bytes=peak_bytes,
-                place=place,
-                batch_size=len(works),
-            )
-            for place, each in enumerate(works)
-        ]
+        launch, is_there = _Launch(works, begun, entered, outcome, arrival), self.event()
+        for each in works:
+            each.launch, each.is_there, each.peak_bytes = launch, is_there, self._memory.last_peak_bytes
+            each.waited_s += ready_s - arrived_s
 
     def _read_later(self, total: torch.Tensor | None) -> torch.Tensor | None:
         """Copy a sum to where the watcher reads it."""
         return None if total is None else next(self._sums).copy_(total, non_blocking=True)
 
     def _watch_of(self, works: Sequence[RankTask]) -> stop_checks.Watch:
-        message, numbers = works[-1].message, [work.number for work in works]
+        watch = super()._watch_of(works)
+        if works[-1].message.expected_s * len(works) < _SHORT_S:
+            return watch
+        return stop_checks.DeviceWatch(watch.is_stopped, record=self.event)
 
-        def is_void() -> bool:
-            return all(map(self._dispatches.is_void, numbers))
-
-        if message.expected_s * len(works) < _SHORT_S:
-            return stop_checks.Watch(is_void)
-        return stop_checks.DeviceWatch(is_void, record=self.event)
-
-    def _get_ready(
-        self, work: RankTask, forward: Kind | None, *, may_block: bool, others: Sequence[RankJob] = ()
-    ) -> None:
+    def _get_ready(self, works: Sequence[RankTask], forward: Kind | None, *, may_block: bool) -> None:
         """Do what other ranks must not wait for inside the task; `forward` is the kind of a step.
 
         Recording may wait for the device, so it happens while no task runs here and no state is to be sent.
         """
-        forwards = self.forwards
+        forwards, number = self.forwards, works[-1].number
         is_to_record = (
-            forward is not None
-            and forwards.is_to_record(work.job, work.task, forward, in_batch=bool(others))
-            and not self._dispatches.has_unsent
+            forward is not None and forwards.is_to_record(forward, works) and not self._dispatches.has_unsent
         )
         try:
-            self._dispatches.await_clear(work.number, may_block=may_block or is_to_record or self._is_short)
+            self._dispatches.await_clear(number, may_block=may_block or is_to_record or self._is_short)
         except InputVoidError:
             self._streams.arrivals.synchronize()  # its arrivals were aborted with it
             raise
@@ -383,29 +344,27 @@ class GpuDevice(Device):
         if forward is None:
             return
         if is_to_record and not self._dispatches.has_unsent:
-            forwards.record(work.job, work.task, forward, work.message.layout, others=others)
-        forwards.attach(work.job.start.checkpoint)
+            forwards.record(forward, works)
+        forwards.begin(forward, works)
 
-    def finish(self, run: GpuRun) -> None:
-        """For the watcher."""
-        run.is_there.synchronize()
-        run.ended_s = time.monotonic()
-        last_end, self._last_end = self._last_end, run.is_there
-        if self._dispatches.is_void(run.work.number):
+    def finish(self, work: RankTask) -> None:
+        launch: _Launch = work.launch
+        work.launch = None  # so that no cycle keeps its tensors
+        work.is_there.synchronize()
+        ended_s = time.monotonic()
+        last_end, self._last_end = self._last_end, work.is_there
+        if work is launch.works[0]:
+            share_time(launch.works, ended_s - launch.entered.elapsed_time(work.is_there) / 1e3, ended_s)
+        if self._dispatches.is_void(work.number):
             raise InputVoidError
-        if run.outcome is not None:
-            run.outcome.require()
-        device_s = run.entered.elapsed_time(run.is_there) / 1e3
-        run.started_s = run.ended_s - device_s
-        if run.batch_size > 1:
-            share_s, began_s = device_s / run.batch_size, run.started_s
-            run.started_s, run.ended_s = began_s + run.place * share_s, began_s + (run.place + 1) * share_s
-        run.waited_s += run.begun.elapsed_time(run.entered) / 1e3
-        if run.arrival is not None:
-            run.moved_s += run.arrival[0].elapsed_time(run.arrival[1]) / 1e3
-        run.idle_s = None if last_end is None else last_end.elapsed_time(run.entered) / 1e3
-        if run.place:
-            run.idle_s = 0.0
+        if launch.outcome is not None:
+            launch.outcome.require()
+        work.waited_s += launch.begun.elapsed_time(launch.entered) / 1e3
+        if launch.arrival is not None:
+            work.moved_s += launch.arrival[0].elapsed_time(launch.arrival[1]) / 1e3
+        work.idle_s = None if last_end is None else last_end.elapsed_time(launch.entered) / 1e3
+        if work is not launch.works[0]:
+            work.idle_s = 0.0
 
     def event(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
         """An event that is recorded, on the stream of tasks unless another is given."""
@@ -495,20 +454,6 @@ def arrival_kind(work: RankTask) -> object:
     parts = tuple([(part.field, part.axis, part.start, part.stop) for part in work.message.transfers])
     start = work.job.start
     return ("arrival", start.shape, start.trajectory.artifacts, work.task.stage, parts)
-
-
-class _TimedArrivals:
-    """A device's endpoint for `receive_state`; records `begun` when the first part is there."""
-
-    def __init__(self, endpoint: CudaEndpoint, begun: torch.cuda.Event) -> None:
-        self._endpoint = endpoint
-        self._begun: torch.cuda.Event | None = begun
-
-    def recv(
-        self, shape: Sequence[int], dtype: torch.dtype, *, source: int, dispatch: int, label: int = 0
-    ) -> torch.Tensor:
-        begun, self._begun = self._begun, None
-        return self._endpoint.recv(shape, dtype, source=source, dispatch=dispatch, label=label, begun=begun)
 
 
 def _dense(fields: Fields) -> Fields:

@@ -22,7 +22,7 @@ import torch
 from gfgen.errors import ModelError
 from gfgen.graph import Task
 from gfgen.models.families.adapter import SAMPLE, SOUND, SOUND_RATE, UNCHECKED, Fields, StepInput
-from gfgen.runtime.ipc.messages import StartJob
+from gfgen.runtime.ipc.messages import RunTask, StartJob
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.output import OutputShape, map_for
 from gfgen.runtime.ipc.slab import Slab
@@ -175,13 +175,15 @@ class RankJob:
         """Copy the latents that `producer` published from the slab."""
         self.hold(fetch(self.slab, "latents", task.index, self.take_in), producer=producer)
 
-    def await_published(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> None:
-        """Wait until the slab has the input of the task, made by exactly this dispatch.
+    def await_input(self, task: Task, message: RunTask, *, is_void: Callable[[], bool]) -> None:
+        """Wait until the slab has the input of a task, unless it is here; transfers wait by themselves.
 
         Raises: InputVoidError when `is_void` says that it is given up.
         """
+        if message.producer is None or self.producer == message.producer or message.transfers:
+            return
         name = "prompt" if task.index == 1 else "latents"
-        _await_word(partial(self._is_made_by, producer, name, task.index), is_void)
+        _await_word(partial(self._is_made_by, message.producer, name, task.index), is_void)
 
     def await_outline(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> Outline:
         """The outline of the latents that exactly this dispatch makes and other ranks send.
@@ -209,31 +211,29 @@ def _await_word(is_there: Callable[[], bool], is_void: Callable[[], bool]) -> No
         looks += 1
 
 
-def place_of(frames: Fields, memory: mmap.mmap, shape: Sequence[int]) -> torch.Tensor:
-    """The place of a rank's rows of all frames in memory of this shape, uint8 [F, H, W, 3]."""
-    rows, first_row = frames.tensors["frames"], frames.number("first_row")
+def output_places(made: Fields, fd: int, shape: Sequence[int] | None) -> dict[str, torch.Tensor]:
+    """The places of this rank's rows of all frames, and of sound, in the writer's memory.
+
+    shape: of all frames, uint8 [F, H, W, 3]; None if only the decode knows it, which runs on one rank. Then
+    the memory gets the size that it needs.
+    """
+    rows, sound = made.tensors["frames"], made.tensors.get(SOUND)
     assert rows.dtype == torch.uint8
-    whole = torch.frombuffer(memory, dtype=torch.uint8, count=math.prod(shape)).view(*shape)
-    return whole[:, first_row : first_row + rows.shape[1]]
-
-
-def map_output(frames: Fields, fd: int) -> dict[str, torch.Tensor]:
-    """The places of pictures and sound, by name, in memory that gets the size that they need."""
-    pictures, sound = frames.tensors["frames"], frames.tensors.get(SOUND)
-    assert pictures.dtype == torch.uint8
-    num_frames, height, width, channels = pictures.shape
-    shape = OutputShape((num_frames, height, width, channels))
+    if shape is not None:
+        memory, first_row = mmap.mmap(fd, math.prod(shape)), made.number("first_row")
+        whole = torch.frombuffer(memory, dtype=torch.uint8, count=math.prod(shape)).view(*shape)
+        return {"frames": whole[:, first_row : first_row + rows.shape[1]]}
+    num_frames, height, width, channels = rows.shape
+    output = OutputShape((num_frames, height, width, channels))
     if sound is not None:
         sound_shape = (sound.shape[0], sound.shape[1])
-        shape = replace(shape, sound=sound_shape, sound_rate=frames.number(SOUND_RATE))
-    memory = map_for(fd, shape)
-    at = torch.frombuffer(
-        memory, dtype=torch.uint8, count=pictures.numel(), offset=shape.pictures_offset
-    ).view(pictures.shape)
-    if sound is None:
-        return {"frames": at}
-    place = torch.frombuffer(memory, dtype=torch.float32, count=sound.numel(), offset=shape.sound_offset)
-    return {"frames": at, SOUND: place.view(sound.shape)}
+        output = replace(output, sound=sound_shape, sound_rate=made.number(SOUND_RATE))
+    memory = map_for(fd, output)
+    place = partial(torch.frombuffer, memory)
+    places = {"frames": place(dtype=torch.uint8, count=rows.numel(), offset=output.pictures_offset)}
+    if sound is not None:
+        places[SOUND] = place(dtype=torch.float32, count=sound.numel(), offset=output.sound_offset)
+    return {name: flat.view(made.tensors[name].shape) for name, flat in places.items()}
 
 
 def publish(
@@ -287,8 +287,10 @@ def send_state(endpoint: Any, fields: Fields, transfers: Sequence[Transfer], *, 
                 endpoint.send(part.contiguous(), to=destination, dispatch=dispatch, label=label)
 
 
-def receive_state(endpoint: Any, transfers: Sequence[Transfer], outline: Outline, *, dispatch: int) -> Fields:
-    """Assemble a job's latents from the parts that `send_state` sends on other ranks."""
+def receive_state(
+    recv: Callable[..., torch.Tensor], transfers: Sequence[Transfer], outline: Outline, *, dispatch: int
+) -> Fields:
+    """Assemble a job's latents, by an endpoint's `recv`, from what `send_state` sends on other ranks."""
     listed, scalars = outline
     fields = Fields(scalars=dict(scalars))
     for source in dict.fromkeys(transfer.source for transfer in transfers):
@@ -299,7 +301,7 @@ def receive_state(endpoint: Any, transfers: Sequence[Transfer], outline: Outline
             dtype, shape = listed[transfer.field]
             part_shape = [*shape]
             part_shape[transfer.axis] = transfer.stop - transfer.start
-            part = endpoint.recv(part_shape, dtype, source=source, dispatch=dispatch, label=label)
+            part = recv(part_shape, dtype, source=source, dispatch=dispatch, label=label)
             if part_shape == list(shape):
                 fields.tensors[transfer.field] = part
             else:

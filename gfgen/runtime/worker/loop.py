@@ -1,14 +1,13 @@
 """The worker of one rank: takes messages, runs tasks and reports them.
 
     receiver    takes messages from the channel; urgent ones take effect at once
-    main        runs tasks, in the order of dispatch
-    sender      sends the state of jobs to other ranks, in the same order
-
-So a rank that computes can send, and a rank that waits can be stopped. If the device runs ahead of the host
-(`Device.runs_ahead`), two more threads keep the main thread free:
-
+    main        launches tasks, in the order of dispatch
     watcher     waits for the end of each task, publishes its output and reports
     frames      copies the frames of decodes to the writer, so that no report waits for them
+    sender      sends the state of jobs to other ranks, in the order of dispatch
+
+So a rank that computes can send, and a rank that waits can be stopped. On a GPU a launch is not the end of a
+task (gpu.py); on a CPU the next task runs while the watcher publishes the last one.
 """
 
 from __future__ import annotations
@@ -16,17 +15,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import math
-import mmap
 import os
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,7 +30,6 @@ from typing import Any, NoReturn
 import torch
 
 from gfgen.errors import AbortedError, JobError, ModelError
-from gfgen.models.families.adapter import Fields
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import (
     Abandon,
@@ -62,30 +57,13 @@ from gfgen.runtime.ipc.messages import (
     WorkerFailed,
 )
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
-from gfgen.runtime.worker.device import Device, RankTask, Run
+from gfgen.runtime.worker.device import Device, RankTask, Thread
 from gfgen.runtime.worker.dispatches import AFTER_ALL, Dispatches, InputVoidError
-from gfgen.runtime.worker.jobs import (
-    RankJob,
-    Shipment,
-    map_output,
-    outline,
-    place_of,
-    publish,
-    require_finite,
-)
+from gfgen.runtime.worker.jobs import RankJob, Shipment, outline, output_places, publish, require_finite
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Any, Sequence[int]], None]
-
-
-@dataclass(slots=True)
-class Launched:
-    """A task whose work is enqueued, and the writer's memory if it is a decode."""
-
-    work: RankTask
-    run: Run
-    frames_fd: int | None
 
 
 class Worker:
@@ -101,9 +79,8 @@ class Worker:
         self._shipments: queue.SimpleQueue[tuple[SendState, Future[Shipment]]] = queue.SimpleQueue()
         self._batch: list[RankTask] = []
         """Steps whose input is here, and which wait for the rest of their batch."""
-        self._launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
-        self._decoded: queue.SimpleQueue[tuple[RankTask, Fields, int]] = queue.SimpleQueue()
-        """This rank's rows of frames, and the writer's memory, which is closed when it has them."""
+        self._launched: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
+        self._decoded: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
         self.last_number = 0
         """The largest dispatch number so far."""
         self.on_main: dict[type, Handler] = {
@@ -112,17 +89,21 @@ class Worker:
             SetModels: self._set_models,
         }
         """By type: the messages that the main thread handles in their order."""
-        if device.runs_ahead:
+        if device.maps_between_tasks:
             self.on_main[ReplacePeer] = self._map_arena
 
     def serve(self) -> None:
         """Take messages until the channel ends."""
         self.device.use("main")
-        loops = [self._receive, self._send]
-        if self.device.runs_ahead:
-            loops += [self._watch, self._store_frames]
-        for loop in loops:
-            threading.Thread(target=loop, name=loop.__name__, daemon=True).start()
+        threading.Thread(target=self._receive, name="receiver", daemon=True).start()
+        for name, source, handle in (
+            ("sender", self._shipments, self._send),
+            ("watcher", self._launched, self._watch),
+            ("frames", self._decoded, self._store_frames),
+        ):
+            threading.Thread(
+                target=self._handle_all, args=(name, source, handle), name=name, daemon=True
+            ).start()
         while (received := self._tasks.get()) is not None:
             message, fds = received
             try:
@@ -130,6 +111,12 @@ class Worker:
             finally:
                 for fd in fds:
                     os.close(fd)
+
+    def _handle_all(self, name: Thread, source: Any, handle: Callable[..., None]) -> None:
+        self.device.use(name)
+        with contextlib.suppress(ConnectionError):  # the control plane is gone: the receiver ends the process
+            while True:
+                handle(*source.get())
 
     # The receiver thread ----------------------------------------------------------------------
 
@@ -213,33 +200,18 @@ class Worker:
 
     # The sender thread ------------------------------------------------------------------------
 
-    def _send(self) -> None:
-        self.device.use("sender")
-        while True:
-            message, latents = self._shipments.get()
-            self._send_one(message, latents)
-            self._dispatches.note_sent(message.number)
-
-    def _send_one(self, message: SendState, latents: Future[Shipment]) -> None:
+    def _send(self, message: SendState, latents: Future[Shipment]) -> None:
         number = message.number
-        try:
+        with contextlib.suppress(InputVoidError):
             shipment = latents.result()
-        except InputVoidError:
-            return
-        if not self._dispatches.enter(number):
-            return
-        try:
-            self._dispatches.await_arenas(number)
-            self.device.send(shipment, message)
-            self._dispatches.note_enqueued(number)
-            self.device.await_sent(message)
-        except InputVoidError:
-            self._dispatches.leave(number)
-        except Exception as error:
-            # An abort ends all waits up to its number, and may hit a transfer that was not given up.
-            self._fail(TaskFault(number, reason_of(error), void=isinstance(error, AbortedError)))
-        else:
-            self._dispatches.leave(number)
+            if self._dispatches.enter(number):
+                with self._answering(number):
+                    self._dispatches.await_arenas(number)
+                    self.device.send(shipment, message)
+                    self._dispatches.note_enqueued(number)
+                    self.device.await_sent(message)
+                    self._dispatches.leave(number)
+        self._dispatches.note_sent(number)
 
     # The main thread --------------------------------------------------------------------------
 
@@ -260,7 +232,7 @@ class Worker:
     def _set_models(self, message: SetModels, fds: Sequence[int]) -> None:
         """Hold other models; a process that cannot ends with its reason."""
         with contextlib.suppress(InputVoidError):  # the control plane is gone
-            self._dispatches.await_quiet(AFTER_ALL)
+            self._dispatches.await_clear(AFTER_ALL, may_block=True)
             started_s = time.monotonic()
             adapters = self.device.adapters
             try:
@@ -274,177 +246,128 @@ class Worker:
                 self._resign(error)
             self._channel.send(ModelsSet(time.monotonic() - started_s))
 
+    @torch.no_grad()
     def _run(self, message: RunTask, fds: Sequence[int]) -> None:
-        """Run one task and report; an exception fails the task, never the worker."""
+        """Run one task; an exception fails the task, never the worker."""
         self._dispatches.await_no_failure()  # another thread may have found one
         assert message.number > self.last_number, (
             f"dispatch {message.number} came after {self.last_number}: the global order is broken"
         )
         self.last_number = message.number
+        works = [] if message.batch_end is None else self._batch
         if self._dispatches.enter(message.number):  # otherwise the control plane expects no report
-            self._run_entered(message, fds)
-        if message.number == message.batch_end:
-            self._run_batch()
+            with self._answering(message.number):
+                works.append(self._fetched(message, fds))
+        if message.batch_end == message.number:
+            self._batch = []
+            self._drop_void(works)
+        if works and message.batch_end in (None, message.number):
+            self._launch(works)
 
-    def _run_entered(self, message: RunTask, fds: Sequence[int]) -> None:
-        try:
-            job = self._jobs[message.job_id]
-            task = job.start.trajectory.task(message.task_index)
-            work = RankTask(message, job, task.as_reused if message.is_reused else task)
-            with torch.no_grad():
-                self._perform(work, fds)
-        except InputVoidError:
-            self._dispatches.leave(message.number)
-        except Exception as error:
-            self._give_reason(message.number, error)
-
-    def _perform(self, work: RankTask, fds: Sequence[int]) -> None:
-        """Bring the input, meet the other ranks, execute; then publish and report, or let the watcher."""
+    def _fetched(self, message: RunTask, fds: Sequence[int]) -> RankTask:
+        """The task, when its input is here or enqueued."""
+        job = self._jobs[message.job_id]
+        task = job.start.trajectory.task(message.task_index)
+        task = task.as_reused if message.is_reused else task
+        work = RankTask(message, job, task, frames_fd=fds[0] if fds else None)
         times = [time.monotonic()]
-        self._await_input(work)
+        job.await_input(task, message, is_void=partial(self._dispatches.is_void, message.number))
         times.append(time.monotonic())
         self.device.fetch(work)
         times.append(time.monotonic())
-        if work.message.batch_end is not None:
-            self._batch.append(work)
-            return
-        run = self.device.run(work)
-        run.waited_s += times[1] - times[0]
-        run.moved_s += times[2] - times[1]
-        self._hand_on(work, run, fds)
+        work.waited_s, work.moved_s = times[1] - times[0], times[2] - times[1]
+        return work
 
-    def _run_batch(self) -> None:
-        """Run the steps that have come, without those that were given up meanwhile."""
-        batch, self._batch = self._batch, []
+    def _drop_void(self, batch: list[RankTask]) -> None:
+        """Leave the steps of a batch that were given up meanwhile."""
         for work in [each for each in batch if self._dispatches.is_void(each.number)]:
             batch.remove(work)
             self._dispatches.leave(work.number)
-        if not batch:
-            return
-        try:
-            with torch.no_grad():
-                runs = self.device.run_batch(batch)
-        except InputVoidError:
-            for work in batch:
-                self._leave_or_fail(work.number)
-        except Exception as error:
-            for work in batch:
-                self._give_reason(work.number, error)
-        else:
-            for work, run in zip(batch, runs, strict=True):
-                self._hand_on_one(work, run)
 
-    def _leave_or_fail(self, number: int) -> None:
-        """Leave a dispatch whose batch does not run."""
-        if self._dispatches.is_void(number):
-            self._dispatches.leave(number)
-        else:
-            self._fail(TaskFault(number, "its batch was given up", void=True))
+    def _launch(self, works: Sequence[RankTask]) -> None:
+        """Meet the other ranks, launch a task or a batch, and let the watcher publish and report."""
+        with self._answering(*[work.number for work in works]):
+            self.device.run(works)
+            for work in works:
+                with self._answering(work.number):  # what it made may be wrong although the others are right
+                    self._hand_on(work)
 
-    def _hand_on_one(self, work: RankTask, run: Run) -> None:
-        """Publish and report one step of a batch: what it made may be wrong although the others are right."""
-        try:
-            self._hand_on(work, run, ())
-        except InputVoidError:
-            self._dispatches.leave(work.number)
-        except Exception as error:
-            self._give_reason(work.number, error)
-
-    def _hand_on(self, work: RankTask, run: Run, fds: Sequence[int]) -> None:
-        """Publish and report a task, or let the watcher."""
-        if not self.device.runs_ahead:
-            self._settle(Launched(work, run, fds[0] if fds else None))
-            return
-        launched = Launched(work, run, os.dup(fds[0]) if fds else None)
-        if "latents" in run.made and self._is_publisher(work):
-            latents = run.made["latents"]
+    def _hand_on(self, work: RankTask) -> None:
+        """Keep what a task made, except frames, for the next tasks, and let the watcher go on."""
+        if "latents" in work.made and self._is_publisher(work):
+            latents = work.made["latents"]
             outline(work.job.slab, "latents", work.task.index + 1, latents, producer=work.number)
+        work.frames_fd = None if work.frames_fd is None else os.dup(work.frames_fd)
+        kept = {name: fields for name, fields in work.made.items() if name != "frames"}
         with self._dispatches.lock:
-            self._keep(launched)
+            work.job.keep(kept, dispatch=work.number, is_there=work.is_there)
+            if self._dispatches.is_void(work.number):
+                work.job.drop(work.number)
             self._dispatches.note_launched()
-        self._launched.put(launched)
-
-    def _await_input(self, work: RankTask) -> None:
-        """Wait for input that comes through the slab; transfers wait by themselves."""
-        message, job = work.message, work.job
-        if message.producer is None or job.producer == message.producer or message.transfers:
-            return
-        job.await_published(
-            work.task, message.producer, is_void=partial(self._dispatches.is_void, work.number)
-        )
+        self._launched.put((work,))
 
     def _is_publisher(self, work: RankTask) -> bool:
         return work.message.layout.slot_of(self._rank) == 0
 
-    def _keep(self, launched: Launched) -> None:
-        """Keep what a task made, except frames, for the next tasks; with the lock held."""
-        run, job, number = launched.run, launched.work.job, launched.work.number
-        kept = {name: fields for name, fields in run.made.items() if name != "frames"}
-        job.keep(kept, dispatch=number, is_there=run.is_there)
-        if self._dispatches.is_void(number):
-            job.drop(number)
+    # A task's end -------------------------------------------------------------------------------
 
-    # A task's end: the main thread, or the watcher ----------------------------------------------
-
-    def _watch(self) -> None:
-        self.device.use("watcher")
-        while True:
-            launched = self._launched.get()
-            number = launched.work.number
-            try:
-                self._settle(launched)
-            except InputVoidError:
-                self._dispatches.leave(number)
-            except Exception as error:
-                with self._dispatches.lock:
-                    launched.work.job.drop(number)
+    @contextlib.contextmanager
+    def _answering(self, *numbers: int) -> Iterator[None]:
+        """Inside dispatches: if they are given up leave them, if they fail report them."""
+        try:
+            yield
+        except InputVoidError:
+            for number in numbers:
+                if self._dispatches.is_void(number):
+                    self._dispatches.leave(number)
+                else:
+                    self._fail(TaskFault(number, "its batch was given up", void=True))
+        except Exception as error:
+            for number in numbers:
                 self._give_reason(number, error)
-            finally:
-                if launched.frames_fd is not None:
-                    os.close(launched.frames_fd)
-                self._dispatches.note_settled()
-            del launched
 
-    def _settle(self, launched: Launched) -> None:
+    def _watch(self, work: RankTask) -> None:
+        with self._answering(work.number):
+            try:
+                self._settle(work)
+            except Exception:
+                work.made.clear()
+                with self._dispatches.lock:
+                    work.job.drop(work.number)
+                raise
+        if work.frames_fd is not None:
+            self._decoded.put((work,))
+        self._dispatches.note_settled()
+
+    def _settle(self, work: RankTask) -> None:
         """Publish the output of a task when it has ended, and report."""
-        work, run, ahead = launched.work, launched.run, self.device.runs_ahead
-        self.device.finish(run)
-        require_finite(run.made, run.total)
-        frames = run.made.pop("frames", None)
-        if frames is not None and not ahead:
-            assert launched.frames_fd is not None
-            self._store(work, frames, launched.frames_fd)
+        self.device.finish(work)
+        require_finite(work.made, work.total)
         if self._is_publisher(work):
             version, store = work.task.index + 1, self.device.store
-            for name, fields in run.made.items():
-                publish(work.job.slab, name, version, fields, producer=work.number, store=store)
-        if not ahead:
-            with self._dispatches.lock:
-                self._keep(launched)
+            for name, fields in work.made.items():
+                if name != "frames":
+                    publish(work.job.slab, name, version, fields, producer=work.number, store=store)
         report = TaskReport(
             work.number,
-            started_s=run.started_s,
-            ended_s=time.monotonic() if run.ended_s is None else run.ended_s,
-            waited_s=run.waited_s,
-            moved_s=run.moved_s,
-            do_frames_follow=frames is not None and ahead,
-            idle_s=run.idle_s,
-            peak_bytes=run.peak_bytes,
+            started_s=work.started_s,
+            ended_s=work.ended_s,
+            waited_s=work.waited_s,
+            moved_s=work.moved_s,
+            do_frames_follow="frames" in work.made,
+            idle_s=work.idle_s,
+            peak_bytes=work.peak_bytes,
         )
         self._channel.send(report)
-        if frames is not None and ahead:
-            assert launched.frames_fd is not None
-            fd, launched.frames_fd = launched.frames_fd, None
-            self._decoded.put((work, frames, fd))
         self._dispatches.leave(work.number)
 
     def _give_reason(self, number: int, error: Exception) -> None:
-        """Report a task that raised."""
+        """Report a task or transfer that raised."""
         self.device.exit_if_lost(error)
         logger.debug("dispatch %d", number, exc_info=True)
-        is_void, is_short = isinstance(error, AbortedError), _is_out_of_memory(error)
-        reason = reason_of(error)
-        if is_short:
+        # An abort ends all waits up to its number, and may hit a transfer that was not given up.
+        is_void, reason = isinstance(error, AbortedError), reason_of(error)
+        if _is_out_of_memory(error):
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
             gc.collect()
             self.device.note_shortage()
@@ -458,34 +381,27 @@ class Worker:
             self._channel.send(fault)
         self.device.drain()
         self._dispatches.leave(fault.number)
-        self._dispatches.await_given_up(fault.number)
+        self._dispatches.await_no_failure()
 
-    # The thread for frames ----------------------------------------------------------------------
+    def _store_frames(self, work: RankTask) -> None:
+        """Store the frames of a decode unless it has failed, and close the writer's memory."""
+        assert work.frames_fd is not None
+        reason = None
+        try:
+            if "frames" in work.made:
+                self._store(work, work.frames_fd)
+        except Exception as error:
+            self.device.exit_if_lost(error)
+            reason = reason_of(error)
+        finally:
+            os.close(work.frames_fd)
+        if "frames" in work.made:
+            self._channel.send(FramesStored(work.number, reason))
 
-    def _store_frames(self) -> None:
-        self.device.use("frames")
-        while True:
-            work, frames, fd = self._decoded.get()
-            reason = None
-            try:
-                self._store(work, frames, fd)
-            except Exception as error:
-                self.device.exit_if_lost(error)
-                reason = reason_of(error)
-            finally:
-                os.close(fd)
-            with contextlib.suppress(ConnectionError):  # the writer is gone as well
-                self._channel.send(FramesStored(work.number, reason))
-            del work, frames
-
-    def _store(self, work: RankTask, frames: Fields, fd: int) -> None:
+    def _store(self, work: RankTask, fd: int) -> None:
         """Copy this rank's rows of all frames, and sound, into the writer's memory."""
-        shape = work.job.start.trajectory.frames_shape
-        if shape is not None:
-            target = place_of(frames, mmap.mmap(fd, math.prod(shape)), shape)
-            self.device.store_rows(frames.tensors["frames"], target)
-            return
-        for name, place in map_output(frames, fd).items():
+        frames = work.made["frames"]
+        for name, place in output_places(frames, fd, work.job.start.trajectory.frames_shape).items():
             if name == "frames":
                 self.device.store_rows(frames.tensors[name], place)
             else:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gfgen.gfc.cuda.captured import Captured, CapturedAlone, SharedPool
 from gfgen.gfc.cuda.device_group import CudaGroup
-from gfgen.models.fast.recording import Recorded
+from gfgen.models.fast.recording import Replay
 from gfgen.models.parallel.parallel import Parallel
 
 MIN_FREE_SHARE = 0.1
@@ -28,13 +27,21 @@ class CudaRecorder:
         self._device = device
         self._pool: SharedPool | None = None
 
-    def record(self, function: Callable[[Parallel | None], Tensor], parallel: Parallel | None) -> Recorded:
+    def record(self, function: Callable[[Parallel | None], Tensor], parallel: Parallel | None) -> Replay:
         if self._pool is None:
             self._pool = SharedPool(self._device)
         if parallel is None:
-            return _Alone(CapturedAlone(lambda: function(None), capturing=self._pool.capturing))
-        group = _group_of(parallel)
-        return _Shared(Captured(group, lambda _: function(parallel), capturing=self._pool.capturing))
+            alone = CapturedAlone(lambda: function(None), capturing=self._pool.capturing)
+            return lambda _: alone.replay()
+        captured = Captured(_group_of(parallel), lambda _: function(parallel), capturing=self._pool.capturing)
+
+        def replay(parallel: Parallel | None) -> Tensor:
+            assert parallel is not None
+            group = _group_of(parallel)
+            assert not captured.unmatched(group), "a barrier that ranks without this record would not have"
+            return captured.replay(group)
+
+        return replay
 
     def align(self, parallel: Parallel) -> None:
         _group_of(parallel).align_banks()
@@ -52,27 +59,6 @@ class CudaRecorder:
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
-
-
-@dataclass(slots=True)
-class _Alone:
-    """For a forward that one rank evaluates alone."""
-
-    captured: CapturedAlone[Tensor]
-
-    def replay(self, parallel: Parallel | None) -> Tensor:
-        return self.captured.replay()
-
-
-@dataclass(slots=True)
-class _Shared:
-    captured: Captured[Tensor]
-
-    def replay(self, parallel: Parallel | None) -> Tensor:
-        assert parallel is not None
-        group = _group_of(parallel)
-        assert not self.captured.unmatched(group), "a barrier that ranks without this record would not have"
-        return self.captured.replay(group)
 
 
 def _group_of(parallel: Parallel) -> CudaGroup:
