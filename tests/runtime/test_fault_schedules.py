@@ -26,7 +26,7 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, TaskFailed
+from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, StopRequested, TaskFailed
 from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, FramesStored, TaskFault, TaskReport
 from gfgen.runtime.processes.attempts import Cause
 from gfgen.runtime.processes.child import Lost, Phase
@@ -203,10 +203,14 @@ def test_a_run_that_stops_ends_with_its_last_rank_as_if_it_had_one(
     fleet: Fleet, tmp_path: Path, is_stopping: bool
 ) -> None:
     """A run without ranks ends with an error and keeps nothing."""
-    pool = fleet.pool(1)
-    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())
+    pool, clock = fleet.pool(1), Clock()
+    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=clock)
+    if is_stopping:
+        clock.at(StopRequested(0.0, 15))
+    backend.wait(0.0)
+    assert pool.is_stopping is is_stopping
     (worker,) = pool.workers
-    worker.phase, pool.is_stopping = Phase.ENDED, is_stopping
+    worker.phase = Phase.ENDED
     (event,) = backend._events_of(worker, Lost("killed", is_retired=True))
     worker.phase = Phase.SERVING
     assert isinstance(event, RankLost)
