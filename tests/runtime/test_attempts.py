@@ -49,6 +49,8 @@ def test_a_second_report_and_one_of_an_earlier_run_change_nothing() -> None:
     assert not report(attempts, 7, 5)
     (attempt,) = attempts.values()
     assert (attempt.reports, attempt.unreported) == ({0: RankTimes(0, 0.0, 1.0)}, [1])
+    attempt.is_given_up = True
+    assert not report(attempts, 7, 1)
 
 
 def test_a_report_after_the_end_changes_nothing() -> None:

@@ -73,7 +73,8 @@ class Batch:
         self.jobs = {job.job_id: job for job in jobs}
         resume = {name: ResumePoint(3, 1, 1, Path()) for name in done}
         start = RunStart(num_ranks=1, batch=3, resume=resume)
-        self.state = State(jobs, start, clock=self.clock, costs=CostModel())
+        self.costs = CostModel()
+        self.state = State(jobs, start, clock=self.clock, costs=self.costs)
         self.state.apply(events.RankReady(0.0, 0, 1, 0.0))
         for job in jobs:
             self.state.apply(events.JobArrived(0.0, job.job_id))
@@ -127,6 +128,20 @@ def test_a_job_whose_step_failed_goes_on_alone() -> None:
     batch.end(dispatches[2:])
     assert sorted(batch.open) == ["a", "b"]
     assert [each.task.job_id for each in batch.begin("b", 2)] == ["b"]
+
+
+def test_a_step_is_measured_as_one_of_the_batch_in_which_it_ran_though_jobs_left_that_meanwhile() -> None:
+    batch = Batch()
+    dispatches = batch.begin("a", 2)
+    batch.state.apply(events.JobCancelled(batch.clock.now_s, "a"))
+    batch.end(dispatches)
+    of_size = {size: batch.costs.class_of(batch.jobs["b"], batch=size) for size in (1, 2, 3)}
+    step = Stage.DENOISE, (1, 1, 1)
+    assert {size: batch.costs.has_seen(each, *step) for size, each in of_size.items()} == {
+        1: False,
+        2: False,
+        3: True,
+    }
 
 
 def test_jobs_that_are_behind_another_one_catch_up_first() -> None:

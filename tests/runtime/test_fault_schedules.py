@@ -26,8 +26,8 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, TaskFailed
-from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, TaskFault, TaskReport
+from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, StopRequested, TaskFailed
+from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, FramesStored, TaskFault, TaskReport
 from gfgen.runtime.processes.attempts import Cause
 from gfgen.runtime.processes.child import Lost, Phase
 from gfgen.runtime.processes.job_memory import JobMemory
@@ -37,6 +37,7 @@ NUM_SCHEDULES = 100
 PER_TEST = 20
 NUMBER = 10**9
 """Of a dispatch that no worker is given."""
+REPORT = TaskReport(NUMBER, 0.0, 1.0, 0.0, 0.0, do_frames_follow=True)
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +167,20 @@ def decode_with_frames(backend: ProcessBackend, *ranks: int) -> None:
     dispatch = Dispatch(NUMBER, Task("a", 9, Stage.DECODE), layout, 0.0, 0.0, 1.0)
     backend._writes.new_frames(make_job(Random(5), "a"), NUMBER)
     backend._attempts.begin(dispatch, deadline_s=math.inf)
-    report = TaskReport(NUMBER, 0.0, 1.0, 0.0, 0.0, do_frames_follow=True)
-    assert len(list(backend._events_of(backend._pool.workers[0], report))) == (ranks == (0,))
+    assert len(list(backend._events_of(backend._pool.workers[0], REPORT))) == (ranks == (0,))
+
+
+def test_a_second_report_of_a_decode_makes_no_event_and_lets_no_file_wait(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    for ranks in ((0,), (0, 1)):  # all have reported, or one is still at it
+        pool = fleet.pool(2)
+        backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())
+        decode_with_frames(backend, *ranks)
+        for message in (FramesStored(NUMBER), REPORT):
+            assert list(backend._events_of(pool.workers[0], message)) == []
+        assert backend._writes.storing(0) == set()
+        backend.close()
 
 
 def test_a_rank_that_dies_between_its_report_and_its_frames_costs_the_decode(
@@ -190,10 +203,14 @@ def test_a_run_that_stops_ends_with_its_last_rank_as_if_it_had_one(
     fleet: Fleet, tmp_path: Path, is_stopping: bool
 ) -> None:
     """A run without ranks ends with an error and keeps nothing."""
-    pool = fleet.pool(1)
-    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=Clock())
+    pool, clock = fleet.pool(1), Clock()
+    backend = ProcessBackend(pool, JobMemory([], tmp_path), clock=clock)
+    if is_stopping:
+        clock.at(StopRequested(0.0, 15))
+    backend.wait(0.0)
+    assert pool.is_stopping is is_stopping
     (worker,) = pool.workers
-    worker.phase, pool.is_stopping = Phase.ENDED, is_stopping
+    worker.phase = Phase.ENDED
     (event,) = backend._events_of(worker, Lost("killed", is_retired=True))
     worker.phase = Phase.SERVING
     assert isinstance(event, RankLost)

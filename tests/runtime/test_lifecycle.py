@@ -83,6 +83,11 @@ def test_a_rank_that_dies_while_the_run_stops_holds_up_no_introduction() -> None
     peer.die()
     assert list(pool.turn(0.0)) == [(peer, Lost("killed by signal 9", is_retired=True)), (new, Joined())]
     assert (pool._left_out, pool.retired) == ({1}, {1})
+    replaced: list[tuple[int, bool]] = []
+    pool.replace_worker = lambda rank, *, is_to_blame: replaced.append((rank, is_to_blame))
+    for _ in range(2):
+        pool.begin_start()
+    assert replaced == [(1, False)], "before the next run"
 
 
 def test_a_rank_that_several_wait_for_is_left_behind_once() -> None:

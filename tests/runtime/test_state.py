@@ -86,6 +86,19 @@ def test_a_run_is_not_stuck_while_a_file_is_being_written():
     assert cluster.state.is_stuck
 
 
+def test_a_run_that_stops_ends_with_the_last_task_and_the_last_file():
+    cluster = Cluster(make_job("a", steps=1), make_job("b"))
+    other = cluster.begin("b", 0, 1)
+    for index in range(4):
+        cluster.done(cluster.begin("a", index, 0))
+    cluster.state.apply(events.StopRequested(cluster.clock.now_s, signal.SIGTERM))
+    assert not cluster.state.finished
+    cluster.done(other)
+    assert not cluster.state.finished
+    cluster.state.apply(events.OutputWritten(cluster.clock.now_s, "a", "a.png", 1, 0.1))
+    assert cluster.state.finished
+
+
 def test_a_completed_task_opens_the_next_one():
     cluster = Cluster(make_job("a"))
     cluster.done(cluster.begin("a", 0, 0))

@@ -274,7 +274,10 @@ class State:
         record.progress.complete(dispatch.number, ended_s, is_decode=task.stage is Stage.DECODE)
         record.usage.add(task.stage, layout, event, busy_s=busy_s, rank_s=rank_s)
         self.shares.serve(record.owner, rank_s)
-        kind = record.cost_class, task.stage, layout.degrees
+        cost_class = record.cost_class
+        if dispatch.batch is not None:  # which the job, or others of it, may have left meanwhile
+            cost_class = self._costs.class_of(record.job, batch=len(dispatch.batch))
+        kind = cost_class, task.stage, layout.degrees
         if dispatch.switch_s:
             self._costs.observe_switch(*kind, busy_s)
         else:

@@ -212,8 +212,9 @@ class WorkerPool:
     def set_models(self, checkpoints: Iterable[Path]) -> None:
         """Let all workers hold these models and no others, each after its earlier tasks."""
         self.models.change(checkpoints)
+        steps = self.steps_at_hand()
         for worker in self.living:
-            worker.load(SetModels(self.models.checkpoints), self.steps_at_hand())
+            worker.load(SetModels(self.models.checkpoints), steps)
 
     def _start_worker(self, rank: int, *, incarnation: int) -> RankProcess:
         started = self._launcher.start_worker(rank, self.models.checkpoints)
