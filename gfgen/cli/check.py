@@ -131,7 +131,8 @@ class _Prediction:
         if not self.num_deadlines:
             return text
         if not self.late:
-            return f"{text}; all {counted(self.num_deadlines, 'deadline')} met"
+            due = "its deadline" if self.num_deadlines == 1 else f"all {self.num_deadlines:,} deadlines"
+            return f"{text}; {due} met"
         return f"{text}; {len(self.late)} of {self.num_deadlines} deadlines missed: {_named(self.late)}"
 
 

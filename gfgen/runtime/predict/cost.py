@@ -22,7 +22,7 @@ from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
-from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.predict.profile_file import IN_BATCHES, Profile
 from gfgen.snapshot import Arrangement
 
 _ONE: Degrees = (1, 1, 1)
@@ -385,7 +385,8 @@ class CostModel:
         """Learn from a completed task that merged other LoRAs first."""
         usual = cost_class.measured.get((stage, degrees))
         if usual is None:
-            self.observe(cost_class, stage, degrees, max(0.0, duration_s - self.switch_s(cost_class)))
+            switch_s = self.switch_s(cost_class) / cost_class.batch
+            self.observe(cost_class, stage, degrees, max(0.0, duration_s - switch_s))
         else:
             switch_s = max(0.0, duration_s - usual.value) * cost_class.batch
             self._switches.setdefault(cost_class.model, Recent()).add(switch_s, switch_s)
@@ -470,7 +471,7 @@ class CostModel:
 
 
 def _kind(shape: str, batch: int) -> str:
-    return shape if batch == 1 else f"{shape} in batches of {batch}"
+    return shape if batch == 1 else f"{shape}{IN_BATCHES}{batch}"
 
 
 def _is_notable(seconds: float, before_s: float) -> bool:
