@@ -86,6 +86,7 @@ def test_a_run_leaves_times_of_steps_in_batches_apart_from_others_and_of_all_dec
     times = [known.task_s(known.class_of(job, batch=batch), Stage.DENOISE, ONE) for batch in (1, 2, 3)]
     assert times == [1.6, 1.0, 1.6]  # no batch of 3 was measured, so its jobs count as single ones
     other = known.cost_class(job.spec.model, "other", flops=job.flops, state_bytes=job.state_bytes)
+    known.observe(known.class_of(job, batch=4), Stage.DENOISE, ONE, 0.8)
     assert known.task_s(other, Stage.DENOISE, ONE) == 1.6, "batches say nothing about single jobs"
 
 

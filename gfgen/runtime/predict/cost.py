@@ -411,7 +411,7 @@ class CostModel:
                 measured.add(profiled.loaded_s, max(0.0, profiled.seconds - profiled.spread_s))
         measured.add(duration_s, duration_s if first_end_s is None else first_end_s)
         measured.samples.append(duration_s)
-        if profiled is not None and profiled.loaded_s > 0 and self._has_degrees(cost_class, stage, degrees):
+        if profiled is not None and self._shows_drift(cost_class, stage, degrees, profiled):
             drift = self._drifts.setdefault((cost_class.model, stage), _Mean())
             drift.add(duration_s / profiled.loaded_s)
         if duration_s > OVERHEAD_S and cost_class.flops[stage] > 0:
@@ -453,8 +453,13 @@ class CostModel:
         return cost_class.profiled[key]
 
     def _has_degrees(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
-        """Whether the profile has these degrees; otherwise a deviation may not be due to the machine."""
+        """Whether the profile has these degrees."""
         return self._table is not None and self._table.has_degrees(cost_class.model, stage, degrees)
+
+    def _shows_drift(self, cost_class: CostClass, stage: Stage, degrees: Degrees, profiled: Estimate) -> bool:
+        """Whether a deviation from the profile is due to the machine, and not to degrees or a batch."""
+        is_alike = cost_class.batch == 1 or profiled.provenance is Provenance.PROFILED
+        return is_alike and profiled.loaded_s > 0 and self._has_degrees(cost_class, stage, degrees)
 
     def _drift(self, model: str, stage: Stage) -> float:
         """The ratio of measured to profiled times; 1 until there is a measurement."""
