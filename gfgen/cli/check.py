@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -17,14 +17,17 @@ import click
 from gfgen.cli.run_files import STATUSES, KnownJobs, RunOptions, check_records, has_bar
 from gfgen.cli.shown.prediction import known_here, machine
 from gfgen.cluster.session import cluster_admission
-from gfgen.errors import InputError, Problem, listed
+from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.inputs import FileLine
 from gfgen.job.source import JobSource
 from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of, tell_of_rounding
 from gfgen.runtime.core.devices import CUDA
 from gfgen.runtime.core.memory_check import gpu_work_bytes, job_bytes
-from gfgen.runtime.predict.profile_file import check_profile
-from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.predict.profile_file import Profile, check_profile
+from gfgen.runtime.simulate.estimate import SeldomAsked, decides_first, estimate, everything_open
+from gfgen.runtime.simulate.planner import FULL_TASKS
+from gfgen.runtime.simulate.simulation import simulate
 from gfgen.session.admission import Admission, AdmittedSource, judge, warn_of_passed_deadlines
 from gfgen.session.ranks import Ranks
 from gfgen.system.timelimit import DecisionTimeout
@@ -131,7 +134,8 @@ class _Prediction:
         if not self.num_deadlines:
             return text
         if not self.late:
-            return f"{text}; all {counted(self.num_deadlines, 'deadline')} met"
+            due = "its deadline" if self.num_deadlines == 1 else f"all {self.num_deadlines:,} deadlines"
+            return f"{text}; {due} met"
         return f"{text}; {len(self.late)} of {self.num_deadlines} deadlines missed: {_named(self.late)}"
 
 
@@ -148,11 +152,8 @@ def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float)
         check_profile(profile, jobs, num_ranks=num_ranks)
     except InputError as error:
         return _Prediction(str(error))
-    snapshot = everything_open(
-        jobs, num_ranks=num_ranks, profile=profile, started_at=now, batch=options.batch
-    )
     try:
-        outcomes = estimate(jobs, snapshot, decides_first(options.policy, snapshot))
+        outcomes = _outcomes(jobs, options, profile, now=now)
     except DecisionTimeout as error:
         return _Prediction(str(error))
     if outcomes is None:
@@ -166,6 +167,26 @@ def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float)
         num_deadlines=len(due),
         timed_out=tuple(outcome.info.job_id for outcome in outcomes if outcome.status == "failed"),
     )
+
+
+def _outcomes(
+    jobs: Sequence[AdmittedJob], options: RunOptions, profile: Profile, *, now: float
+) -> Sequence[JobOutcome] | None:
+    """The predicted outcomes, the first to end first; None if the policy fails.
+
+    An estimate spreads the jobs of a batch over ranks, which matters if there are few batches.
+    """
+    policy, num_tasks = options.policy, sum(job.trajectory.num_tasks for job in jobs)
+    start: dict[str, Any] = {"profile": profile, "num_ranks": options.ranks.num_ranks, "started_at": now}
+    if options.batch == 1 or num_tasks > FULL_TASKS:
+        snapshot = everything_open(jobs, batch=options.batch, **start)
+        return estimate(jobs, snapshot, decides_first(policy, snapshot))
+    seldom = replace(policy, decide=SeldomAsked(policy.decide))
+    try:
+        run = simulate(jobs, policy=seldom, batch=options.batch, **start)
+    except RunError:
+        return None
+    return None if run.summary.policy_fault is not None else run.outcomes
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def allot(
     wanted: Callable[[JobView], int],
     chosen: Callable[[JobView, Layout], Task] = lambda job, _: job.next_task,
 ) -> list[Decision]:
-    """Start jobs of the queue while ranks are free, which some are, each on as many as it wants.
+    """Start jobs of the queue, each on as many ranks as it wants, until none of the free ranks is left.
 
     chosen: the task of a job on a layout, which may be its step without the transformer.
     """

@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 CPU_BYTES, GPU_BYTES = 4, 2
 """Of a parameter: fp32 on CPU ranks, bf16 on GPUs."""
 _SPARE = 10
-"""Copies leave one part in so many of a GPU free; with less, no graphs are recorded (recorder.py)."""
+"""Copies leave a tenth of a GPU free; with less, no graphs are recorded (recorder.py)."""
 _QUANTISING = 7
-"""Of the largest weight in bf16: what a GPU needs besides while a weight goes into 8 bits, at most
-(modulation.in_int8, in fp32)."""
+"""The most memory that a GPU needs to quantise a weight, as a multiple of the weight in bf16
+(modulation.in_int8 computes in fp32)."""
 
 Lora = tuple[str, str | None]
 """The hash of a LoRA, and the model that a job applies it to."""

@@ -12,7 +12,7 @@ from gfgen.cli.main import main
 from gfgen.graph import Stage
 from gfgen.runtime.core import admission
 from gfgen.runtime.files.lock import hold_folder
-from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
 from gfgen.runtime.simulate.comparison import ALL_TAGS
 
 JOBS = [
@@ -105,6 +105,16 @@ def test_a_batch_is_simulated_and_planned_where_a_run_would_have_one(gfgen, fold
         assert end_s(name, "--batch", "2") > 1.5 * end_s(name, "--batch", "1"), "all steps on one rank"
         _, _, err = gfgen(name, jobs, "--batch", "2", "--nodes", "2x2" if name == "plan" else "2")
         assert "--batch goes with one machine" in err
+
+    profile = load_profile(folder / "profile.json")
+    monkeypatch.setattr("gfgen.cli.check.known_here", lambda jobs, ranks: profile)
+
+    def checked_s(size):
+        code, out, _ = gfgen("check", jobs, "--batch", size, "--ranks", "2", "--device", "cpu", "--json")
+        assert code == 0
+        return json.loads(out)["prediction"]["seconds"]
+
+    assert checked_s("2") > 1.5 * checked_s("1")
     monkeypatch.setattr(admission, "BATCH_FAMILIES", ("wan",))
     for name in ("simulate", "plan", "check"):
         code, _, err = gfgen(name, jobs, "--batch", "2")

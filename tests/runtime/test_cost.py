@@ -106,6 +106,16 @@ def test_the_least_time_on_several_ranks_is_that_of_the_first_one_to_end():
     assert costs.expected_s(small, Stage.DECODE, (1, 2, 1)) == (0.5, 0.4)
 
 
+def test_a_step_of_a_batch_has_its_part_of_a_switch_of_loras():
+    costs = CostModel()
+    alone, batch = (costs.cost_class("m", "x", flops=small_flops(), state_bytes=1, batch=n) for n in (1, 4))
+    costs.observe(alone, Stage.DENOISE, ONE, 1.0)
+    costs.observe_switch(alone, Stage.DENOISE, ONE, 3.0)
+    costs.observe_switch(batch, Stage.DENOISE, ONE, 1.5)
+    assert costs.switch_s(batch) == 2.0
+    assert costs.task_s(batch, Stage.DENOISE, ONE) == 1.0
+
+
 def test_a_job_that_stays_moves_nothing():
     costs = CostModel()
     here, there = Layout.single(0), Layout.single(1)

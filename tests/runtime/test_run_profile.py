@@ -84,7 +84,18 @@ def test_a_run_leaves_times_of_steps_in_batches_apart_from_others_and_of_all_dec
     ]
     known = CostModel(found)
     times = [known.task_s(known.class_of(job, batch=batch), Stage.DENOISE, ONE) for batch in (1, 2, 3)]
-    assert times == [1.6, 1.0, pytest.approx(1.3)]  # of a batch of 3 nothing is known but the others
+    assert times == [1.6, 1.0, 1.6]  # no batch of 3 was measured, so its jobs count as single ones
+    other = known.cost_class(job.spec.model, "other", flops=job.flops, state_bytes=job.state_bytes)
+    known.observe(known.class_of(job, batch=4), Stage.DENOISE, ONE, 0.8)
+    assert known.task_s(other, Stage.DENOISE, ONE) == 1.6, "batches say nothing about single jobs"
+
+
+def test_a_profile_of_batches_alone_predicts_single_jobs():
+    costs, job = CostModel(), make_job("a")
+    costs.observe(costs.class_of(job, batch=2), Stage.DENOISE, ONE, 1.0)
+    keep(runs_path(), costs.classes)
+    known = CostModel(load_profile(runs_path()))
+    assert known.task_s(known.class_of(job), Stage.DENOISE, ONE) == 1.0
 
 
 def test_rows_are_bounded_and_the_oldest_go_first(monkeypatch):

@@ -79,7 +79,7 @@ def precision_of(asked: Sequence[str], checkpoint: Path) -> Precision:
 def tell_of_other_models(
     asked: Sequence[str], checkpoints: Collection[Path], *, option: str = PRECISION
 ) -> None:
-    """Log what an option says of other models than these."""
+    """Warn of values of an option that name none of these models."""
     for text in asked:
         model, _, _ = text.rpartition("=")
         if model and not any(_is_model(checkpoint, model) for checkpoint in checkpoints):

@@ -29,8 +29,8 @@ class StoredWeights:
     ) -> Iterator[tuple[str, Tensor]]:
         """Weights by name, in shape and dtype of those in `wanted`.
 
-        They are in host memory; random ones are on the device, where their values depend on it. Files in a
-        layout of their own are loaded as a whole meanwhile.
+        Weights of files are in host memory. Random ones are drawn on the device, since another device would
+        draw other values. A pickled or single file is loaded as a whole meanwhile.
 
         Raises: ModelError as `load_component`.
         """

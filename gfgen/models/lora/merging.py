@@ -43,7 +43,7 @@ from gfgen.models.lora.weights import QuantisedRows, original_weights
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 30
-"""Of pinned memory, of which torch takes a power of two for each tensor; weights in one block waste less."""
+"""Size of a block of pinned memory for several weights; torch rounds each allocation to a power of two."""
 _ALIGNMENT = 64
 
 

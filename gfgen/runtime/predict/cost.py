@@ -22,7 +22,7 @@ from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
-from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.predict.profile_file import IN_BATCHES, Profile
 from gfgen.snapshot import Arrangement
 
 _ONE: Degrees = (1, 1, 1)
@@ -385,7 +385,8 @@ class CostModel:
         """Learn from a completed task that merged other LoRAs first."""
         usual = cost_class.measured.get((stage, degrees))
         if usual is None:
-            self.observe(cost_class, stage, degrees, max(0.0, duration_s - self.switch_s(cost_class)))
+            switch_s = self.switch_s(cost_class) / cost_class.batch
+            self.observe(cost_class, stage, degrees, max(0.0, duration_s - switch_s))
         else:
             switch_s = max(0.0, duration_s - usual.value) * cost_class.batch
             self._switches.setdefault(cost_class.model, Recent()).add(switch_s, switch_s)
@@ -410,7 +411,7 @@ class CostModel:
                 measured.add(profiled.loaded_s, max(0.0, profiled.seconds - profiled.spread_s))
         measured.add(duration_s, duration_s if first_end_s is None else first_end_s)
         measured.samples.append(duration_s)
-        if profiled is not None and profiled.loaded_s > 0 and self._has_degrees(cost_class, stage, degrees):
+        if profiled is not None and self._shows_drift(cost_class, stage, degrees, profiled):
             drift = self._drifts.setdefault((cost_class.model, stage), _Mean())
             drift.add(duration_s / profiled.loaded_s)
         if duration_s > OVERHEAD_S and cost_class.flops[stage] > 0:
@@ -452,8 +453,13 @@ class CostModel:
         return cost_class.profiled[key]
 
     def _has_degrees(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
-        """Whether the profile has these degrees; otherwise a deviation may not be due to the machine."""
+        """Whether the profile has these degrees."""
         return self._table is not None and self._table.has_degrees(cost_class.model, stage, degrees)
+
+    def _shows_drift(self, cost_class: CostClass, stage: Stage, degrees: Degrees, profiled: Estimate) -> bool:
+        """Whether a deviation from the profile is due to the machine, and not to degrees or a batch."""
+        is_alike = cost_class.batch == 1 or profiled.provenance is Provenance.PROFILED
+        return is_alike and profiled.loaded_s > 0 and self._has_degrees(cost_class, stage, degrees)
 
     def _drift(self, model: str, stage: Stage) -> float:
         """The ratio of measured to profiled times; 1 until there is a measurement."""
@@ -470,7 +476,7 @@ class CostModel:
 
 
 def _kind(shape: str, batch: int) -> str:
-    return shape if batch == 1 else f"{shape} in batches of {batch}"
+    return shape if batch == 1 else f"{shape}{IN_BATCHES}{batch}"
 
 
 def _is_notable(seconds: float, before_s: float) -> bool:

@@ -4,7 +4,8 @@ Shapes between two profiled ones are interpolated over the work of a task: its f
 (attention and matrix products together; between two shapes a straight line is close to both), or the bytes of
 the job's state for stages without arithmetic. A shape below all profiled ones takes the same share of its
 time on one rank as the smallest profiled one. Missing degrees follow from existing ones by Amdahl's law, with
-the serial share that the table shows.
+the serial share that the table shows. Steps in batches stand for other tasks only where the step of a single
+job was not measured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from enum import IntEnum
 
 from gfgen.graph import Stage
 from gfgen.layout import Degrees
-from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import IN_BATCHES, Profile, ProfileRow
 
 _ONE: Degrees = (1, 1, 1)
 PARALLEL_EFFICIENCY = 0.9
@@ -72,7 +73,9 @@ class CostTable:
         self._exact = {(row.model, row.shape, row.stage, row.degrees): row for row in profile.rows}
         self._rows: dict[tuple[str, Stage], dict[Degrees, list[ProfileRow]]] = defaultdict(dict)
         for row in profile.rows:
-            self._rows[row.model, row.stage].setdefault(row.degrees, []).append(row)
+            single, is_in_batch, _ = row.shape.partition(IN_BATCHES)
+            if not (is_in_batch and self.has(row.model, single, row.stage, row.degrees)):
+                self._rows[row.model, row.stage].setdefault(row.degrees, []).append(row)
         self.models = profile.models
 
     def has(self, model: str, shape: str, stage: Stage, degrees: Degrees) -> bool:
@@ -85,6 +88,8 @@ class CostTable:
 
     def task(self, model: str, shape: str, stage: Stage, degrees: Degrees, work: TaskWork) -> Estimate | None:
         """The duration of a task; None if no similar task was measured."""
+        if (row := self._exact.get((model, shape, stage, degrees))) is not None:
+            return Estimate(row.seconds, _loaded_s(row), Provenance.PROFILED, row.spread_s)
         by_degrees = self._rows.get((model, stage))
         if not by_degrees:
             return None

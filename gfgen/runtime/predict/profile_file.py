@@ -35,6 +35,8 @@ MAX_SECONDS = 1e6
 """Limit for one task: more than a week is not a measurement."""
 _MAX_NAMED = 3
 """Limit for models or shapes in one line."""
+IN_BATCHES = " in batches of "
+"""Before the number of jobs, at the end of a row's shape, for steps that jobs share."""
 
 
 @dataclass(frozen=True, slots=True)

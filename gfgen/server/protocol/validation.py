@@ -63,6 +63,8 @@ def _flat(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def invalid(errors: Sequence[Any], fields: Iterable[str], *, is_body: bool) -> ApiError:
     texts, param = [], None
+    told = {error["loc"][:1] for error in errors if error["type"] == "job_field"}
+    errors = [each for each in errors if each["type"] != "literal_error" or each["loc"][:1] not in told]
     for error in errors[:MAX_SHOWN]:
         place = [
             str(part) for part in error["loc"] if is_body or part not in ("query", "path", "body", "header")
