@@ -86,9 +86,10 @@ function showPolicy({ policy, deciding, reason, available }) {
 
 byId("policy").addEventListener("change", async (event) => {
   const select = event.target;
+  const policy = select.value; // the next state may set it back before the answer is there
   try {
-    await ask("POST", "/v1/policy", { json: { policy: select.value } });
-    say(`The policy is ${select.value}`);
+    await ask("POST", "/v1/policy", { json: { policy } });
+    say(`The policy is ${policy}`);
   } catch (problem) {
     select.value = live.state.policy.policy;
     warn(`The policy did not change: ${problem.message}`);
