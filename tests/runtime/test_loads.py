@@ -85,6 +85,20 @@ def test_a_rank_is_not_spared_for_ever_while_another_one_is_long_in_loading():
     assert not is_to_blame(models, 1, num_ranks=3)
 
 
+def test_a_rank_that_has_tried_a_model_again_waits_for_those_that_have_not():
+    models = held("qwen", "wan")
+    is_to_blame(models, 0)
+    assert not models.awaits_others(0, loading=[1])
+    is_to_blame(models, 0)
+    assert models.awaits_others(0, loading=[1])
+    assert not models.awaits_others(0, loading=[0]), "nobody else will try"
+    is_to_blame(models, 1, num_ranks=3)
+    assert not models.awaits_others(0, loading=[1])
+    assert models.awaits_others(0, loading=[1, 2])
+    models.succeeded(2)
+    assert not models.awaits_others(0, loading=[1])
+
+
 def two_ranks(*checkpoints: Path, are_all_needed: bool = False) -> WorkerPool:
     """Whose workers load a model as its name says."""
     settings = RankSettings(num_ranks=2, are_all_needed=are_all_needed)
@@ -145,6 +159,25 @@ def test_a_model_that_no_rank_can_load_is_told_and_costs_no_rank(
         found += events_until(backend, RankReady)
     backend.load({"good": tmp_path / "good", "other": tmp_path / "other"}, load_s=1.0)
     found += events_until(backend, RankLoaded, 2)
+    assert not any(event.is_retired for event in found if isinstance(event, RankLost))
+
+
+def test_a_rank_that_cannot_load_a_model_is_kept_while_another_one_is_long_at_its_task(
+    backend: ProcessBackend, tmp_path: Path
+) -> None:
+    events_until(backend, RankReady, 2)
+    busy = backend._pool.workers[1].process.pid
+    assert busy is not None
+    os.kill(busy, signal.SIGSTOP)
+    backend.load({"good": tmp_path / "good", "bad": tmp_path / "broken"}, load_s=1.0)
+    found = events_until(backend, RankLost, 2)
+    for _ in range(4):  # nothing happens
+        found += backend.wait(until=None)
+    os.kill(busy, signal.SIGCONT)
+    found += events_until(backend, LoadFailed)
+    while not all(worker.has_joined for worker in backend._pool.workers):
+        found += events_until(backend, RankReady)
+    assert [event.rank for event in found if isinstance(event, RankLost)] == [0, 0, 1]
     assert not any(event.is_retired for event in found if isinstance(event, RankLost))
 
 

@@ -161,7 +161,7 @@ class Arenas:
 
 def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
     pool: Any = WorkerPool.__new__(WorkerPool)
-    pool.workers, pool.writers, pool._left_out = list(ranks), [], set()
+    pool.workers, pool.writers, pool._left_out, pool._waiting = list(ranks), [], set(), set()
     pool.settings = RankSettings(num_ranks=len(ranks), are_all_needed=are_all_needed)
     pool.models, pool.patience, pool.islands = HeldModels([]), Patience(), [range(len(ranks))]
     pool.meeting = Meeting(Arenas(), pool.workers, pool.islands)  # type: ignore[arg-type]

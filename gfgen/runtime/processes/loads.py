@@ -2,7 +2,8 @@
 
 A worker that fails to load, or dies in it, is replaced; a new process may succeed. It is the model's fault
 when no rank has succeeded and one of them has tried again. Then its jobs fail, and all others go on. Until
-that is known, ranks are not blamed for these deaths, a few times each: others may take long to load.
+that is known, ranks are not blamed for these deaths, and one that has tried again waits for the others, which
+may be at an earlier task or take long to load.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from gfgen.models.geometry.weight_files import weights_mark
 MAX_FAILURES = 2
 """Of one rank, at one model."""
 MAX_SPARED = 4
-"""Failures of one rank at one model that it is not blamed for. Each costs a start, and the next one follows
-at once."""
+"""Failures of one rank at one model that it is not blamed for. Each costs a start."""
 
 
 class HeldModels:
@@ -29,6 +29,8 @@ class HeldModels:
         self.unloadable: dict[str, str] = {}
         """Checkpoints that no rank could load, and why."""
         self._weights_marks = {path: weights_mark(path) for path in checkpoints}
+        self._holders: set[int] = set()
+        """Ranks that hold all models."""
         self.judge(is_changing=False)
 
     def weights_mark(self, checkpoint: Path) -> str:
@@ -40,6 +42,7 @@ class HeldModels:
     def change(self, checkpoints: Iterable[Path]) -> None:
         """Ranks are to hold these models and no others; those that failed are tried again."""
         self.checkpoints = tuple(sorted(set(map(str, checkpoints))))
+        self._holders.clear()
         self.judge(is_changing=True)
         for path in self.checkpoints:
             self.unloadable.pop(path, None)
@@ -51,8 +54,6 @@ class HeldModels:
         self._is_changing = is_changing
         self._failures: dict[str, Counter[int]] = {}
         """By checkpoint: the failures of ranks that have not loaded it since then."""
-        self._holders: set[int] = set()
-        """Ranks that hold all models."""
 
     def succeeded(self, rank: int) -> None:
         """A rank holds all models."""
@@ -75,3 +76,12 @@ class HeldModels:
             self.checkpoints = tuple([path for path in self.checkpoints if path != loading])
             self.unloadable[loading] = reason
         return loading in self.checkpoints and (bool(self._holders) or failures[rank] > MAX_SPARED)
+
+    def awaits_others(self, rank: int, *, loading: Iterable[int]) -> bool:
+        """Whether a rank that has tried a model again may start when others, which are `loading`, have tried
+        it."""
+        tried = [each for path, each in self._failures.items() if path in self.checkpoints]
+        others = [each for each in loading if each != rank]
+        return not self._holders and any(
+            each[rank] >= MAX_FAILURES and not all(each[other] for other in others) for each in tried
+        )

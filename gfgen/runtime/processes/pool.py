@@ -21,7 +21,7 @@ from gfgen.runtime.ipc.arenas import RankArenas
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import ModelsSet, PeerReplaced, SetModels, WarmUp, WorkerReady
 from gfgen.runtime.ipc.settings import RankSettings
-from gfgen.runtime.processes.child import GONE, Child, Lost, Phase, RankProcess, WriterProcess
+from gfgen.runtime.processes.child import GONE, STARTS, Child, Lost, Phase, RankProcess, WriterProcess
 from gfgen.runtime.processes.launcher import Launcher
 from gfgen.runtime.processes.loads import HeldModels
 from gfgen.runtime.processes.meeting import Meeting
@@ -103,6 +103,8 @@ class WorkerPool:
         """The run is about to end: no rank is replaced."""
         self._left_out: set[int] = set()
         """Ranks that were not replaced for that reason."""
+        self._waiting: set[int] = set()
+        """Ranks whose process has ended, and that start when others have tried to load a model."""
         if num_writers is None:
             num_ranks, num_cores = settings.num_ranks, len(os.sched_getaffinity(0))
             is_many = settings.are_on_gpus
@@ -135,7 +137,7 @@ class WorkerPool:
     @property
     def retired(self) -> set[int]:
         """Ranks without a successor: they died too often, or their process does not end."""
-        return {worker.rank for worker in self.workers if worker.phase in GONE}
+        return {worker.rank for worker in self.workers if worker.phase in GONE} - self._waiting
 
     @property
     def incarnations(self) -> tuple[int, ...]:
@@ -170,6 +172,7 @@ class WorkerPool:
             pause_s = 0.0 if writer.has_started else WRITER_PAUSE_S
             if writer.phase in GONE and self.clock.now_s >= writer.since_s + pause_s:
                 self.writers[idx] = self._start_writer(idx)
+        self._start_waiting()
         for worker in self.meeting.introduce():
             for became in worker.join(self.steps_at_hand()):
                 yield worker, became
@@ -199,6 +202,7 @@ class WorkerPool:
         """Ranks start, also those that nobody replaced because a run was about to end."""
         self.models.judge(is_changing=True)
         self.is_stopping = False
+        self._start_waiting()
         for rank in self._left_out & self.retired:
             self.replace_worker(rank, is_to_blame=False)
         self._left_out.clear()
@@ -215,6 +219,14 @@ class WorkerPool:
         steps = self.steps_at_hand()
         for worker in self.living:
             worker.load(SetModels(self.models.checkpoints), steps)
+
+    def _start_waiting(self) -> None:
+        """Start the ranks that have waited for others to load, if these are done."""
+        loading = [worker.rank for worker in self.living if worker.phase in STARTS or worker.is_to_load]
+        for rank in sorted(self._waiting):
+            if not (self.is_stopping or self.models.awaits_others(rank, loading=loading)):
+                self._waiting.remove(rank)
+                self.replace_worker(rank, is_to_blame=False)
 
     def _start_worker(self, rank: int, *, incarnation: int) -> RankProcess:
         started = self._launcher.start_worker(rank, self.models.checkpoints)
@@ -249,10 +261,13 @@ class WorkerPool:
         ranks = {child.rank, *(each.rank for each in self.living)}
         why = f"{child.name}: {reason}"
         is_to_blame = self.models.lost(child.rank, why, loading=child.loading, ranks=ranks)
-        if not self.is_stopping:
+        if self.is_stopping:
+            if child.phase is not Phase.STUCK:
+                self._left_out.add(child.rank)
+        elif is_to_blame or child.phase is Phase.STUCK:
             self.replace_worker(child.rank, is_to_blame=child.is_to_blame and is_to_blame)
-        elif child.phase is not Phase.STUCK:
-            self._left_out.add(child.rank)
+        else:
+            self._waiting.add(child.rank)
         yield child, Lost(reason, is_retired=child.rank in self.retired)
 
     def _bury(self, child: Child) -> str:

@@ -116,7 +116,8 @@ class ProcessBackend:
             worker.jobs.clear()
             if worker.phase in GONE:
                 why = "it was given up before the run began"
-                self._pending.append(RankLost(now_s, worker.rank, worker.incarnation, why, is_retired=True))
+                lost = RankLost(now_s, worker.rank, worker.incarnation, why, worker.rank in pool.retired)
+                self._pending.append(lost)
                 continue
             worker.tell(Reset())
             worker.heard_s = pool.clock.now_s  # between runs it is not asked to send anything
