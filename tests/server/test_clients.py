@@ -285,6 +285,9 @@ def test_vllm_omni_chat_image_to_image(server):
 def test_a_conversation_without_a_prompt_is_refused(server, fields, param):
     answer = server.http.post("/v1/chat/completions", json=fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    if param == "stream":
+        text = "stream: only false; /v1/images/generations streams pictures"
+        assert answer.json()["error"]["message"] == text
 
 
 @pytest.mark.parametrize(

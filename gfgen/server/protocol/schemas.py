@@ -90,11 +90,6 @@ Unused = Annotated[Any, Field(description="Accepted and ignored.", exclude=True)
 """A field of OpenAI's API without a meaning here; `model_dump` leaves it out."""
 
 
-NoStream = Annotated[
-    Literal[False] | None, Field(description="Only false: streaming is not supported.", exclude=True)
-]
-
-
 class ResponseModel(BaseModel):
     """Base of response bodies."""
 
@@ -442,7 +437,7 @@ class ChatRequest(PictureRequest):
     """POST /v1/chat/completions: the last message of the user has the prompt and perhaps a picture."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
-    stream: NoStream = None
+    stream: Literal[False] | None = Field(None, exclude=True, description="Only false is accepted.")
     partial_images: Unused = None
     modalities: Unused = None
     response_format: Unused = None
@@ -450,6 +445,13 @@ class ChatRequest(PictureRequest):
     max_completion_tokens: Unused = None
     temperature: Unused = None
     top_p: Unused = None
+
+    @field_validator("stream", mode="before")
+    @classmethod
+    def _is_not_streamed(cls, value: object) -> object:
+        if value is True:
+            raise PydanticCustomError("no_stream", "only false; /v1/images/generations streams pictures")
+        return value
 
     @property
     def prompt(self) -> str:
