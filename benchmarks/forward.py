@@ -56,6 +56,11 @@ OURS = {
     "ours": ForwardKind(is_ours=True),
     "ours-graph": ForwardKind(is_ours=True, in_graph=True),
 }
+FP8 = {
+    "ours-fp8": ForwardKind(is_ours=True, in_graph=True, precision="fp8"),
+    "ours-fp8-attention": ForwardKind(is_ours=True, in_graph=True, precision="fp8 and attention"),
+}
+"""Not exact, so these do not count as the best of ours."""
 BOTH = {
     "both-in-turn": ForwardKind(is_ours=True, in_graph=True, branches="in turn"),
     "both-in-batch": ForwardKind(is_ours=True, in_graph=True, branches="in batch"),
@@ -110,7 +115,7 @@ def cells_of(*, num_gpus: int, only: Sequence[str] = ()) -> list[ForwardCell]:
         for way, kind in UNEVEN.items():
             found += [ForwardCell(shape, degree, way, kind) for shape in shapes if shape.num_tokens % degree]
     for degree, model in itertools.product(degrees, (WAN, QWEN)):
-        for way, kind in (OURS | BOTH).items():
+        for way, kind in (OURS | BOTH | FP8).items():
             if way != ON_HALVES or degree % 2 == 0:
                 found += [ForwardCell(shape, degree, way, kind) for shape in SHAPES if shape.model == model]
     chosen = [cell for cell in found if not only or any(fnmatch.fnmatch(cell.name, each) for each in only)]
@@ -182,12 +187,13 @@ def table_of(results: Sequence[MeasuredForward], *, device: str, command: str) -
         "parallelism (Ulysses over NCCL; uneven: with `ulysses_anything`); compiled: "
         "`compile_repeated_blocks(dynamic=False)`. ours: fused blocks, nothing compiled; ours-graph: in a "
         "CUDA graph. One timestep for all tokens, for diffusers too, but where an image is given: there "
-        "tokens of the first frame have another one. x: best of diffusers over best of ours.\n"
+        "tokens of the first frame have another one. x: best of diffusers over best of ours in bf16. "
+        "ours-fp8: products of the blocks in fp8; ours-fp8-attention: attention and its exchanges, too.\n"
     )
     alone = [each for each in results if each.cell.way not in BOTH]
     for degree in sorted({each.cell.degree for each in alone}):
         rows = [each for each in alone if each.cell.degree == degree]
-        yield from _rows_of(rows, degree, (*THEIRS, *UNEVEN, *OURS), "x", _gain)
+        yield from _rows_of(rows, degree, (*THEIRS, *UNEVEN, *OURS, *FP8), "x", _gain)
     both = [each for each in results if each.cell.way in BOTH]
     if both:
         yield (
@@ -319,7 +325,7 @@ def _best(
         each.ms
         for each in results
         if each.ms is not None
-        and each.cell.way not in BOTH
+        and each.cell.way not in BOTH | FP8
         and (each.cell.shape, each.cell.degree, each.cell.kind.is_ours) == (shape, degree, is_ours)
     ]
     return min(found, default=None)
@@ -336,8 +342,8 @@ def main(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, outp
     """One forward of full-size Wan2.2-5B and Qwen-Image, compared with diffusers, on 1, 2 and 4 GPUs.
 
     A cell is SHAPE/GPUS/WAY, as in wan-832x480x49/4/ours-graph; the ways are diffusers,
-    diffusers-compiled, diffusers-uneven, diffusers-uneven-compiled, ours, ours-graph; and for both branches
-    of guidance both-in-turn, both-in-batch, both-on-halves.
+    diffusers-compiled, diffusers-uneven, diffusers-uneven-compiled, ours, ours-graph, ours-fp8,
+    ours-fp8-attention; and for both branches of guidance both-in-turn, both-in-batch, both-on-halves.
     """
     from gfgen.gfc.cuda.driver import driver
 

@@ -336,7 +336,8 @@ def measure_quality(count: int, device: str, ways: Sequence[str]) -> None:
             if way != "fp32":
                 transformer = parts.transformer.bfloat16()
                 install(transformer)
-                fuse(transformer, fp8_on=torch.device(device) if way == "fp8" else None)
+                fp8_on = torch.device(device) if way.startswith("fp8") else None
+                fuse(transformer, fp8_on=fp8_on, attends_in_fp8=way == "fp8-attention")
                 transformer.forward = functools.partial(_in_bf16, transformer.forward)
             began_s = time.perf_counter()
             figures = evaluate(parts, asked, Recipe(), each=supply.each)
@@ -364,7 +365,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=(WAN, QWEN))
     parser.add_argument("--shapes", type=int, default=3, help="Of each model, for torchao.")
     parser.add_argument("--by-kernel", action="store_true", help="Speed: also by kind of kernel.")
-    parser.add_argument("--way", action="append", help="Of quality. [fp32, bf16, fp8]")
+    parser.add_argument("--way", action="append", help="Of quality. [fp32, bf16, fp8, fp8-attention]")
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
     device = "cpu" if arguments.small else "cuda"
@@ -378,7 +379,7 @@ def main() -> None:
                     measure_speed(model, device, is_small=arguments.small, has_kernels=arguments.by_kernel)
                     free_memory(device)
             elif part == "quality":
-                ways = arguments.way or ("fp32", "bf16", "fp8")
+                ways = arguments.way or ("fp32", "bf16", "fp8", "fp8-attention")
                 measure_quality(4 if arguments.small else 500, device, ways)
             elif part == "torchao" and device == "cuda":
                 for model in models:

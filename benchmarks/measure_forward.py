@@ -49,6 +49,7 @@ Groups = Callable[[], CudaGroup | None]
 
 
 Branches = Literal["one", "in turn", "in batch"]
+Precision = Literal["bf16", "fp8", "fp8 and attention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class ForwardKind:
     """diffusers' context parallelism with uneven shards (`ulysses_anything`)."""
     branches: Branches = "one"
     """Of guidance; on a layout of two halves "in turn" is on each its own."""
+    precision: Precision = "bf16"
+    """Of the blocks' products; with attention, ranks exchange queries, keys and values in fp8, too."""
 
 
 @torch.no_grad()
@@ -191,7 +194,7 @@ _KEPT: dict[object, Any] = {}
 
 
 def _transformer(model: str, kind: ForwardKind, degree: int, device: str) -> Any:
-    key = (model, kind.is_ours, kind.is_compiled, kind.takes_anything, degree)
+    key = (model, kind.is_ours, kind.is_compiled, kind.takes_anything, kind.precision, degree)
     if key not in _KEPT:
         _KEPT.clear()
         gc.collect()
@@ -207,7 +210,8 @@ def _made(model: str, kind: ForwardKind, degree: int, device: str) -> Any:
     transformer = random_component(CONFIGS / model, "transformer", device=device, dtype=torch.bfloat16)
     if kind.is_ours:
         install(transformer)
-        fuse(transformer)
+        fp8_on = None if kind.precision == "bf16" else torch.device(device)
+        fuse(transformer, fp8_on=fp8_on, attends_in_fp8=kind.precision == "fp8 and attention")
         return transformer
     if degree > 1:
         config = ContextParallelConfig(ulysses_degree=degree, ulysses_anything=kind.takes_anything)

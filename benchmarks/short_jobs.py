@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 
 from gfgen.models.families.pictures import to_uint8
 from gfgen.models.geometry.model import CONFIGS
-from gfgen.models.geometry.weights import component_dtypes
+from gfgen.models.geometry.weights import VAE_DTYPES, component_dtypes
 from gfgen.models.loading.random_weights import random_pipeline
 
 STEPS, RANK, NUM_LORAS = 4, 32, 4
@@ -69,6 +69,8 @@ class Case:
     frames: int
     num_jobs: int
     device: str
+    vae_dtype: str
+    num_prompts: int
     folder: Path
 
     @property
@@ -76,8 +78,8 @@ class Case:
         return self.frames == 1
 
     def prompt(self, idx: int) -> str:
-        """One of four, each of another length: compiled blocks compile each length anew."""
-        words = 6 + 14 * (idx % NUM_LORAS)
+        """One of some, each of another length: compiled blocks compile each length anew."""
+        words = 6 + 14 * (idx % self.num_prompts)
         return " ".join(WORDS[word % len(WORDS)] for word in range(words))
 
     def lora(self, idx: int) -> Path:
@@ -105,7 +107,7 @@ class Diffusers:
             CONFIGS / case.model,
             device=case.device,
             dtype=self._dtype,
-            dtypes=component_dtypes(index["_class_name"], "auto"),
+            dtypes=component_dtypes(index["_class_name"], case.vae_dtype),
         )
         self.pipeline.set_progress_bar_config(disable=True)
         self.pipeline.vae.decode = self._timed("decode", self.pipeline.vae.decode)
@@ -132,7 +134,7 @@ class Diffusers:
         switch = self._fused() if side == "fused" else self._unmerged()
         began_s = time.perf_counter()
         self.pipeline.transformer.compile_repeated_blocks(dynamic=False)
-        for idx in range(NUM_LORAS):  # each may be compiled once more
+        for idx in range(max(NUM_LORAS, self._case.num_prompts)):  # each may be compiled once more
             switch(idx)
             self._call(idx, output_type="latent", steps=1)
         first_s = self._now() - began_s
@@ -229,6 +231,7 @@ def by_gfgen(case: Case) -> Measured:
         for idx in range(case.num_jobs):
             file.write(json.dumps(_job(case, idx)) + "\n")
     command = f"-m gfgen run {lines} --random-weights --ranks 1 --device {case.device} --trace {trace} -q"
+    command += f" --vae-dtype {case.vae_dtype}"
     subprocess.run([sys.executable, *command.split(), "-o", str(case.folder / "out")], check=True)
     return from_trace(json.loads(trace.read_text()))
 
@@ -287,6 +290,8 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--vae-dtype", choices=VAE_DTYPES, default="auto")
+    parser.add_argument("--prompts", type=int, default=NUM_LORAS, help="of as many lengths")
     parser.add_argument("--sides", default=",".join(SIDES), help="in this order")
     options = parser.parse_args()
     width, height = map(int, options.size.split("x"))
@@ -294,7 +299,17 @@ def main() -> None:
     print(f"{options.model} {options.size}, {options.frames} frames, {options.jobs} jobs of {STEPS} steps")
     print(f"| | {' | '.join(('s per job', *STAGES))} |\n|---|{'---|' * (len(STAGES) + 1)}")
     with tempfile.TemporaryDirectory() as folder:
-        case = Case(options.model, width, height, options.frames, options.jobs, options.device, Path(folder))
+        case = Case(
+            options.model,
+            width,
+            height,
+            options.frames,
+            options.jobs,
+            options.device,
+            options.vae_dtype,
+            options.prompts,
+            Path(folder),
+        )
         for side, measured in _measured(case, options.sides.split(",")):
             shares = [f"{measured.stages[stage] / measured.total_s:.1%}" for stage in STAGES]
             each = f"{measured.total_s / case.num_jobs:.3f}"

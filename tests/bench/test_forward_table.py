@@ -17,7 +17,7 @@ from gfgen.errors import InputError, WorkerError
 
 def test_every_shape_is_measured_in_every_way_on_every_number_of_gpus():
     cells = cells_of(num_gpus=4)
-    assert len({cell.name for cell in cells}) == len(cells) == 3 * 8 * (2 + 2) + 2 * 2 + 8 * (3 * 2 + 2)
+    assert len({cell.name for cell in cells}) == len(cells) == 3 * 8 * (2 + 2 + 2) + 2 * 2 + 8 * (3 * 2 + 2)
     assert {cell.degree for cell in cells_of(num_gpus=3)} == {1, 2}
 
 
@@ -38,9 +38,9 @@ def test_each_transformer_is_made_once_in_a_process():
 
 
 def test_patterns_choose_cells():
-    names = [cell.name for cell in cells_of(num_gpus=4, only=["qwen-512*/2/ours*", "*/4/diffusers"])]
-    assert names[:3] == ["qwen-512x512/2/ours", "qwen-512x512/2/ours-graph", "wan-832x480x49/4/diffusers"]
-    assert names[2:] == [f"{shape.name}/4/diffusers" for shape in SHAPES]
+    names = [cell.name for cell in cells_of(num_gpus=4, only=["qwen-512*/2/ours*p*", "*/4/diffusers"])]
+    assert names[:3] == [f"qwen-512x512/2/ours-{way}" for way in ("graph", "fp8", "fp8-attention")]
+    assert names[3:] == [f"{shape.name}/4/diffusers" for shape in SHAPES]
 
 
 def test_uneven_shards_are_measured_where_diffusers_refuses_them_otherwise():

@@ -96,6 +96,42 @@ def test_a_layer_is_the_product_of_what_it_stores(device: str, length: int) -> N
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("has_bias", [False, True])
+@torch.no_grad()
+def test_a_product_that_cublas_has_only_with_one_scale_is_scaled_afterwards(
+    device: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = torch.nn.Linear(64, 48, bias=has_bias, dtype=torch.bfloat16, device=device)
+    layer, x = Fp8Linear(plain), random(1, 9, 64, seed=1).to(device, torch.bfloat16)
+    usual, product = layer(x), torch._scaled_mm
+    refused: list[torch.Size] = []
+
+    def with_one_scale(
+        a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, *others: Any, **options: Any
+    ) -> Any:
+        if scale.numel() > 1:
+            refused.append(a.shape)
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling ...")
+        return product(a, b, scale, *others, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", with_one_scale)
+    for _ in range(2):
+        torch.testing.assert_close(layer(x), usual, rtol=0.008, atol=1e-3)
+    assert refused == [(9, 64)], "each size is tried once"
+
+
+@pytest.mark.parametrize("device", [GPU])
+@pytest.mark.parametrize(("inner", "outer"), [(3072, 9216), (12288, 3072), (14336, 3072)])
+@torch.no_grad()
+def test_layers_of_full_size_take_any_number_of_rows(device: str, inner: int, outer: int) -> None:
+    plain = torch.nn.Linear(inner, outer, dtype=torch.bfloat16, device=device)
+    layer = Fp8Linear(plain)
+    for num_rows in (1, 7, 16, 32, 33, 64, 127, 128, 200, 256, 257):
+        x = random(1, num_rows, inner, seed=1).to(device, torch.bfloat16)
+        assert distance(layer(x).float(), plain(x).float()) < FP8_ERROR
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @torch.no_grad()
 def test_modulation_in_int8_is_closer_than_fp8(device: str) -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}

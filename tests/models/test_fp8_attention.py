@@ -27,6 +27,8 @@ from gfgen.models.parallel.parallel import parallel_from
 from gfgen.models.parallel.sequence_parallel import active
 
 FP8_ERROR = 0.06
+CUDNN_ERROR = 0.07
+"""cuDNN rounds the weights of keys to fp8, too."""
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
@@ -63,7 +65,7 @@ def test_attention_in_fp8_is_as_far_as_its_numbers_are(
     result = from_fp8(found, torch.float32, scale=VALUE_SCALE)[:, :num_tokens]
     q, k, v = (x[:, :num_tokens].transpose(1, 2) for x in (q, k, v))
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-    assert 1e-3 < distance(result, wanted) < FP8_ERROR
+    assert 1e-3 < distance(result, wanted) < (FP8_ERROR if device == "cpu" else CUDNN_ERROR)
     assert found[:, num_tokens or 100 :].float().eq(0).all()
 
 

@@ -81,22 +81,35 @@ class Fp8Linear(nn.Module):
         self.register_buffer("scales", rows.scales.view(1, -1))
         self.bias = layer.bias
         self.dtype = layer.weight.dtype
+        self._refused: set[int] = set()
+        """Numbers of rows for which cuBLAS has no product with a scale for each row. Seen on H100s with
+        PyTorch 2.11 for few rows and many inputs, as in pytorch/ao issue 4582."""
 
     def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         rows = x if isinstance(x, Fp8Rows) else to_fp8(x)
         shape, features = rows.values.shape, self.weight.shape[0]
         if not rows.values.numel():
             return self.scales.new_empty((*shape[:-1], features), dtype=self.dtype)
-        result = torch._scaled_mm(
-            rows.values.view(-1, shape[-1]),
-            self.weight.t(),
-            rows.scales,
-            self.scales,
-            bias=self.bias,
-            out_dtype=self.dtype,
-            use_fast_accum=True,
+        values = rows.values.view(-1, shape[-1])
+        if len(values) not in self._refused:
+            try:
+                result = self._product(values, rows.scales, self.scales, self.bias, self.dtype)
+                return result.view(*shape[:-1], features)
+            except RuntimeError as error:
+                if "CUBLAS_STATUS_NOT_SUPPORTED" not in str(error):
+                    raise
+                self._refused.add(len(values))
+        one = self.scales.new_ones(())
+        result = self._product(values, one, one, None, torch.float32) * rows.scales * self.scales
+        result = result if self.bias is None else result + self.bias
+        return result.to(self.dtype).view(*shape[:-1], features)
+
+    def _product(
+        self, values: Tensor, row_scales: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        return torch._scaled_mm(
+            values, self.weight.t(), row_scales, scales, bias=bias, out_dtype=dtype, use_fast_accum=True
         )
-        return result.view(*shape[:-1], features)
 
 
 class Fp8Gelu(nn.Module):
