@@ -60,8 +60,8 @@ from gfgen.server.jobs.webhooks import secret_bytes
 from gfgen.server.protocol.keys import check_key, read_keys
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
-from gfgen.server.protocol.schemas import ServedModel
 from gfgen.server.protocol.served_model import served_model
+from gfgen.server.protocol.server_schemas import ServedModel
 from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.packages import SERVING, check_packages
 from gfgen.session.session import Arrivals, Session, SessionOptions

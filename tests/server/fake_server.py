@@ -22,7 +22,7 @@ from gfgen.server.http import routes_server
 from gfgen.server.http.app import install_errors
 from gfgen.server.http.guard import COOKIE, RequestGuard
 from gfgen.server.http.keys import ApiKeys
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import batch_schemas, schemas, server_schemas
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.problems import ApiError
 
@@ -42,7 +42,7 @@ class RequestedJob:
 class FakeServer:
     """Serves on a thread of its own; what tests call here may be called from anywhere."""
 
-    def __init__(self, state: schemas.LiveState, *, api_key: str | None = None) -> None:
+    def __init__(self, state: server_schemas.LiveState, *, api_key: str | None = None) -> None:
         self.state = state
         self.accepted: schemas.Job | None = None
         self.refusal: ApiError | None = None
@@ -82,7 +82,7 @@ class FakeServer:
 
     def tell(self, **values: Any) -> None:
         """Send a change; fields that are not given are not in it."""
-        change = schemas.Change(server_time=time.time(), **values)
+        change = server_schemas.Change(server_time=time.time(), **values)
         self._put(_event("change", change.model_dump_json(include=change.model_fields_set)))
 
     def restate(self) -> None:
@@ -175,8 +175,8 @@ class FakeServer:
             lines = (await file.read()).decode().splitlines()
         if self.refusal is not None:
             raise self.refusal
-        counts = schemas.RequestCounts(total=len(lines), completed=0, failed=0, cancelled=0)
-        answer = schemas.Batch(
+        counts = batch_schemas.RequestCounts(total=len(lines), completed=0, failed=0, cancelled=0)
+        answer = batch_schemas.Batch(
             id="batch_1", status="in_progress", created_at=1, request_counts=counts, manifest_url=""
         )
         return Response(answer.model_dump_json(), media_type="application/json")

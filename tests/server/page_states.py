@@ -9,22 +9,22 @@ from typing import Any
 
 from PIL import Image
 
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import schemas, server_schemas
 
 MODELS = [
-    schemas.ServedModel(
+    server_schemas.ServedModel(
         id="tiny-wan",
         created=1,
         kind="video",
         takes_image="yes",
-        defaults=schemas.Defaults(size="128x128", frames=17, fps=8, steps=8, guidance_scale=5.0),
+        defaults=server_schemas.Defaults(size="128x128", frames=17, fps=8, steps=8, guidance_scale=5.0),
     ),
-    schemas.ServedModel(
+    server_schemas.ServedModel(
         id="tiny-qwen-image",
         created=1,
         kind="image",
         takes_image="no",
-        defaults=schemas.Defaults(size="256x256", steps=10, true_cfg_scale=4.0),
+        defaults=server_schemas.Defaults(size="256x256", steps=10, true_cfg_scale=4.0),
     ),
 ]
 
@@ -85,11 +85,11 @@ def bar(
     end: float | None = None,
     ranks: Sequence[int] = (),
     **values: Any,
-) -> schemas.TimelineBar:
+) -> server_schemas.TimelineBar:
     """A bar; `begin` and `end` are seconds from now."""
     now = time.time()
     fields: dict[str, Any] = {"stage": "denoise", "first_step": 0, "last_step": 3}
-    return schemas.TimelineBar(
+    return server_schemas.TimelineBar(
         key=f"{job_id}-{rank}-{begin}",
         rank=rank,
         job_id=job_id,
@@ -100,11 +100,13 @@ def bar(
     )
 
 
-def rank(number: int, job_id: str | None = None, *, ranks: Sequence[int] = (), **values: Any) -> schemas.Rank:
+def rank(
+    number: int, job_id: str | None = None, *, ranks: Sequence[int] = (), **values: Any
+) -> server_schemas.Rank:
     now = time.time()
     task = None
     if job_id is not None:
-        task = schemas.RankTask(
+        task = server_schemas.RankTask(
             job_id=job_id,
             stage="denoise",
             step=3,
@@ -114,10 +116,10 @@ def rank(number: int, job_id: str | None = None, *, ranks: Sequence[int] = (), *
             predicted_end_at=now + 1,
         )
     fields: dict[str, Any] = {"status": "idle" if job_id is None else "busy", "utilisation": 0.5}
-    return schemas.Rank(rank=number, task=task, **(fields | values))
+    return server_schemas.Rank(rank=number, task=task, **(fields | values))
 
 
-def live(**values: Any) -> schemas.LiveState:
+def live(**values: Any) -> server_schemas.LiveState:
     """Four idle ranks and no jobs, or whatever else `values` say."""
     now = time.time()
     jobs = values.get("open", [])
@@ -127,7 +129,9 @@ def live(**values: Any) -> schemas.LiveState:
         "version": "0",
         "status": "ready",
         "device": "cpu",
-        "policy": schemas.PolicyState(policy="auto", deciding="srtf", available=["auto", "edf", "srtf"]),
+        "policy": server_schemas.PolicyState(
+            policy="auto", deciding="srtf", available=["auto", "edf", "srtf"]
+        ),
         "models": MODELS,
         "ranks": [rank(number) for number in range(4)],
         "timeline": [],
@@ -136,7 +140,7 @@ def live(**values: Any) -> schemas.LiveState:
         "max_open": 1000,
         "finished": [],
     }
-    return schemas.LiveState(**(fields | values))
+    return server_schemas.LiveState(**(fields | values))
 
 
 def png(colour: tuple[int, int, int] = (200, 80, 40), *, size: tuple[int, int] = (64, 64)) -> bytes:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import picture_schemas
 from gfgen.server.protocol.problems import ApiError, without_folders
 from gfgen.server.protocol.validation import checked
 
 
 def test_a_wrong_size_of_a_picture_is_told_once():
     with pytest.raises(ApiError) as found:
-        checked(schemas.ImageRequest, {"prompt": "a fox", "size": "9x9"})
+        checked(picture_schemas.ImageRequest, {"prompt": "a fox", "size": "9x9"})
     assert str(found.value).startswith('size = "9x9": a text like "832x480"')
     assert "auto" not in str(found.value)
 

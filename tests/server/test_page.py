@@ -13,7 +13,7 @@ import page_states as states
 import pytest
 from fake_server import FakeServer
 
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -499,7 +499,7 @@ def test_the_page_asks_once_for_the_key(browser):
 # For everybody --------------------------------------------------------------------------------------
 
 
-def busy_state() -> schemas.LiveState:
+def busy_state() -> server_schemas.LiveState:
     now = states.time.time()
     return states.live(
         ranks=[states.rank(n, "fox", ranks=(0, 1)) if n < 2 else states.rank(n) for n in range(8)],

@@ -28,7 +28,7 @@ from gfgen.server.http.picture_stream import Streamed, picture_events
 from gfgen.server.jobs.latents import LatentColours, latent_picture
 from gfgen.server.jobs.previews import Previews
 from gfgen.server.jobs.served_job import Notifier
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import picture_schemas
 
 COLOURS = LatentColours(np.eye(3, dtype=np.float32), np.zeros(3, np.float32))
 """Of latents whose channels are the colours."""
@@ -161,7 +161,7 @@ class StreamingService:
 
 
 def streamed(partial_images: int) -> Streamed:
-    asked_for = schemas.ImageRequest(prompt="a fox", stream=True, partial_images=partial_images)
+    asked_for = picture_schemas.ImageRequest(prompt="a fox", stream=True, partial_images=partial_images)
     return Streamed(["image_1"], asked_for, [], of="image_edit", is_kept=False)
 
 

@@ -19,7 +19,7 @@ from gfgen.server.http.guard import RequestGuard
 from gfgen.server.http.keys import ApiKeys
 from gfgen.server.http.streams import StateFeeds
 from gfgen.server.jobs.service import JobService
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import picture_schemas, server_schemas
 from gfgen.server.protocol.problems import ApiError, responses
 from gfgen.server.protocol.validation import invalid
 
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 TITLE = "gfgen"
 _TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error response is an `Error`."
 _OTHER_MODELS = (
-    schemas.JobEvent,
-    schemas.LiveState,
-    schemas.Change,
-    schemas.PartialImage,
-    schemas.CompletedImage,
-    schemas.ChatMessage,
+    server_schemas.JobEvent,
+    server_schemas.LiveState,
+    server_schemas.Change,
+    picture_schemas.PartialImage,
+    picture_schemas.CompletedImage,
+    picture_schemas.ChatMessage,
 )
 """Models of event streams, and parts of bodies that routes read themselves; FastAPI does not find them."""
 

@@ -15,7 +15,7 @@ from gfgen.server.jobs.previews import FIRST_STEP
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import StoredJob
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import picture_schemas
 from gfgen.server.protocol.problems import ApiError
 
 EventKind = Literal["image_generation", "image_edit"]
@@ -27,7 +27,7 @@ _leaving: set[asyncio.Task[list[str]]] = set()
 @dataclass(frozen=True, slots=True)
 class Streamed:
     ids: Sequence[str]
-    asked_for: schemas.ImageRequest
+    asked_for: picture_schemas.ImageRequest
     warnings: Sequence[str]
     of: EventKind
     is_kept: bool
@@ -84,7 +84,7 @@ async def _partial(service: JobService, record: ServedJob, streamed: Streamed, s
     shown.num_due = num_due
     if content is None:
         return None
-    image = schemas.PartialImage(
+    image = picture_schemas.PartialImage(
         type=f"{streamed.of}.partial_image",  # type: ignore[arg-type]  # pydantic checks it
         b64_json=(await asyncio.to_thread(base64.b64encode, content)).decode(),
         created_at=int(service.now()),
@@ -100,7 +100,7 @@ async def _partial(service: JobService, record: ServedJob, streamed: Streamed, s
 async def _completed(service: JobService, job_id: str, streamed: Streamed) -> bytes:
     stored = done_job(service, job_id)
     kind = streamed.asked_for.output_format
-    image = schemas.CompletedImage(
+    image = picture_schemas.CompletedImage(
         type=f"{streamed.of}.completed",  # type: ignore[arg-type]
         b64_json=await base64_of(service, stored, kind),
         created_at=int(service.now()),
@@ -126,9 +126,9 @@ def done_job(service: JobService, job_id: str) -> StoredJob:
     return stored
 
 
-async def image_content(service: JobService, stored: StoredJob, kind: str = "png") -> schemas.Image:
+async def image_content(service: JobService, stored: StoredJob, kind: str = "png") -> picture_schemas.Image:
     text = await base64_of(service, stored, kind)
-    return schemas.Image(b64_json=text, id=stored.facts.id, seed=stored.facts.seed)
+    return picture_schemas.Image(b64_json=text, id=stored.facts.id, seed=stored.facts.seed)
 
 
 async def base64_of(service: JobService, stored: StoredJob, kind: str) -> str:

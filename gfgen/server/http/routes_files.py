@@ -19,7 +19,7 @@ from gfgen.server.jobs.job_requests import RequestedJob, admitted, batch_lines, 
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import BatchRow, RequestKey, StoredJob
 from gfgen.server.jobs.uploads import no_file
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import batch_schemas, picture_schemas, schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, responses
 from gfgen.server.protocol.validation import checked
@@ -38,7 +38,7 @@ _FORM = {
 
 @router.post(
     "",
-    response_model=schemas.UploadedFile,
+    response_model=batch_schemas.UploadedFile,
     responses=responses(400, 408, 413, 507),
     openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
     summary="Upload a file of requests",
@@ -53,19 +53,22 @@ async def create_file(request: Request, service: Service) -> Response:
     return file.response()
 
 
-@router.get("", response_model=schemas.UploadedFiles, summary="List uploaded files")
+@router.get("", response_model=batch_schemas.UploadedFiles, summary="List uploaded files")
 async def list_files(service: Service) -> Response:
-    return schemas.UploadedFiles(data=await asyncio.to_thread(service.uploads.all)).response()
+    return batch_schemas.UploadedFiles(data=await asyncio.to_thread(service.uploads.all)).response()
 
 
 @router.get(
-    "/{file_id}", response_model=schemas.UploadedFile, responses=responses(400, 404), summary="Get a file"
+    "/{file_id}",
+    response_model=batch_schemas.UploadedFile,
+    responses=responses(400, 404),
+    summary="Get a file",
 )
 async def get_file(service: Service, file_id: JobId) -> Response:
     if (batch_id := _batch_of(file_id)) is not None:
         row, _ = _ended_batch(service, batch_id, file_id)
         at = int(row.completed_at or 0)
-        return schemas.UploadedFile(
+        return batch_schemas.UploadedFile(
             id=file_id, bytes=0, created_at=at, filename=f"{file_id}.jsonl", purpose="batch_output"
         ).response()
     return (await asyncio.to_thread(service.uploads.find, file_id)).response()
@@ -92,13 +95,13 @@ async def get_file_content(service: Service, file_id: JobId) -> Response:
 
 @router.delete(
     "/{file_id}",
-    response_model=schemas.FileDeleted,
+    response_model=batch_schemas.FileDeleted,
     responses=responses(400, 404),
     summary="Delete an uploaded file",
 )
 async def delete_file(service: Service, file_id: JobId) -> Response:
     await asyncio.to_thread(service.uploads.remove, file_id)
-    return schemas.FileDeleted(id=file_id).response()
+    return batch_schemas.FileDeleted(id=file_id).response()
 
 
 def uploaded_batch(content: bytes, *, most_bytes: int) -> dict[str, Any] | None:
@@ -119,7 +122,7 @@ async def create_of_upload(
 
     Raises: ApiError if no request is valid.
     """
-    asked_for = checked(schemas.BatchRequest, values)
+    asked_for = checked(batch_schemas.BatchRequest, values)
     content = await asyncio.to_thread(service.uploads.content, asked_for.input_file_id)
     lines, failures = await asyncio.to_thread(
         batch_lines,
@@ -142,7 +145,7 @@ async def create_of_upload(
         if not jobs:
             texts = [f"line {failure.line}: {failure.message}" for failure in failures[:5]]
             raise ApiError(400, "; ".join(texts) or "no requests in the file", param="input_file_id")
-        service.uploads.note_batch(batch_id, schemas.BatchInput(request=asked_for, failures=failures))
+        service.uploads.note_batch(batch_id, batch_schemas.BatchInput(request=asked_for, failures=failures))
         return jobs
 
     try:
@@ -155,7 +158,7 @@ async def create_of_upload(
     return taken_id
 
 
-def upload_fields(row: BatchRow, made_of: schemas.BatchInput) -> dict[str, Any]:
+def upload_fields(row: BatchRow, made_of: batch_schemas.BatchInput) -> dict[str, Any]:
     has_ended, num_failed = row.completed_at is not None, row.failed + row.cancelled + len(made_of.failures)
     return {
         **made_of.request.model_dump(),
@@ -171,7 +174,9 @@ def _batch_of(file_id: str) -> str | None:
     return None
 
 
-def _ended_batch(service: JobService, batch_id: str, file_id: str) -> tuple[BatchRow, schemas.BatchInput]:
+def _ended_batch(
+    service: JobService, batch_id: str, file_id: str
+) -> tuple[BatchRow, batch_schemas.BatchInput]:
     row, made_of = service.batch(batch_id), service.uploads.batch(batch_id)
     if row is None or made_of is None or row.completed_at is None:
         raise no_file(file_id)
@@ -179,7 +184,7 @@ def _ended_batch(service: JobService, batch_id: str, file_id: str) -> tuple[Batc
 
 
 async def _results(
-    service: JobService, batch_id: str, made_of: schemas.BatchInput, *, of_errors: bool
+    service: JobService, batch_id: str, made_of: batch_schemas.BatchInput, *, of_errors: bool
 ) -> AsyncGenerator[bytes]:
     """Lines of results, or of errors; a request with several pictures is one line."""
     requests: dict[str, list[StoredJob]] = {}
@@ -193,22 +198,24 @@ async def _results(
         error = schemas.JobFailure(code=failure.code or "invalid_request", message=failure.message)
         name = f"{batch_id}_line_{failure.line}"
         yield (
-            schemas.LineResult(id=name, custom_id=failure.custom_id, error=error).model_dump_json().encode()
+            batch_schemas.LineResult(id=name, custom_id=failure.custom_id, error=error)
+            .model_dump_json()
+            .encode()
             + b"\n"
         )
 
 
 async def _result(
     service: JobService, custom_id: str, jobs: list[StoredJob], endpoint: schemas.BatchEndpoint
-) -> schemas.LineResult:
+) -> batch_schemas.LineResult:
     name = f"batch_req_{jobs[0].facts.id}"
     records = [service.served(stored).job() for stored in jobs]
     failed = next((job for job in records if job.status != "completed"), None)
     if failed is not None:
         error = failed.error or schemas.JobFailure(code=failed.status, message=failed.status)
-        return schemas.LineResult(id=name, custom_id=custom_id, error=error)
+        return batch_schemas.LineResult(id=name, custom_id=custom_id, error=error)
     try:
-        body: schemas.Video | schemas.ChatCompletion | schemas.Images
+        body: schemas.Video | picture_schemas.ChatCompletion | picture_schemas.Images
         if endpoint == "/v1/videos":
             body = schemas.Video.of(records[0])
         elif endpoint == "/v1/chat/completions":
@@ -217,7 +224,7 @@ async def _result(
             body = images(service, jobs, [await image_content(service, stored) for stored in jobs])
     except ApiError as gone:
         error = schemas.JobFailure(code=gone.code or "file_gone", message=gone.message)
-        return schemas.LineResult(id=name, custom_id=custom_id, error=error)
-    return schemas.LineResult(
-        id=name, custom_id=custom_id, response=schemas.LineResponse(request_id=name, body=body)
+        return batch_schemas.LineResult(id=name, custom_id=custom_id, error=error)
+    return batch_schemas.LineResult(
+        id=name, custom_id=custom_id, response=batch_schemas.LineResponse(request_id=name, body=body)
     )

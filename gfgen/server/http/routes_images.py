@@ -25,7 +25,7 @@ from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import image_jobs
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import StoredJob
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import picture_schemas
 from gfgen.server.protocol.problems import ApiError, responses
 from gfgen.server.protocol.validation import opened
 
@@ -38,9 +38,9 @@ _EVENTS: dict[int | str, dict[str, Any]] = {**_ERRORS, 200: {"content": {"text/e
 
 @router.post(
     "/images/generations",
-    response_model=schemas.Images,
+    response_model=picture_schemas.Images,
     responses=_EVENTS,
-    openapi_extra=documented(schemas.ImageRequest),
+    openapi_extra=documented(picture_schemas.ImageRequest),
     summary="Make pictures and wait for them",
 )
 async def create_images(request: Request, service: Service) -> Response:
@@ -56,9 +56,9 @@ async def create_images(request: Request, service: Service) -> Response:
 
 @router.post(
     "/images/edits",
-    response_model=schemas.Images,
+    response_model=picture_schemas.Images,
     responses=_EVENTS,
-    openapi_extra=documented(schemas.ImageRequest, picture="image"),
+    openapi_extra=documented(picture_schemas.ImageRequest, picture="image"),
     summary="Make pictures from a picture and wait for them",
 )
 async def edit_images(request: Request, service: Service) -> Response:
@@ -75,7 +75,7 @@ async def vary_image() -> Response:
 
 
 async def _images(request: Request, service: JobService, body: Body, *, of: EventKind) -> Response:
-    asked_for, warnings = opened(schemas.ImageRequest, body.values, is_strict=service.api.strict)
+    asked_for, warnings = opened(picture_schemas.ImageRequest, body.values, is_strict=service.api.strict)
     if asked_for.stream:
         check_streams(service)
     ids = await _take(request, service, body, asked_for, warnings)
@@ -98,11 +98,11 @@ async def _images(request: Request, service: JobService, body: Body, *, of: Even
 def images(
     service: JobService,
     pictures: Sequence[StoredJob],
-    data: list[schemas.Image],
+    data: list[picture_schemas.Image],
     *,
     output_format: Literal["png", "jpeg", "webp"] = "png",
-) -> schemas.Images:
-    return schemas.Images(
+) -> picture_schemas.Images:
+    return picture_schemas.Images(
         created=int(pictures[0].facts.created_at),
         data=data,
         output_format=output_format,
@@ -114,16 +114,16 @@ def images(
 @router.post(
     "/chat/completions",
     tags=["chat"],
-    response_model=schemas.ChatCompletion,
+    response_model=picture_schemas.ChatCompletion,
     responses=_ERRORS,
-    openapi_extra=documented(schemas.ChatRequest),
+    openapi_extra=documented(picture_schemas.ChatRequest),
     summary="Make pictures in a conversation",
 )
 async def complete_chat(request: Request, service: Service) -> Response:
     """The prompt is the text of the last message of the user, which may also have a picture to begin with.
     Earlier messages have no effect."""
     body = await read_body(request, service=service, picture_name=MESSAGES)
-    asked_for, warnings = opened(schemas.ChatRequest, body.values, is_strict=service.api.strict)
+    asked_for, warnings = opened(picture_schemas.ChatRequest, body.values, is_strict=service.api.strict)
     ids = await _take(request, service, body, asked_for, warnings)
     pictures = await _finished(request, service, ids)
     answer = await chat_completion(service, pictures, asked_for.output_format)
@@ -133,16 +133,16 @@ async def complete_chat(request: Request, service: Service) -> Response:
 
 async def chat_completion(
     service: JobService, pictures: Sequence[StoredJob], output_format: str = "png"
-) -> schemas.ChatCompletion:
+) -> picture_schemas.ChatCompletion:
     kind = files.PICTURE_FORMATS[output_format]
     urls = [f"data:{kind};base64,{await base64_of(service, stored, output_format)}" for stored in pictures]
-    content = [schemas.ImagePart(image_url=schemas.ImageUrl(url=url)) for url in urls]
-    return schemas.ChatCompletion(
+    content = [picture_schemas.ImagePart(image_url=picture_schemas.ImageUrl(url=url)) for url in urls]
+    return picture_schemas.ChatCompletion(
         id=f"chatcmpl-{pictures[0].facts.id}",
         created=int(pictures[0].facts.created_at),
         model=pictures[0].facts.model,
-        metrics=schemas.ChatMetrics(**_durations(service, pictures)),
-        choices=[schemas.ChatChoice(message=schemas.ChatAnswer(content=content))],
+        metrics=picture_schemas.ChatMetrics(**_durations(service, pictures)),
+        choices=[picture_schemas.ChatChoice(message=picture_schemas.ChatAnswer(content=content))],
         warnings=None,
     )
 
@@ -151,7 +151,7 @@ async def _take(
     request: Request,
     service: JobService,
     body: Body,
-    asked_for: schemas.ImageRequest | schemas.ChatRequest,
+    asked_for: picture_schemas.ImageRequest | picture_schemas.ChatRequest,
     warnings: list[str],
 ) -> list[str]:
     models, ignored = service.ready_models(), None if service.api.strict else warnings
@@ -178,8 +178,8 @@ def _durations(service: JobService, pictures: Sequence[StoredJob]) -> dict[str, 
 
 
 async def _image(
-    request: Request, service: JobService, stored: StoredJob, asked_for: schemas.ImageRequest
-) -> schemas.Image:
+    request: Request, service: JobService, stored: StoredJob, asked_for: picture_schemas.ImageRequest
+) -> picture_schemas.Image:
     job_id, kind = stored.facts.id, asked_for.output_format
     if asked_for.response_format == "url":
         query = [f"format={kind}"] if kind != "png" else []
@@ -187,5 +187,5 @@ async def _image(
             query.append(f"signature={signature}")
         base = (service.api.public_url or str(request.base_url)).rstrip("/")
         url = f"{base}/v1/jobs/{job_id}/content" + ("?" + "&".join(query) if query else "")
-        return schemas.Image(url=url, id=job_id, seed=stored.facts.seed)
+        return picture_schemas.Image(url=url, id=job_id, seed=stored.facts.seed)
     return await image_content(service, stored, kind)

@@ -16,7 +16,7 @@ from gfgen.server.http.routes_jobs import Service
 from gfgen.server.http.streams import state_stream
 from gfgen.server.jobs.prometheus import CONTENT_TYPE
 from gfgen.server.jobs.service import JobService
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError, responses
 
 router = APIRouter(tags=["server"])
@@ -43,17 +43,20 @@ def read_page() -> dict[str, tuple[bytes, str]]:
 
 
 @router.get(
-    "/health", response_model=schemas.Health, responses=responses(503), summary="Does the server take jobs?"
+    "/health",
+    response_model=server_schemas.Health,
+    responses=responses(503),
+    summary="Does the server take jobs?",
 )
 async def health(service: Service) -> Response:
     """200 once jobs are accepted: clients that know no /ready wait for this."""
     service.check_ready()
-    return schemas.Health().response()
+    return server_schemas.Health().response()
 
 
 @router.get(
     "/ready",
-    response_model=schemas.Ready,
+    response_model=server_schemas.Ready,
     responses=responses(503),
     summary="Are the models loaded, all workers up and the disk writable?",
 )
@@ -69,7 +72,7 @@ async def ready(service: Service) -> Response:
     if waiting:
         names = ", ".join(f"rank {rank.rank} ({rank.status})" for rank in waiting)
         raise ApiError(503, f"not up: {names}", code="not_ready", retry_after_s=5)
-    return schemas.Ready(
+    return server_schemas.Ready(
         ranks=sum(rank.status != "retired" for rank in service.mirror.lanes.lanes)
     ).response()
 
@@ -87,16 +90,16 @@ async def metrics(service: Service) -> Response:
 
 @router.get(
     "/v1/models",
-    response_model=schemas.ModelList,
+    response_model=server_schemas.ModelList,
     summary="List models",
 )
 async def list_models(service: Service) -> Response:
-    return schemas.ModelList(data=service.models()).response()
+    return server_schemas.ModelList(data=service.models()).response()
 
 
 @router.get(
     "/v1/models/{model:path}",
-    response_model=schemas.ServedModel,
+    response_model=server_schemas.ServedModel,
     responses=responses(404),
     summary="Get a model",
 )
@@ -109,7 +112,7 @@ async def get_model(service: Service, model: str) -> Response:
 
 @router.get(
     "/v1/policy",
-    response_model=schemas.PolicyState,
+    response_model=server_schemas.PolicyState,
     responses=responses(503),
     summary="Get the policy",
 )
@@ -120,16 +123,16 @@ async def get_policy(service: Service) -> Response:
 
 @router.post(
     "/v1/policy",
-    response_model=schemas.PolicyState,
+    response_model=server_schemas.PolicyState,
     responses=responses(400, 408, 413, 503),
-    openapi_extra=json_body(schemas.PolicyRequest),
+    openapi_extra=json_body(server_schemas.PolicyRequest),
     summary="Change the policy",
 )
 async def set_policy(request: Request, service: Service) -> Response:
     """Accepts a built-in policy with its options. Running steps finish; the new policy decides the next."""
     _check_admin(service)
     service.check_ready()
-    requested = await read_model(request, schemas.PolicyRequest, service=service)
+    requested = await read_model(request, server_schemas.PolicyRequest, service=service)
     name = requested.policy.partition(",")[0].strip()
     if name not in BUILT_IN:  # others would be looked for among the server's files
         raise ApiError(400, f"policy: built-in ones are accepted: {', '.join(BUILT_IN)}", param="policy")
@@ -143,7 +146,7 @@ async def set_policy(request: Request, service: Service) -> Response:
 
 @router.get(
     "/v1/state",
-    response_model=schemas.LiveState,
+    response_model=server_schemas.LiveState,
     summary="Get the live state",
 )
 async def get_state(service: Service) -> Response:
@@ -166,13 +169,13 @@ async def follow_state(request: Request, service: Service) -> Response:
     status_code=204,
     response_class=Response,
     responses=responses(400, 408, 413),
-    openapi_extra=json_body(schemas.SessionRequest),
+    openapi_extra=json_body(server_schemas.SessionRequest),
     summary="Exchange the key for a cookie",
 )
 async def open_session(request: Request, service: Service) -> Response:
     """The page sends this cookie with its later requests, including those for pictures and streams."""
     keys = request.app.state.keys
-    requested = await read_model(request, schemas.SessionRequest, service=service)
+    requested = await read_model(request, server_schemas.SessionRequest, service=service)
     if (access := keys.by_key(requested.api_key)) is None:
         await slow_down(request.scope, service.limits.wrong_key_s)
         raise ApiError(401, "the key is wrong")

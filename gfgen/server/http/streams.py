@@ -12,7 +12,7 @@ from starlette.responses import StreamingResponse
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.served_job import Notifier, ServedJob
 from gfgen.server.jobs.service import JobService
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError
 
 FEED_S = 0.2
@@ -32,7 +32,7 @@ class StateFeed:
         self._mirror = mirror
         self._owner = owner
         self._changes: deque[tuple[int, bytes]] = deque(maxlen=MAX_CHANGES)
-        self._seen: schemas.LiveState | None = None
+        self._seen: server_schemas.LiveState | None = None
         """The state to which the next change refers; None while there are no readers."""
         self.number = 0
         self.num_readers = 0
@@ -86,7 +86,9 @@ class StateFeeds:
             feed.updates.notify()
 
 
-def change_between(before: schemas.LiveState, after: schemas.LiveState) -> schemas.Change | None:
+def change_between(
+    before: server_schemas.LiveState, after: server_schemas.LiveState
+) -> server_schemas.Change | None:
     """What differs, or None. A job or bar has changed if it is another object; time alone changes nothing."""
     values: dict[str, Any] = {}
     if (before.status, before.reason) != (after.status, after.reason):
@@ -107,10 +109,10 @@ def change_between(before: schemas.LiveState, after: schemas.LiveState) -> schem
     if old != new:
         values["finished"] = [job for job in after.finished if job.id not in old]
         values["removed"] = [job.id for job in before.finished if job.id not in new]
-    return schemas.Change(server_time=after.server_time, **values) if values else None
+    return server_schemas.Change(server_time=after.server_time, **values) if values else None
 
 
-def _without_use(rank: schemas.Rank) -> Any:
+def _without_use(rank: server_schemas.Rank) -> Any:
     """What counts as a change of a rank: its utilisation changes all the time."""
     return rank.rank, rank.status, rank.task, rank.restarts
 

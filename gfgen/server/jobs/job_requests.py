@@ -25,7 +25,7 @@ from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, num_pictures
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.jobs.store import JobFacts, NewJob
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import batch_schemas, picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, refused
 from gfgen.server.protocol.validation import checked, opened
@@ -88,7 +88,7 @@ def new_id(kind: str) -> str:
 
 
 def video_job(
-    request: schemas.VideoRequest, *, models: Sequence[schemas.ServedModel], ignored: list[str] | None
+    request: schemas.VideoRequest, *, models: Sequence[server_schemas.ServedModel], ignored: list[str] | None
 ) -> RequestedJob:
     """The job of a video request; the caller adds the picture.
 
@@ -108,10 +108,10 @@ def video_job(
 
 
 def image_jobs(
-    request: schemas.ImageRequest | schemas.ChatRequest,
+    request: picture_schemas.ImageRequest | picture_schemas.ChatRequest,
     *,
     picture: bytes | None,
-    models: Sequence[schemas.ServedModel],
+    models: Sequence[server_schemas.ServedModel],
     ignored: list[str] | None,
 ) -> list[RequestedJob]:
     """One job per picture; each after the first has the next seed. `picture` is the one to begin with."""
@@ -160,7 +160,7 @@ def plain_job(
     request: schemas.JobRequest,
     *,
     uploads: Mapping[str, Sequence[Upload]],
-    models: Sequence[schemas.ServedModel],
+    models: Sequence[server_schemas.ServedModel],
 ) -> RequestedJob:
     model = chosen_model(request.model, models, kind=None)
     values = _job_words(request, {}, leave_out=("model", "webhook"))
@@ -178,7 +178,7 @@ def batch_jobs(
     max_jobs: int,
     batch_id: str,
     skip_invalid: bool,
-    models: Sequence[schemas.ServedModel],
+    models: Sequence[server_schemas.ServedModel],
 ) -> tuple[list[RequestedJob], tuple[Problem, ...]]:
     """The jobs of a job file, and its problems if those may be skipped.
 
@@ -218,16 +218,16 @@ def batch_lines(
     *,
     endpoint: str,
     batch_id: str,
-    models: Sequence[schemas.ServedModel],
+    models: Sequence[server_schemas.ServedModel],
     max_lines: int,
     is_strict: bool,
-) -> tuple[list[list[RequestedJob]], list[schemas.LineFailure]]:
+) -> tuple[list[list[RequestedJob]], list[batch_schemas.LineFailure]]:
     """The jobs of each valid line of an uploaded file of OpenAI's requests, and the other lines.
 
     Raises: ApiError if there are more lines than that.
     """
     lines: list[list[RequestedJob]] = []
-    failures: list[schemas.LineFailure] = []
+    failures: list[batch_schemas.LineFailure] = []
     first_lines: dict[str, int] = {}
     for number, text in enumerate(io.BytesIO(content), start=1):
         if not text.strip():
@@ -236,7 +236,7 @@ def batch_lines(
             raise ApiError(413, f"the file has more than {max_lines:,} requests: split it")
         custom_id = None
         try:
-            line = checked(schemas.BatchLine, _json_object(text))
+            line = checked(batch_schemas.BatchLine, _json_object(text))
             custom_id = line.custom_id
             if (first := first_lines.setdefault(custom_id, number)) != number:
                 raise ApiError(400, f"custom_id: also on line {first}; give each its own", param="custom_id")
@@ -255,8 +255,8 @@ def batch_lines(
     return lines, failures
 
 
-def line_failure(error: ApiError, *, line: int, custom_id: str | None) -> schemas.LineFailure:
-    return schemas.LineFailure(custom_id=custom_id, line=line, code=error.code, message=error.message)
+def line_failure(error: ApiError, *, line: int, custom_id: str | None) -> batch_schemas.LineFailure:
+    return batch_schemas.LineFailure(custom_id=custom_id, line=line, code=error.code, message=error.message)
 
 
 def _json_object(text: bytes) -> dict[str, Any]:
@@ -270,15 +270,17 @@ def _json_object(text: bytes) -> dict[str, Any]:
 
 
 def _line_jobs(
-    endpoint: str, body: Mapping[str, Any], models: Sequence[schemas.ServedModel], *, is_strict: bool
+    endpoint: str, body: Mapping[str, Any], models: Sequence[server_schemas.ServedModel], *, is_strict: bool
 ) -> list[RequestedJob]:
     if "input_reference" in body:
         raise ApiError(400, "input_reference: pictures are not accepted in batches", param="input_reference")
     if endpoint == "/v1/videos":
         video, warnings = opened(schemas.VideoRequest, body, is_strict=is_strict)
         return [video_job(video, models=models, ignored=None if is_strict else warnings)]
-    kind = schemas.ImageRequest if endpoint == "/v1/images/generations" else schemas.ChatRequest
-    asked_for: schemas.ImageRequest | schemas.ChatRequest
+    kind = (
+        picture_schemas.ImageRequest if endpoint == "/v1/images/generations" else picture_schemas.ChatRequest
+    )
+    asked_for: picture_schemas.ImageRequest | picture_schemas.ChatRequest
     asked_for, warnings = opened(kind, body, is_strict=is_strict)
     if asked_for.stream:
         raise ApiError(400, "stream: a batch has no streams; leave it out", param="stream")
@@ -287,11 +289,11 @@ def _line_jobs(
 
 def chosen_model(
     name: str | None,
-    models: Sequence[schemas.ServedModel],
+    models: Sequence[server_schemas.ServedModel],
     *,
     kind: schemas.MediaKind | None,
     takes_image: bool = False,
-) -> schemas.ServedModel:
+) -> server_schemas.ServedModel:
     """The served model of this name, or the first one that fits; raises ApiError if there is no such name.
 
     A model of this kind fits, or if a picture is given and none of them takes one, any model that does.
@@ -459,7 +461,7 @@ def _frames(seconds: str | float, fps: int) -> int:
     return max(1, math.floor(float(text) * fps + 0.5))
 
 
-def _default_fps(model: schemas.ServedModel) -> int:
+def _default_fps(model: server_schemas.ServedModel) -> int:
     return (model.defaults.fps if model.defaults else None) or 16
 
 
@@ -473,6 +475,6 @@ def _check_kind(requested: RequestedJob, job: AdmittedJob) -> None:
     raise ApiError(422, f"model {job.spec.model} makes videos: use /v1/videos", param="model")
 
 
-def _not_served(line: int | None, name: str, models: Sequence[schemas.ServedModel]) -> Problem:
+def _not_served(line: int | None, name: str, models: Sequence[server_schemas.ServedModel]) -> Problem:
     served = ", ".join(model.id for model in models)
     return replace(Problem.of("model", name, f"is not served here; there are {served}"), line=line)

@@ -22,7 +22,7 @@ from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.jobs.rank_lane import RankLanes
 from gfgen.server.jobs.served_job import ServedJob, layout_view, rounded
 from gfgen.server.jobs.store import Ending
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import schemas, server_schemas
 from gfgen.server.protocol.link import (
     LoopTimings,
     NodeGone,
@@ -61,7 +61,7 @@ class RunMirror:
         self._finished: dict[str | None, deque[ServedJob]] = {}
         """The last jobs of each owner, and of all as None; most recent first."""
         self.lanes = RankLanes(0, started_at=self.began_at)
-        self.policy = schemas.PolicyState(policy="", deciding="", available=list(BUILT_IN))
+        self.policy = server_schemas.PolicyState(policy="", deciding="", available=list(BUILT_IN))
         self.num_streams = 0
         self.longest_turn_s = 0.0
         """Of the control loop, since this front started."""
@@ -280,14 +280,14 @@ class RunMirror:
         if is_new and record.updates.num_waiters:
             record.event("queued", now, position=place, predicted_start_at=rounded(starts_at))
 
-    def state(self, owner: str | None = None) -> schemas.LiveState:
+    def state(self, owner: str | None = None) -> server_schemas.LiveState:
         """The whole state, with the jobs of one owner or of all.
 
         Jobs and bars that have not changed are the same objects as before.
         """
         now = self.now()
         opened = [r for r in self.records.values() if owner in (None, r.facts.owner)]
-        return schemas.LiveState(
+        return server_schemas.LiveState(
             server_time=round(now, 3),
             started_at=round(self.began_at, 3),
             version=self._version,
@@ -305,7 +305,7 @@ class RunMirror:
             streams=self.num_streams,
         )
 
-    def ranks(self, now: float, owner: str | None = None) -> list[schemas.Rank]:
+    def ranks(self, now: float, owner: str | None = None) -> list[server_schemas.Rank]:
 
         def num_steps(job_id: str) -> int:
             record = self.find(job_id)
@@ -313,7 +313,7 @@ class RunMirror:
 
         return list(self.lanes.ranks(now, owner, since=self.began_at, num_steps=num_steps))
 
-    def models(self) -> list[schemas.ServedModel]:
+    def models(self) -> list[server_schemas.ServedModel]:
         return [] if self.run_info is None else list(self.run_info.models)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.server.jobs.served_job import layout_view
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import schemas, server_schemas
 from gfgen.snapshot import RunningTask
 
 TIMELINE_S = 120.0
@@ -53,7 +53,7 @@ class RankLanes:
         self._started_at = started_at
         self._running: dict[int, Dispatch] = {}
         self._owners: dict[int, str | None] = {}
-        self._bars: dict[str, schemas.TimelineBar] = {}
+        self._bars: dict[str, server_schemas.TimelineBar] = {}
         """Oldest first. A bar is replaced when it changes, so an identical object is an unchanged bar."""
         self._owner_of: dict[str, str | None] = {}
 
@@ -133,7 +133,7 @@ class RankLanes:
                 self._set(last, ended_at=round(at, 4))
         lane.bar_key = f"{dispatch.number}-{lane.rank}"
         self._owner_of[lane.bar_key] = self._owners[dispatch.number]
-        self._bars[lane.bar_key] = schemas.TimelineBar(
+        self._bars[lane.bar_key] = server_schemas.TimelineBar(
             key=lane.bar_key,
             rank=lane.rank,
             job_id=task.job_id,
@@ -160,7 +160,7 @@ class RankLanes:
         elif was_first:
             self._begin(lane, at)
 
-    def _set(self, bar: schemas.TimelineBar, **values: float | int | None) -> None:
+    def _set(self, bar: server_schemas.TimelineBar, **values: float | int | None) -> None:
         self._bars[bar.key] = bar.model_copy(update=values)
 
     @property
@@ -172,14 +172,14 @@ class RankLanes:
 
     def ranks(
         self, now: float, owner: str | None = None, *, since: float, num_steps: Callable[[str], int]
-    ) -> Iterator[schemas.Rank]:
+    ) -> Iterator[server_schemas.Rank]:
         """The ranks, with their tasks for one owner or for all.
 
         `since`: utilisation counts from this moment; `num_steps` returns the steps of a job.
         """
         since = max(since, self._started_at)
         for lane in self.lanes:
-            yield schemas.Rank(
+            yield server_schemas.Rank(
                 rank=lane.rank,
                 node=lane.node,
                 status=lane.status,
@@ -190,11 +190,11 @@ class RankLanes:
 
     def _task(
         self, lane: RankLane, owner: str | None, num_steps: Callable[[str], int]
-    ) -> schemas.RankTask | None:
+    ) -> server_schemas.RankTask | None:
         if not lane.queue or owner not in (None, self._owners[lane.queue[0]]):
             return None
         dispatch = self._running[lane.queue[0]]
-        return schemas.RankTask(
+        return server_schemas.RankTask(
             job_id=dispatch.task.job_id,
             stage=dispatch.task.stage.value,
             step=dispatch.task.step,
@@ -204,7 +204,7 @@ class RankLanes:
             predicted_end_at=round(self.at(dispatch.predicted_end_s), 4),
         )
 
-    def bars(self, now: float, owner: str | None = None) -> list[schemas.TimelineBar]:
+    def bars(self, now: float, owner: str | None = None) -> list[server_schemas.TimelineBar]:
         """The bars of the last two minutes, of one owner or of all, oldest first."""
         since = now - TIMELINE_S
         bars = [bar for bar in self._bars.values() if bar.ended_at is None or bar.ended_at > since]

@@ -11,7 +11,7 @@ from gfgen.graph import Stage, Task, Trajectory
 from gfgen.layout import Layout
 from gfgen.server.jobs.previews import FIRST_STEP
 from gfgen.server.jobs.store import Ending, JobFacts
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import schemas, server_schemas
 from gfgen.snapshot import JobView
 
 MAX_EVENTS = 600
@@ -186,7 +186,7 @@ class ServedJob:
         return round(self.ending.completed_at - self.ending.started_at, 3)
 
     def event(self, kind: Any, at: float, **values: Any) -> None:
-        event = schemas.JobEvent(
+        event = server_schemas.JobEvent(
             type=kind,
             at=round(at, 4),
             job_id=self.facts.id,

@@ -26,7 +26,7 @@ from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.store import BatchRow, Ending, KeyTakenError, RequestKey, Store, StoredJob
 from gfgen.server.jobs.uploads import Uploads
 from gfgen.server.jobs.webhooks import check_webhook
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.link import Admit, CancelJobs, RunInfo, SetPolicy, SetPriority, SubmitJobs
 from gfgen.server.protocol.problems import ApiError
@@ -80,7 +80,7 @@ class JobService:
             raise self.not_ready()
         return self.mirror.run_info
 
-    def models(self) -> list[schemas.ServedModel]:
+    def models(self) -> list[server_schemas.ServedModel]:
         """The models and their aliases; none while the server is loading."""
         models = {model.id: model for model in self.mirror.models()}
         aliases = [
@@ -90,7 +90,7 @@ class JobService:
         ]
         return [*models.values(), *aliases]
 
-    def ready_models(self) -> list[schemas.ServedModel]:
+    def ready_models(self) -> list[server_schemas.ServedModel]:
         """As `models`; raises ApiError if the server is not ready."""
         self.check_ready()
         return self.models()

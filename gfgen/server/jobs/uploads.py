@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gfgen.errors import OutputError
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import batch_schemas
 from gfgen.server.protocol.problems import ApiError
 
 _NAME = ".files"
@@ -18,12 +18,12 @@ _FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 
 
-class _KeptFile(schemas.UploadedFile):
+class _KeptFile(batch_schemas.UploadedFile):
     owner: str | None = None
 
     @property
-    def public(self) -> schemas.UploadedFile:
-        return schemas.UploadedFile(**self.model_dump(exclude={"owner"}))
+    def public(self) -> batch_schemas.UploadedFile:
+        return batch_schemas.UploadedFile(**self.model_dump(exclude={"owner"}))
 
 
 class Uploads:
@@ -39,7 +39,7 @@ class Uploads:
         uploads._owner = owner
         return uploads
 
-    def add(self, content: bytes, *, filename: str, now: float) -> schemas.UploadedFile:
+    def add(self, content: bytes, *, filename: str, now: float) -> batch_schemas.UploadedFile:
         used_bytes = sum(file.bytes for file in self._kept())
         if used_bytes + len(content) > self._most_bytes:
             raise ApiError(413, f"the files exceed {self._most_bytes:,} bytes; delete some", param="file")
@@ -51,7 +51,7 @@ class Uploads:
         self._write(f"{file_id}.json", file.model_dump_json().encode())
         return file.public
 
-    def all(self) -> list[schemas.UploadedFile]:
+    def all(self) -> list[batch_schemas.UploadedFile]:
         """Most recent first."""
         return sorted((file.public for file in self._kept()), key=lambda file: file.created_at, reverse=True)
 
@@ -64,7 +64,7 @@ class Uploads:
             if self._owner in (None, file.owner):
                 yield file
 
-    def find(self, file_id: str) -> schemas.UploadedFile:
+    def find(self, file_id: str) -> batch_schemas.UploadedFile:
         file = _KeptFile.model_validate_json(self._read(file_id, ".json"))
         if self._owner not in (None, file.owner):
             raise no_file(file_id)
@@ -79,18 +79,20 @@ class Uploads:
         for suffix in (".json", ".jsonl"):
             (self._folder / f"{file_id}{suffix}").unlink(missing_ok=True)
 
-    def note_batch(self, batch_id: str, made_of: schemas.BatchInput) -> None:
+    def note_batch(self, batch_id: str, made_of: batch_schemas.BatchInput) -> None:
         self._write(f"{batch_id}.json", made_of.model_dump_json().encode())
 
     def forget_batch(self, batch_id: str) -> None:
         (self._folder / f"{batch_id}.json").unlink(missing_ok=True)
 
-    def batch(self, batch_id: str) -> schemas.BatchInput | None:
+    def batch(self, batch_id: str) -> batch_schemas.BatchInput | None:
         """What a batch was made of; None for a batch of a job file."""
         if not _BATCH_ID.fullmatch(batch_id):
             return None
         try:
-            return schemas.BatchInput.model_validate_json((self._folder / f"{batch_id}.json").read_bytes())
+            return batch_schemas.BatchInput.model_validate_json(
+                (self._folder / f"{batch_id}.json").read_bytes()
+            )
         except FileNotFoundError:
             return None
 

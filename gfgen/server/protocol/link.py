@@ -30,7 +30,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
-from gfgen.server.protocol.schemas import ServedModel
+from gfgen.server.protocol.server_schemas import ServedModel
 
 Admit = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
 

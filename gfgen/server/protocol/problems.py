@@ -16,7 +16,7 @@ from typing import Any
 from starlette.responses import Response
 
 from gfgen.errors import Problem
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import server_schemas
 
 MAX_SHOWN = 5
 
@@ -63,16 +63,16 @@ class ApiError(Exception):
     def response(self) -> Response:
         return self.body().response(status=self.status, headers=self.headers)
 
-    def body(self) -> schemas.Error:
+    def body(self) -> server_schemas.Error:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        body = schemas.ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)
-        return schemas.Error(error=body)
+        body = server_schemas.ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)
+        return server_schemas.Error(error=body)
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """OpenAPI entries for a route's error statuses; app.py adds 401 and 403 to all routes."""
-    return {status: {"model": schemas.Error} for status in statuses}
+    return {status: {"model": server_schemas.Error} for status in statuses}
 
 
 def refused(problems: Sequence[Problem], names: Mapping[str, str], *, status: int) -> ApiError:

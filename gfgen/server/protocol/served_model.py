@@ -7,17 +7,17 @@ from dataclasses import replace
 from gfgen.errors import JobError
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import ResolvedModel
-from gfgen.server.protocol import schemas
+from gfgen.server.protocol import server_schemas
 
 _PLAIN = JobSpec(id="plain", prompt="plain", seed=0)
 
 
-def served_model(model: ResolvedModel, *, created: int) -> schemas.ServedModel:
+def served_model(model: ResolvedModel, *, created: int) -> server_schemas.ServedModel:
     """The model with its geometry's defaults for jobs that leave fields out."""
     run = _resolved(model, _PLAIN)
     with_image = _resolved(model, replace(_PLAIN, image="image"))
     known = run or with_image
-    return schemas.ServedModel(
+    return server_schemas.ServedModel(
         id=model.name,
         created=created,
         root=None,
@@ -34,9 +34,9 @@ def _resolved(model: ResolvedModel, spec: JobSpec) -> JobSpec | None:
         return None
 
 
-def _defaults(run: JobSpec) -> schemas.Defaults:
+def _defaults(run: JobSpec) -> server_schemas.Defaults:
     is_video = (run.frames or 1) > 1
-    return schemas.Defaults(
+    return server_schemas.Defaults(
         size=f"{run.width}x{run.height}",
         frames=run.frames if is_video else None,
         fps=run.fps if is_video else None,

@@ -1,0 +1,192 @@
+"""Bodies of requests and answers for pictures, also in conversations (chat completions)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from gfgen.server.protocol.schemas import JobField, OpenRequest, Prompt, ResponseModel, Steps, Unused
+
+
+class PictureRequest(OpenRequest):
+    """Base of all requests for pictures."""
+
+    n: int | None = Field(None, ge=1, le=10, description="Number of pictures. [1]")
+    num_outputs_per_prompt: int | None = Field(None, ge=1, le=10, description="The same as `n`.")
+    size: Annotated[str, JobField("size")] | Literal["auto"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    num_inference_steps: Steps | None = None
+    quality: Unused = None
+    style: Unused = None
+    background: Unused = None
+    moderation: Unused = None
+    output_compression: Unused = None
+    input_fidelity: Unused = None
+
+
+class ImageRequest(PictureRequest):
+    """POST /v1/images/generations and /v1/images/edits; the latter also has a picture."""
+
+    prompt: Prompt
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    stream: bool | None = Field(
+        None, exclude=True, description="Send events: `PartialImage` with previews, then `CompletedImage`."
+    )
+    partial_images: int | None = Field(
+        None, ge=0, le=3, exclude=True, description="Previews of each picture in a stream. [0]"
+    )
+
+
+class Image(ResponseModel):
+    """A finished picture, as base64 or as a URL."""
+
+    b64_json: str | None = None
+    url: str | None = None
+    revised_prompt: str | None = None
+    id: str = Field(description="Its job in /v1/jobs.")
+    seed: int
+
+
+class Images(ResponseModel):
+    created: int
+    data: list[Image]
+    output_format: Literal["png", "jpeg", "webp"]
+    size: str
+    inference_time_s: float | None = Field(None, description="Of the slowest picture, without the queue.")
+    stage_durations: dict[str, float] | None = Field(None, description="Of the slowest picture.")
+    peak_memory_mb: float = Field(0.0, description="The most of any picture, in MiB; 0 on CPU ranks.")
+    warnings: list[str] | None = Field(None, description="Fields that were ignored.")
+
+
+class ImageEvent(ResponseModel):
+    """Base of the events of a stream of pictures."""
+
+    b64_json: str
+    created_at: int
+    id: str = Field(description="Its job in /v1/jobs.")
+    output_format: Literal["png", "jpeg", "webp"]
+    size: str
+    background: Literal["opaque"] = "opaque"
+    quality: Literal["auto"] = "auto"
+
+
+class PartialImage(ImageEvent):
+    """An event of a stream of pictures: a rough preview of a picture in progress."""
+
+    type: Literal["image_generation.partial_image", "image_edit.partial_image"]
+    partial_image_index: int = Field(description="From 0, for each picture.")
+
+
+class ImageTokens(ResponseModel):
+    """Pictures have no tokens."""
+
+    image_tokens: int = 0
+    text_tokens: int = 0
+
+
+class ImageUsage(ResponseModel):
+    input_tokens: int = 0
+    input_tokens_details: ImageTokens = ImageTokens()
+    output_tokens: int = 0
+    total_tokens: int = 0
+
+
+class CompletedImage(ImageEvent):
+    """An event of a stream of pictures: a finished picture."""
+
+    type: Literal["image_generation.completed", "image_edit.completed"]
+    seed: int
+    usage: ImageUsage = ImageUsage()
+    warnings: list[str] | None = Field(None, description="Fields that were ignored.")
+
+
+class TextPart(ResponseModel):
+    type: Literal["text", "input_text"] = "text"
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """A message of a conversation. Its picture, a part of type `image_url`, has been taken out."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content or ())
+
+
+class ChatRequest(PictureRequest):
+    """POST /v1/chat/completions: the last message of the user has the prompt and perhaps a picture."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
+    stream: Literal[False] | None = Field(None, exclude=True, description="Only false is accepted.")
+    partial_images: Unused = None
+    modalities: Unused = None
+    response_format: Unused = None
+    max_tokens: Unused = None
+    max_completion_tokens: Unused = None
+    temperature: Unused = None
+    top_p: Unused = None
+
+    @field_validator("stream", mode="before")
+    @classmethod
+    def _is_not_streamed(cls, value: object) -> object:
+        if value is True:
+            raise PydanticCustomError("no_stream", "only false; /v1/images/generations streams pictures")
+        return value
+
+    @property
+    def prompt(self) -> str:
+        return next((each.text for each in reversed(self.messages) if each.role == "user"), "")
+
+
+class ImageUrl(ResponseModel):
+    url: str
+
+
+class ImagePart(ResponseModel):
+    type: Literal["image_url"] = "image_url"
+    image_url: ImageUrl
+
+
+class ChatAnswer(ResponseModel):
+    role: Literal["assistant"] = "assistant"
+    content: list[ImagePart]
+
+
+class ChatChoice(ResponseModel):
+    index: int = 0
+    message: ChatAnswer
+    finish_reason: Literal["stop"] = "stop"
+
+
+class ChatUsage(ResponseModel):
+    """Pictures have no tokens."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class ChatMetrics(ResponseModel):
+    inference_time_s: float | None = None
+    stage_durations: dict[str, float] | None = None
+    peak_memory_mb: float = 0.0
+
+
+class ChatCompletion(ResponseModel):
+    """The pictures, as vLLM-Omni answers: data: URLs in one message."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: ChatUsage = ChatUsage()
+    metrics: ChatMetrics = Field(description="Of the slowest picture.")
+    warnings: list[str] | None = Field(None, description="Fields that were ignored.")

@@ -1,0 +1,205 @@
+"""Bodies about the server: its models, policy, errors, and the live state.
+
+The page at `/` uses `LiveState` (GET /v1/state) and `Change`, the event of GET /v1/state/events;
+docs/serving.md describes them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gfgen.server.protocol.schemas import (
+    Job,
+    JobFailure,
+    JobStatus,
+    LayoutView,
+    MediaKind,
+    RankStatus,
+    RequestModel,
+    ResponseModel,
+    ServerStatus,
+    StageName,
+)
+
+
+class Defaults(ResponseModel):
+    """Defaults of a model's jobs."""
+
+    size: str
+    frames: int | None = None
+    fps: int | None = None
+    steps: int
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+
+
+class ServedModel(ResponseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["gfgen"] = "gfgen"
+    root: str | None = Field(None, description="The model that this alias stands for.")
+    kind: MediaKind
+    takes_image: Literal["no", "yes", "always"] = Field(description="Whether jobs take an input picture.")
+    defaults: Defaults | None = None
+
+
+class ModelList(ResponseModel):
+    object: Literal["list"] = "list"
+    data: list[ServedModel]
+
+
+class PolicyRequest(RequestModel):
+    policy: str = Field(
+        min_length=1, max_length=200, description="A built-in policy, as for --policy.", examples=["edf"]
+    )
+
+
+class PolicyState(ResponseModel):
+    object: Literal["policy"] = "policy"
+    policy: str = Field(description="The requested policy.")
+    deciding: str = Field(description="The active policy: auto selects among others.")
+    reason: str | None = None
+    available: list[str]
+
+
+class Health(ResponseModel):
+    status: Literal["ok"] = "ok"
+
+
+class Ready(ResponseModel):
+    status: Literal["ready"] = "ready"
+    ranks: int
+
+
+class ErrorBody(ResponseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(ResponseModel):
+    """Every error response."""
+
+    error: ErrorBody
+
+
+class SessionRequest(RequestModel):
+    """POST /v1/session: exchanges the key for the cookie that the page uses."""
+
+    api_key: str = Field(max_length=1000)
+
+
+# The live state -----------------------------------------------------------------------------------
+
+
+class RankTask(ResponseModel):
+    job_id: str
+    stage: StageName
+    step: int | None = Field(None, description="Index of the denoising step, from 0.")
+    steps: int
+    layout: LayoutView
+    started_at: float
+    predicted_end_at: float
+
+
+class Rank(ResponseModel):
+    rank: int
+    node: str | None = Field(None, description="On a cluster: the machine of the rank.")
+    status: RankStatus
+    task: RankTask | None = None
+    utilisation: float = Field(ge=0, le=1, description="Busy share of the last minute.")
+    restarts: int = 0
+
+
+class TimelineBar(ResponseModel):
+    """A bar of the timeline: uninterrupted work of one rank for one job, stage and layout.
+
+    While it grows, `key` stays the same and `last_step` and `ended_at` rise.
+    """
+
+    key: str
+    rank: int
+    job_id: str
+    stage: StageName
+    layout: LayoutView
+    first_step: int | None = None
+    last_step: int | None = None
+    started_at: float
+    ended_at: float | None = Field(None, description="Null while it grows.")
+
+
+class LiveState(ResponseModel):
+    """Everything that the page shows."""
+
+    object: Literal["state"] = "state"
+    server_time: float = Field(description="Now, by the clock of all times here.")
+    started_at: float
+    version: str
+    status: ServerStatus
+    reason: str | None = Field(None, description="Why the server is not ready.")
+    device: str
+    policy: PolicyState
+    models: list[ServedModel]
+    ranks: list[Rank]
+    timeline: list[TimelineBar] = Field(description="The last two minutes, oldest first.")
+    open: list[Job] = Field(description="Started jobs, then the queue in predicted order; at most 200.")
+    num_open: int
+    max_open: int
+    finished: list[Job] = Field(description="Ended jobs, most recent first; at most 48.")
+    streams: int = Field(0, description="Open event streams.")
+
+
+class Change(ResponseModel):
+    """Changes since the previous event: each field present replaces the old value.
+
+    `open`, `finished` and `timeline` have only new or changed entries, by `id` or `key`. A job that appears
+    in `finished` has left `open`.
+    """
+
+    server_time: float
+    status: ServerStatus | None = None
+    reason: str | None = None
+    policy: PolicyState | None = None
+    models: list[ServedModel] | None = None
+    ranks: list[Rank] | None = None
+    timeline: list[TimelineBar] | None = None
+    open: list[Job] | None = None
+    order: list[str] | None = Field(None, description="Ids of `open` in their current order.")
+    num_open: int | None = None
+    finished: list[Job] | None = None
+    removed: list[str] | None = Field(None, description="Ids of removed jobs.")
+
+
+class JobEvent(ResponseModel):
+    """The data of an event of GET /v1/jobs/{id}/events; `type` is also the event's name.
+
+    queued     position, predicted_start_at: the first event; repeated when the position changes
+    started    the first task was submitted
+    layout     the ranks, or how they share the work, changed
+    stage      another stage starts
+    step       a denoising step finished
+    stopping   the server stops; the stream ends
+    completed, failed, cancelled    the last event; the stream ends
+    """
+
+    type: Literal[
+        "queued", "started", "layout", "stage", "step", "completed", "failed", "cancelled", "stopping"
+    ]
+    at: float
+    job_id: str
+    status: JobStatus
+    progress: int
+    position: int | None = None
+    step: int | None = None
+    steps: int | None = None
+    stage: StageName | None = None
+    layout: LayoutView | None = None
+    predicted_start_at: float | None = None
+    predicted_completion_at: float | None = None
+    will_meet_deadline: bool | None = None
+    error: JobFailure | None = None
+    content_url: str | None = None
