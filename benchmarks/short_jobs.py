@@ -270,7 +270,7 @@ def from_trace(events: Sequence[dict[str, Any]]) -> Measured:
     stages["switch"] = sum(switches.values())
     stages["steps"] -= stages["switch"]
     total_s = (tasks[-1]["ts"] + tasks[-1]["dur"] - tasks[0]["ts"]) / 1e6
-    stages["rest"] = total_s - sum(stages.values())
+    stages["rest"] = total_s - sum(seconds for stage, seconds in stages.items() if stage != "rest")
     idle_s = sum(task["args"].get("idle_ms", 0.0) for task in tasks[1:]) / 1e3
     gap_ms = statistics.median(step["args"].get("idle_ms", 0.0) for step in later)
     each = " ".join(f"{job} {1e3 * switch_s:.0f}" for job, switch_s in switches.items())

@@ -26,6 +26,7 @@ from gfgen.job.source import JobSource
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import DEFAULT_MODEL, PACKAGED, TINY_NAMES
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import ProfileRow
 from gfgen.runtime.predict.profile_store import (
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 _MEASURED_MODELS = {False: (DEFAULT_MODEL,), True: ("wan2.2-ti2v-5b", "qwen-image")}
 """Unless others are named, by whether ranks are on GPUs."""
-CPU_RANKS = 2
 SMALL_SIZES = {
     "video": ("128x128x1", "128x128x17", "128x128x33"),
     "image": ("128x128", "256x256", "384x384"),
@@ -59,7 +59,7 @@ SIZES = {
 }
 """Of all other models. Shapes between these are interpolated."""
 BUDGET_S = 90.0
-"""For the built-in model without JOBS: two minutes with loading."""
+"""For the built-in model without JOBS; the first round may take longer."""
 _LOADING_S = 15.0
 """To start workers with small models on two cores; large models take longer."""
 
@@ -89,7 +89,8 @@ _LOADING_S = 15.0
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be measured and how long it takes.")
 @rank_options(
-    *precision_options, ranks_help=f"Measure on 1 up to this many ranks. [{CPU_RANKS} on a CPU; all GPUs]"
+    *precision_options,
+    ranks_help=f"Measure on 1 up to this many ranks. [{DEFAULT_CPU_RANKS} on a CPU; all GPUs]",
 )
 def profile(
     *,
@@ -110,7 +111,7 @@ def profile(
         raise click.UsageError("give either JOBS, with at most one --model, or --model and --size")
     if output is not None:
         check_replaceable(output)
-    options = ranks.found(cpu_ranks=CPU_RANKS)
+    options = ranks.found()
     if jobs is not None:
         admission = options.admission(models[0] if models else DEFAULT_MODEL)
         found = judge(JobSource(files=(jobs,)), admission, are_models_together=True)

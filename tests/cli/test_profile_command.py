@@ -78,6 +78,10 @@ def profile(*arguments):
 
 def test_the_plan_and_its_duration_are_told_before_anything_starts(measured, tmp_path):
     result = profile("--model", "tiny-wan", "--size", "64x64x5", "--dry-run", "-o", tmp_path / "p.json")
+    assert "measurements on 1 to 4 ranks: about " in result.output, "as many as a run has"
+    result = profile(
+        *("--model", "tiny-wan", "--size", "64x64x5", "--ranks", 2, "--dry-run", "-o", tmp_path / "p.json")
+    )
     lines = result.output.splitlines()
     assert lines[0] == "shapes: tiny-wan 64x64x5+cfg"
     assert lines[1].startswith("10 measurements on 1 to 2 ranks: about ")
@@ -86,7 +90,7 @@ def test_the_plan_and_its_duration_are_told_before_anything_starts(measured, tmp
 
 
 def test_a_stopped_profile_goes_on_where_it_was(measured, tmp_path):
-    arguments = ("--model", "tiny-wan", "--size", "64x64x5", "-o", tmp_path / "p.json")
+    arguments = ("--model", "tiny-wan", "--size", "64x64x5", "--ranks", 2, "-o", tmp_path / "p.json")
     result = profile(*arguments)
     assert isinstance(result.exception, InterruptedRunError)
     assert str(result.exception) == "stopped; 7 of 10 are measured: run the same command again to go on"
@@ -251,7 +255,7 @@ def test_the_built_in_model_is_measured_within_its_budget(monkeypatch, tmp_path)
     monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
     calibration = {"alone_s": 0.05, "together_s": 0.055, "versions": profile_store.versions()}
     monkeypatch.setattr("gfgen.runtime.predict.scaling._measured", lambda: calibration)
-    dry = profile("--dry-run")
+    dry = profile("--ranks", 2, "--dry-run")
     assert dry.exit_code == 0, dry.output
     first, second = dry.output.splitlines()[:2]
     assert first == "shapes: shapes 128x128x1+cfg, shapes 128x128x17+cfg, shapes 128x128x33+cfg"

@@ -10,6 +10,7 @@ from builders import make_job
 from click.testing import CliRunner
 
 from gfgen.cli.main import cli
+from gfgen.cli.remote.server import _recent_row
 from gfgen.cli.remote.standing import Standing
 from gfgen.cli.remote.target import find_target
 from gfgen.errors import InputError, Problem
@@ -145,3 +146,12 @@ def test_the_view_fits_the_terminal_and_puts_running_jobs_first():
     lines = standing.lines(now=60.0, columns=80, rows=80)
     assert any(line.endswith("2:20 late") for line in lines)
     assert lines[-1] == "and 369 more"
+
+
+@pytest.mark.parametrize(
+    ("ended_at", "without_queue_s", "latency_s"), [(100, 0.56, 0.56), (130, 0.56, 30.0), (101, None, 1.0)]
+)
+def test_a_short_job_of_a_server_is_not_shown_with_whole_seconds(ended_at, without_queue_s, latency_s):
+    job = {"id": "a", "custom_id": None, "status": "completed", "error": None, "created_at": 100}
+    row = _recent_row(job | {"completed_at": ended_at, "inference_time_s": without_queue_s})
+    assert row["latency_s"] == latency_s

@@ -237,6 +237,7 @@ def _recent_row(job: Mapping[str, Any]) -> dict[str, Any]:
         "name": job["custom_id"],
         "status": "done" if job["status"] == "completed" else job["status"],
         "ended_at": float(ended_at),
-        "latency_s": float(ended_at - job["created_at"]),
+        # Clients get whole seconds, so a short job's latency is that without the queue.
+        "latency_s": max(float(ended_at - job["created_at"]), job["inference_time_s"] or 0.0),
         "error": (job["error"] or {}).get("message"),
     }
