@@ -179,8 +179,10 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     import difflib  # 6 ms that only a mistyped name pays
 
     # Comparing takes quadratic time, and a longer name resembles none.
-    near = difflib.get_close_matches(name[:40], list(known), n=1, cutoff=cutoff)
-    return near[0] if near else None
+    names = list(known)
+    near = difflib.get_close_matches(name[:40], names, n=1, cutoff=cutoff)
+    longer = [each for each in names if each.endswith(f"_{name}")]  # steps: num_inference_steps
+    return near[0] if near else longer[0] if len(longer) == 1 else None
 
 
 def _shortened(value: object, limit: int = 80) -> str | None:

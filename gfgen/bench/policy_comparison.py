@@ -21,8 +21,8 @@ COMPARED = (REPLICAS, "fcfs", "srtf", "edf,rescue=false", "edf", "triage", "make
 MAX_NAMED = 5
 NONE = "-"
 _HEAD = (
-    "| policy | deadlines met | with slack | by class | mean latency | P95 | jobs a minute | failed "
-    "| mean latency, x | P95, x | throughput, x | missed with slack, x |"
+    "| policy | deadlines met | with slack | with slack, by class | mean latency | P95 | jobs a minute "
+    "| failed | mean latency, x | P95, x | throughput, x | missed with slack, x |"
 )
 
 

@@ -294,6 +294,7 @@ def test_a_conversation_without_a_prompt_is_refused(server, fields, param):
     ("fields", "warning"),
     [
         ({"sice": "64x64"}, "sice: not a field, ignored; did you mean size?"),
+        ({"steps": 5}, "steps: not a field, ignored; did you mean num_inference_steps?"),
         ({"extra_args": "{'a': 1}"}, "extra_args: not a JSON object, ignored"),
         ({"true_cfg_scale": 3}, "true_cfg_scale = 3.0: this model has no use for it; ignored"),
         ({"lora": None}, None),
