@@ -106,6 +106,33 @@ def test_weights_equal_those_that_diffusers_fuses_and_the_base_model_comes_back(
     assert len(changed) in (4, 8)
 
 
+def test_a_file_that_changed_after_admission_is_refused_and_leaves_nothing_behind(
+    model: str, files: list[Path], tmp_path: Path
+) -> None:
+    pipeline, path = loaded(model), tmp_path / "mine.safetensors"
+    before = {name: value.clone() for name, value in original_weights(pipeline.transformer).items()}
+    merged, contents = MergedLoras(pipeline), [file.read_bytes() for file in files]
+    path.write_bytes(contents[0])
+    job = asked((path, 1.0))
+    for content, reason in (
+        (contents[1], "has changed since the job was read"),
+        (b"nothing", "has changed since the job was read"),
+        (None, r"cannot be read \(No such file"),
+    ):
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ModelError, match=reason):
+            merged.merge(job)
+        merged.merge(JobSpec(id="job", prompt="a fox"))
+        assert not differing(original_weights(pipeline.transformer), before)
+        path.touch()
+    path.write_bytes(contents[0])
+    merged.merge(job)
+    expected = fused_by_diffusers(loaded(model), [files[0]], [1.0])
+    assert not differing(original_weights(pipeline.transformer), expected)
+
+
 def test_fused_blocks_get_the_weights_of_their_layers(model: str, files: list[Path]) -> None:
     plain, fused = loaded(model, torch.bfloat16), loaded(model, torch.bfloat16)
     fuse(fused.transformer)

@@ -24,6 +24,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,10 @@ class MergedLoras:
         self._loaded: OrderedDict[tuple[str, bool], _Loaded] = OrderedDict()
         """By the file's hash and whether it is for the second expert; the last used come last."""
         self._names = (f"file{idx}" for idx in itertools.count())
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="lora-hash")
+        """Hashing a file takes longer than reading and merging it, so it runs at the same time."""
+        self._hashes: dict[tuple[str, bool], Future[None]] = {}
+        """Of files that were read, but not confirmed yet."""
 
     def merge(self, spec: JobSpec) -> None:
         """Give the models the LoRAs of a job, and no others.
@@ -83,6 +88,7 @@ class MergedLoras:
             if wanted != self._merged.get(component, ()):
                 self._merged[component] = ("being changed",)  # if that fails, the next job starts anew
                 self._set(component, own)
+                self._confirm(own, component)
                 self._merged[component] = wanted
                 self._changed(getattr(self._pipeline, component))
 
@@ -102,17 +108,36 @@ class MergedLoras:
         key = (lora["sha256"], component == SECOND)
         loaded = self._loaded.setdefault(key, _Loaded())
         if component not in loaded.changes:
-            _check_content(lora)
-            path = Path(lora["path"])
-            if (changes := self._models[component].read(path)) is not None:
-                loaded.changes[component] = changes
-            else:
+            path, checked = Path(lora["path"]), self._hashing.submit(_check_content, lora)
+            try:
+                changes = self._models[component].read(path)
+            except Exception:
+                checked.result()  # a file that has changed is why it cannot be read
+                raise
+            if changes is None:
+                checked.result()
                 self._convert(path, loaded, is_second=component == SECOND)
+            else:
+                loaded.changes[component] = changes
+                self._hashes[key] = checked
         self._loaded.move_to_end(key)
         while len(self._loaded) > KEPT_FILES:
             _, gone = self._loaded.popitem(last=False)
             self._outlines.detach(gone.name)
         return loaded.changes[component]
+
+    def _confirm(self, loras: Sequence[Mapping[str, Any]], component: str) -> None:
+        """Raises: ModelError if one of the files is not that of admission; it is read again next time."""
+        for lora in loras:
+            key = (lora["sha256"], component == SECOND)
+            if (checked := self._hashes.get(key)) is not None:
+                try:
+                    checked.result()
+                except ModelError:
+                    self._loaded.pop(key, None)
+                    raise
+                finally:
+                    del self._hashes[key]
 
     def _convert(self, path: Path, loaded: _Loaded, *, is_second: bool) -> None:
         """Let diffusers convert a file, and attach it to the outlines."""
