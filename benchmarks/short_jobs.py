@@ -230,8 +230,8 @@ def by_gfgen(case: Case) -> Measured:
     with lines.open("w") as file:
         for idx in range(case.num_jobs):
             file.write(json.dumps(_job(case, idx)) + "\n")
-    command = f"-m gfgen run {lines} --random-weights --ranks 1 --device {case.device} --trace {trace} -q"
-    command += f" --vae-dtype {case.vae_dtype}"
+    options = f"--random-weights --ranks 1 --device {case.device} --vae-dtype {case.vae_dtype}"
+    command = f"-m gfgen run {lines} {options} --trace {trace} -q"
     subprocess.run([sys.executable, *command.split(), "-o", str(case.folder / "out")], check=True)
     return from_trace(json.loads(trace.read_text()))
 
@@ -270,7 +270,7 @@ def from_trace(events: Sequence[dict[str, Any]]) -> Measured:
     stages["switch"] = sum(switches.values())
     stages["steps"] -= stages["switch"]
     total_s = (tasks[-1]["ts"] + tasks[-1]["dur"] - tasks[0]["ts"]) / 1e6
-    stages["rest"] = total_s - sum(seconds for stage, seconds in stages.items() if stage != "rest")
+    stages["rest"] += total_s - sum(stages.values())
     idle_s = sum(task["args"].get("idle_ms", 0.0) for task in tasks[1:]) / 1e3
     gap_ms = statistics.median(step["args"].get("idle_ms", 0.0) for step in later)
     each = " ".join(f"{job} {1e3 * switch_s:.0f}" for job, switch_s in switches.items())
@@ -300,15 +300,15 @@ def main() -> None:
     print(f"| | {' | '.join(('s per job', *STAGES))} |\n|---|{'---|' * (len(STAGES) + 1)}")
     with tempfile.TemporaryDirectory() as folder:
         case = Case(
-            options.model,
-            width,
-            height,
-            options.frames,
-            options.jobs,
-            options.device,
-            options.vae_dtype,
-            options.prompts,
-            Path(folder),
+            model=options.model,
+            width=width,
+            height=height,
+            frames=options.frames,
+            num_jobs=options.jobs,
+            device=options.device,
+            vae_dtype=options.vae_dtype,
+            num_prompts=options.prompts,
+            folder=Path(folder),
         )
         for side, measured in _measured(case, options.sides.split(",")):
             shares = [f"{measured.stages[stage] / measured.total_s:.1%}" for stage in STAGES]

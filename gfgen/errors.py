@@ -175,14 +175,16 @@ def in_one_line(error: BaseException, *, limit: int = 300) -> str:
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name that a mistyped one resembles most, for 'did you mean ...?'."""
+    """The known name that a mistyped one resembles most, or else the only one that ends in it."""
     import difflib  # 6 ms that only a mistyped name pays
 
     # Comparing takes quadratic time, and a longer name resembles none.
     names = list(known)
     near = difflib.get_close_matches(name[:40], names, n=1, cutoff=cutoff)
+    if near:
+        return near[0]
     longer = [each for each in names if each.endswith(f"_{name}")]  # steps: num_inference_steps
-    return near[0] if near else longer[0] if len(longer) == 1 else None
+    return longer[0] if len(longer) == 1 else None
 
 
 def _shortened(value: object, limit: int = 80) -> str | None:

@@ -8,6 +8,7 @@ numbers do not depend on the other tokens of a rank, and degrees differ by round
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,26 +91,21 @@ class Fp8Linear(nn.Module):
         shape, features = rows.values.shape, self.weight.shape[0]
         if not rows.values.numel():
             return self.scales.new_empty((*shape[:-1], features), dtype=self.dtype)
-        values = rows.values.view(-1, shape[-1])
+        return self._product(rows.values.view(-1, shape[-1]), rows.scales).view(*shape[:-1], features)
+
+    def _product(self, values: Tensor, scales: Tensor) -> Tensor:
+        """[N, C] and [N, 1] -> [N, features]; where cuBLAS has no scales by row, they come afterwards."""
+        multiply = partial(torch._scaled_mm, values, self.weight.t(), use_fast_accum=True)
         if len(values) not in self._refused:
             try:
-                result = self._product(values, rows.scales, self.scales, self.bias, self.dtype)
-                return result.view(*shape[:-1], features)
+                return multiply(scales, self.scales, bias=self.bias, out_dtype=self.dtype)
             except RuntimeError as error:
                 if "CUBLAS_STATUS_NOT_SUPPORTED" not in str(error):
                     raise
                 self._refused.add(len(values))
         one = self.scales.new_ones(())
-        result = self._product(values, one, one, None, torch.float32) * rows.scales * self.scales
-        result = result if self.bias is None else result + self.bias
-        return result.to(self.dtype).view(*shape[:-1], features)
-
-    def _product(
-        self, values: Tensor, row_scales: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        return torch._scaled_mm(
-            values, self.weight.t(), row_scales, scales, bias=bias, out_dtype=dtype, use_fast_accum=True
-        )
+        result = multiply(one, one, out_dtype=torch.float32) * scales * self.scales
+        return (result if self.bias is None else result + self.bias).to(self.dtype)
 
 
 class Fp8Gelu(nn.Module):

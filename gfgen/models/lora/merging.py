@@ -69,8 +69,6 @@ class MergedLoras:
         self._names = (f"file{idx}" for idx in itertools.count())
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="lora-hash")
         """Hashing a file takes longer than reading and merging it, so it runs at the same time."""
-        self._hashes: dict[tuple[str, bool], Future[None]] = {}
-        """Of files that were read, but not confirmed yet."""
 
     def merge(self, spec: JobSpec) -> None:
         """Give the models the LoRAs of a job, and no others.
@@ -105,10 +103,11 @@ class MergedLoras:
 
     def _changes(self, lora: Mapping[str, Any], component: str) -> Sequence[_Change]:
         """What a LoRA changes in a model. It is loaded first if need be."""
-        key = (lora["sha256"], component == SECOND)
+        key = _key(lora, component)
         loaded = self._loaded.setdefault(key, _Loaded())
         if component not in loaded.changes:
-            path, checked = Path(lora["path"]), self._hashing.submit(_check_content, lora)
+            path = Path(lora["path"])
+            checked = loaded.checked = self._hashing.submit(_check_content, lora)
             try:
                 changes = self._models[component].read(path)
             except Exception:
@@ -119,7 +118,6 @@ class MergedLoras:
                 self._convert(path, loaded, is_second=component == SECOND)
             else:
                 loaded.changes[component] = changes
-                self._hashes[key] = checked
         self._loaded.move_to_end(key)
         while len(self._loaded) > KEPT_FILES:
             _, gone = self._loaded.popitem(last=False)
@@ -129,15 +127,13 @@ class MergedLoras:
     def _confirm(self, loras: Sequence[Mapping[str, Any]], component: str) -> None:
         """Raises: ModelError if one of the files is not that of admission; it is read again next time."""
         for lora in loras:
-            key = (lora["sha256"], component == SECOND)
-            if (checked := self._hashes.get(key)) is not None:
-                try:
-                    checked.result()
-                except ModelError:
-                    self._loaded.pop(key, None)
-                    raise
-                finally:
-                    del self._hashes[key]
+            checked = self._loaded[_key(lora, component)].checked
+            assert checked is not None
+            try:
+                checked.result()
+            except ModelError:
+                del self._loaded[_key(lora, component)]
+                raise
 
     def _convert(self, path: Path, loaded: _Loaded, *, is_second: bool) -> None:
         """Let diffusers convert a file, and attach it to the outlines."""
@@ -161,6 +157,12 @@ class _Loaded:
     """In the outlines, if it is attached to them."""
     changes: dict[str, list[_Change]] = field(default_factory=dict)
     """By model."""
+    checked: Future[None] | None = None
+    """Fails if the file that was read is not that of admission."""
+
+
+def _key(lora: Mapping[str, Any], component: str) -> tuple[str, bool]:
+    return lora["sha256"], component == SECOND
 
 
 class _Model:
