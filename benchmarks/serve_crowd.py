@@ -32,11 +32,11 @@ SIDE = 7000
 SHOWN_AFTER = (0, 1, 10, 37, 100, 150, 200)
 
 
-def crowd_rows(folder: Path) -> Iterator[tuple[str, str]]:
+def crowd_rows(folder: Path, *, options: str) -> Iterator[tuple[str, str]]:
     """Raises: AssertionError if a job is lost or doubled, or a file is missing or left over."""
     port = free_port()
     command = ["-m", "gfgen", "serve", "--port", str(port), "--ranks", "2", "--max-open", "150"]
-    command += ["--model", "shapes", "--output", str(folder / "out"), "--quiet"]
+    command += ["--model", "shapes", "--output", str(folder / "out"), "--quiet", *options.split()]
     trouble = Trouble(lambda: Server(command, port=port, folder=folder, slowness=SLOWNESS))
     trouble.server.wait_ready()
     crowd = Crowd(trouble.server.url, Random(5), _job_of)
@@ -83,11 +83,12 @@ def upload_rows(folder: Path, *, num_uploads: int) -> Iterator[tuple[str, str]]:
 @click.option(
     "--uploads", type=click.IntRange(0), default=200, show_default=True, help="Pictures to upload; 0: none."
 )
-def main(*, uploads: int) -> None:
+@click.option("--server", default="", help="More options of the server, such as '--device cuda'.")
+def main(*, uploads: int, server: str) -> None:
     """Clients while processes die, then uploads."""
     with tempfile.TemporaryDirectory() as name:
         click.echo(f"load average {os.getloadavg()[0]:.0f}\n\n| | |\n|---|---|")
-        for what, found in crowd_rows(Path(name)):
+        for what, found in crowd_rows(Path(name), options=server):
             click.echo(f"| {what} | {found} |")
     with tempfile.TemporaryDirectory() as name:
         for what, found in upload_rows(Path(name), num_uploads=uploads) if uploads else ():

@@ -232,7 +232,7 @@ def by_gfgen(case: Case) -> Measured:
             file.write(json.dumps(_job(case, idx)) + "\n")
     options = f"--random-weights --ranks 1 --device {case.device} --vae-dtype {case.vae_dtype}"
     command = f"-m gfgen run {lines} {options} --trace {trace} -q"
-    subprocess.run([sys.executable, *command.split(), "-o", str(case.folder / "out")], check=True)
+    subprocess.run([sys.executable, *command.split(), "-o", tempfile.mkdtemp(dir=case.folder)], check=True)
     return from_trace(json.loads(trace.read_text()))
 
 
@@ -274,10 +274,9 @@ def from_trace(events: Sequence[dict[str, Any]]) -> Measured:
     idle_s = sum(task["args"].get("idle_ms", 0.0) for task in tasks[1:]) / 1e3
     gap_ms = statistics.median(step["args"].get("idle_ms", 0.0) for step in later)
     each = " ".join(f"{job} {1e3 * switch_s:.0f}" for job, switch_s in switches.items())
-    note = (
-        f"switches in ms: {each}; device idle {idle_s:.3f} s in all, {gap_ms:.3f} ms before a step (median)"
-    )
-    return Measured(total_s, stages, note)
+    decodes = " ".join(f"{task['dur'] / 1e6:.2f}" for task in tasks if task["args"]["stage"] == "decode")
+    idle = f"device idle {idle_s:.3f} s in all, {gap_ms:.3f} ms before a step (median)"
+    return Measured(total_s, stages, f"switches in ms: {each}; decodes in s: {decodes}; {idle}")
 
 
 _STAGE_OF = {"encode": "encode", "prepare": "rest", "denoise": "steps", "decode": "decode"}

@@ -82,6 +82,7 @@ class PolicyComparison:
         if run.fault is not None:
             self.notes.append(f"{run.policy} failed too often ({run.fault}): {FALLBACK} took over")
         self.notes += [] if run.note is None else [run.note]
+        self.notes += _reused(run)
         self.notes += _starved(run)
 
     def table(self) -> list[str]:
@@ -168,6 +169,13 @@ _RATIOS: tuple[Callable[[Score], float | None], ...] = (
 
 def _ratio(value: float | None, baseline: float | None) -> str:
     return NONE if value is None or not baseline else f"{value / baseline:.2f}"
+
+
+def _reused(run: PolicyRun) -> list[str]:
+    """The share of the steps that ran without the transformer."""
+    num_reused = sum(outcome.num_reused for outcome in run.outcomes)
+    num_steps = sum(outcome.info.spec.steps or 0 for outcome in run.outcomes)
+    return [f"{run.policy}: {num_reused / num_steps:.1%} of the steps were reused"] if num_reused else []
 
 
 def _starved(run: PolicyRun) -> list[str]:

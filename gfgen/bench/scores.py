@@ -29,6 +29,8 @@ class JobScore:
     """The deadline without slack."""
     busy_s: float
     layouts: Sequence[str]
+    num_reused: int = 0
+    """Steps without the transformer."""
 
     def is_in_time(self, slack_s: float = 0.0) -> bool:
         """Whether it is done by its deadline plus slack, or has no deadline."""
@@ -111,4 +113,5 @@ def _job_score(outcome: JobOutcome) -> JobScore:
         due_s=outcome.deadline_s,
         busy_s=outcome.busy_s,
         layouts=outcome.layouts,
+        num_reused=outcome.num_reused,
     )

@@ -18,10 +18,19 @@ from gfgen.bench.workloads import (
     WORKLOADS,
     Name,
     WorkloadOptions,
+    calibration_jobs,
     make_workload,
     mix_of,
+    weightless_model,
 )
-from gfgen.cli.compare_runs import on_workers, predicted, predicted_times, simulated
+from gfgen.cli.compare_runs import (
+    jobs_with,
+    load_compared,
+    on_workers,
+    predicted,
+    predicted_times,
+    simulated,
+)
 from gfgen.cli.options import (
     FiniteRange,
     Option,
@@ -35,7 +44,6 @@ from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
 from gfgen.job.reader import to_mapping
 from gfgen.layout import MAX_RANKS
-from gfgen.policies.catalog import load_policy
 from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.runtime.report.picture import save_figure
 from gfgen.runtime.report.plot_runs import draw_runs
@@ -142,7 +150,8 @@ def workload(
     "--policy",
     "policies",
     multiple=True,
-    help="Policy to run. Repeatable. [single-rank replicas and every policy]",
+    help="Policy to run: NAME[,option=value...][,reuse=VALUE], the last for the field reuse of all jobs. "
+    "Repeatable. [single-rank replicas and every policy]",
 )
 @click.option(
     "--workload",
@@ -210,7 +219,7 @@ def compare(
     model = model or usual
     mix = mix_of(model)
     texts = list(dict.fromkeys([against, *(policies or COMPARED), *outside]))
-    _check_policies(texts, ranked)
+    _check_policies(texts, ranked, model, steps=steps)
     options = WorkloadOptions(
         load=load,
         seed=seed,
@@ -258,14 +267,15 @@ def compare(
     return 1 if comparison.failures else 0
 
 
-def _check_policies(texts: Sequence[str], ranked: Ranks | None) -> None:
+def _check_policies(texts: Sequence[str], ranked: Ranks | None, model: str, *, steps: int | None) -> None:
     if ranked is not None and ranked.devices.ranks_per_gpu > 1 and any(map(is_stock, texts)):
         raise InputError("--ranks-per-gpu: diffusers' own ranks cannot share a GPU; leave it out")
     for text in texts:
         if is_stock(text):
             stock_options(text, num_ranks=None if ranked is None else ranked.num_ranks)
         else:
-            load_policy(text)
+            _, reuse = load_compared(text)
+            jobs_with(calibration_jobs(model, steps=steps), reuse, weightless_model(model))
 
 
 def _make(output: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -27,10 +28,11 @@ from gfgen.bench.workloads import (
 )
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.cli.shown.progress import make_progress
-from gfgen.errors import InterruptedRunError, WorkerError
+from gfgen.errors import InputError, InterruptedRunError, PolicyError, WorkerError
+from gfgen.job.fields import FIELDS, Refused
 from gfgen.job.spec import JobSpec
-from gfgen.policies.catalog import load_policy
-from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
+from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
@@ -40,6 +42,43 @@ from gfgen.session.ranks import Ranks, admitted_on
 from gfgen.session.session import Session, SessionOptions
 
 WARM_UP_STEPS = 2
+REUSE = ",reuse="
+
+Reuse = float | str | None
+"""The field `reuse` of all jobs."""
+
+
+def load_compared(text: str) -> tuple[NamedPolicy, Reuse]:
+    """A policy, and the reuse of its jobs: `NAME[,option=value...][,reuse=VALUE]`, with `reuse` at the end.
+
+    Raises PolicyError.
+    """
+    name, _, value = text.partition(REUSE)
+    field = FIELDS["reuse"]
+    try:
+        reuse: Any = field.parse(_number_or_word(value)) if value else None
+    except Refused:
+        raise PolicyError(f"--policy {text}: reuse is {field.accepted}") from None
+    return load_policy(name), reuse
+
+
+def _number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def jobs_with(specs: Sequence[JobSpec], reuse: Reuse, model: ResolvedModel) -> tuple[AdmittedJob, ...]:
+    """Admit the jobs with this reuse. Raises InputError if the model or the number of steps is not for it."""
+    jobs, problems = admit(
+        [replace(spec, reuse=reuse) for spec in specs],
+        default_model=model.name,
+        find_model=lambda _: model,
+    )
+    if problems:
+        raise InputError(f"--policy ...{REUSE}{reuse}: {problems[0]}")
+    return jobs
 
 
 def predicted_times(
@@ -54,21 +93,22 @@ def predicted_times(
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    jobs: tuple[AdmittedJob, ...]
+    specs: tuple[JobSpec, ...]
+    model: ResolvedModel
     profile: Profile
 
 
 def predicted(name: Name, model: str, options: WorkloadOptions, path: Path | None) -> Predicted:
     most = max(options.num_ranks, options.deadlines_from)
     times, profile = predicted_times(model, path, num_ranks=most, steps=options.steps)
-    return Predicted(admitted(make_workload(name, model, times, options), weightless_model(model)), profile)
+    return Predicted(make_workload(name, model, times, options), weightless_model(model), profile)
 
 
 def simulated(texts: Sequence[str], workload: Predicted, *, num_ranks: int) -> Iterator[PolicyRun]:
     def run(text: str) -> tuple[Sequence[JobOutcome], Summary]:
-        found = simulate(
-            workload.jobs, policy=load_policy(text), num_ranks=num_ranks, profile=workload.profile
-        )
+        policy, reuse = load_compared(text)
+        jobs = jobs_with(workload.specs, reuse, workload.model)
+        found = simulate(jobs, policy=policy, num_ranks=num_ranks, profile=workload.profile)
         return found.outcomes, found.summary
 
     for text in texts:
@@ -94,7 +134,7 @@ def on_workers(
     specs: Sequence[JobSpec] = ()
     profile: Profile | None = None
     if workload is not None:
-        specs, profile = [job.info.asked for job in workload.jobs], workload.profile
+        specs, profile = workload.specs, workload.profile
     if policies or not specs:
         with _started_workers(found, model, output, ranks, profile) as bench:
             if specs:
@@ -148,9 +188,10 @@ class _StartedWorkers:
     _profile: Profile | None
 
     def run(self, text: str, specs: Sequence[JobSpec]) -> tuple[Sequence[JobOutcome], Summary]:
-        watch, jobs = OutcomeRecorder(), admitted(specs, self._model)
+        policy, reuse = load_compared(text)
+        watch, jobs = OutcomeRecorder(), jobs_with(specs, reuse, self._model)
         with tempfile.TemporaryDirectory(dir=self._session.options.output_dir) as folder:
-            options = replace(self._session.options, output_dir=Path(folder), policy=load_policy(text))
+            options = replace(self._session.options, output_dir=Path(folder), policy=policy)
             progress = make_progress(quiet=True, log_json=False)
             summary = self._session.run(
                 jobs, options=options, observers=[progress, watch], profile=self._profile

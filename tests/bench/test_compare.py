@@ -114,6 +114,37 @@ def test_bench_compares_policies_in_virtual_time(words, tmp_path, capsys):
     assert (tmp_path / "compare.md").read_text().count("| auto |") == 1
 
 
+def test_a_policy_runs_with_reused_steps_beside_without(tmp_path, capsys):
+    arguments = ["--simulate", "--policy", "auto", "--policy", "auto,reuse=0.4", "--against", "srtf"]
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "compare", *arguments, "--jobs", "12", "-o", str(tmp_path)])
+    assert end.value.code == 0
+    assert "auto,reuse=0.4: 40.0% of the steps were reused" in capsys.readouterr().out
+    full, with_reuse = json.loads((tmp_path / "compare.json").read_text())["runs"][1:]
+    assert {job["num_reused"] for job in full["jobs"]} == {0}
+    assert {job["num_reused"] for job in with_reuse["jobs"]} == {10}
+    assert with_reuse["mean_s"] < full["mean_s"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps", "reason"),
+    [
+        ("auto,reuse=often", 25, 'reuse is "never", "if-late", or the share'),
+        ("auto,reuse=if-late", 6, "needs at least 12 steps, and this job has 6"),
+        ("automatic,reuse=0.4", 25, "did you mean auto?"),
+    ],
+)
+def test_reuse_that_is_not_possible_is_one_line(policy, steps, reason, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(
+            ["bench", "compare", "--simulate", "--policy", policy, "--steps", str(steps), "-o", str(tmp_path)]
+        )
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
+
+
 UNFAIR = """
 from dataclasses import replace
 from gfgen.policies.fcfs import fcfs

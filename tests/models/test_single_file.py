@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from gfgen.errors import ModelError
+from gfgen.job.spec import JobSpec
 from gfgen.models.families import registry
 from gfgen.models.families.precision import precision_of
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint
@@ -91,6 +93,70 @@ def test_a_transformer_in_the_published_layout_loads_as_by_diffusers(
     assert all(torch.equal(alone[name], weights[name]) for name in weights)
     assert count_parameters(checkpoint) == count_parameters(base)
     assert footprint(checkpoint) == footprint(base)
+
+
+@pytest.fixture
+def gguf_file(weights: dict[str, torch.Tensor], tmp_path: Path) -> Path:
+    """Matrices in 8 bits, all else in fp32."""
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "wan.gguf"
+    writer = gguf.GGUFWriter(path, "wan")
+    for name, each in weights.items():
+        value, dtype = each.float().numpy(), gguf.GGMLQuantizationType.F32
+        if each.ndim == 2 and each.shape[1] % 32 == 0 and "blocks." in name:
+            dtype = gguf.GGMLQuantizationType.Q8_0
+            value = gguf.quants.quantize(value, dtype)
+        writer.add_tensor(published(name), value, raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["file", "gguf_file"])
+def test_frames_are_those_of_diffusers(
+    kind: str, device: str, base: Path, request: pytest.FixtureRequest
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    file: Path = request.getfixturevalue(kind)
+    adapter: Any = load_adapter(resolve_checkpoint(f"tiny-wan:{file}"), device=device)
+    asked = JobSpec(id="x", prompt="a red fox", seed=5, steps=3, width=64, height=64, frames=5)
+    spec = adapter.geometry.resolve(asked)
+    with torch.no_grad():
+        prompt = adapter.encode(spec)
+        condition, latents = adapter.prepare(spec, prompt)
+        for step in range(3):
+            latents = adapter.denoise(spec, prompt, condition, latents, step=step)
+        frames = adapter.decode(spec, latents).tensors["frames"].cpu().numpy()
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    options = {"quantization_config": diffusers.GGUFQuantizationConfig(compute_dtype=dtype)}
+    transformer = diffusers.WanTransformer3DModel.from_single_file(
+        str(file),
+        config=str(base),
+        subfolder="transformer",
+        local_files_only=True,
+        dtype=dtype,
+        **(options if kind == "gguf_file" else {}),
+    )
+    vae = diffusers.AutoencoderKLWan.from_pretrained(base, subfolder="vae")
+    pipeline = diffusers.WanPipeline.from_pretrained(
+        base, transformer=transformer, vae=vae, dtype=dtype, local_files_only=True
+    ).to(device)
+    theirs = pipeline(
+        prompt="a red fox",
+        width=64,
+        height=64,
+        num_frames=5,
+        num_inference_steps=3,
+        guidance_scale=spec.guidance_scale,
+        negative_prompt=spec.negative_prompt,
+        generator=torch.Generator("cpu").manual_seed(5),
+    ).frames[0]
+    far = np.abs(frames.astype(int) - (theirs * 255).round().astype(int))
+    assert far.max() == 0 if device == "cpu" else far.mean() < 2
 
 
 def test_a_file_in_a_folder_in_diffusers_format_takes_the_rest_from_there(
