@@ -5,6 +5,7 @@ This process touches no GPU; the ranks do (benchmarks/measure_decode.py).
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import logging
 import math
@@ -61,9 +62,15 @@ class DecodeRow:
 
 
 def measure_decodes(
-    *, num_gpus: int, seconds: float | None = None, tell: Callable[[DecodeRow], None] = lambda row: None
+    *,
+    num_gpus: int,
+    only: Sequence[str] = (),
+    seconds: float | None = None,
+    tell: Callable[[DecodeRow], None] = lambda row: None,
 ) -> list[DecodeRow]:
-    """All shapes in all dtypes, on one GPU and on each power of two of them; no row begins after `seconds`.
+    """Shapes in all dtypes, on one GPU and on each power of two of them; no row begins after `seconds`.
+
+    only: patterns of "shape/dtype/GPUs"; one GPU is always measured, since the others are compared with it.
 
     Raises: InputError for more GPUs than there are.
     """
@@ -72,7 +79,7 @@ def measure_decodes(
     rows: list[DecodeRow] = []
     ranks = CudaRanks(num_gpus, GPU_PLAN)
     try:
-        for row in _measured(ranks, num_gpus):
+        for row in _measured(ranks, num_gpus, only):
             rows.append(row)
             tell(row)
             if time.monotonic() > deadline_s:
@@ -84,15 +91,21 @@ def measure_decodes(
     return sorted(rows, key=lambda row: (order.index((row.shape, row.dtype)), row.degree))
 
 
-def _measured(ranks: CudaRanks, num_gpus: int) -> Iterator[DecodeRow]:
+def _measured(ranks: CudaRanks, num_gpus: int, only: Sequence[str]) -> Iterator[DecodeRow]:
     """A row when it is asked for."""
     for shape in SHAPES:
         for dtype in DTYPES[:1] if shape.is_exact else DTYPES:
-            results = ranks.run(range(num_gpus), measure_decode.alone, shape, dtype)
-            yield _row(shape, dtype, 1, results)
-            for degree in DEGREES:
-                if degree <= num_gpus:
+            degrees = [each for each in DEGREES if each <= num_gpus and _fits(shape, dtype, each, only)]
+            if degrees or _fits(shape, dtype, 1, only):
+                results = ranks.run(range(num_gpus), measure_decode.alone, shape, dtype)
+                yield _row(shape, dtype, 1, results)
+                for degree in degrees:
                     yield _row(shape, dtype, degree, _side_by_side(ranks, num_gpus, shape, degree))
+
+
+def _fits(shape: DecodeShape, dtype: str, degree: int, only: Sequence[str]) -> bool:
+    name = f"{shape.name}/{dtype}/{degree}"
+    return not only or any(fnmatch.fnmatch(name, pattern) for pattern in only)
 
 
 def _side_by_side(ranks: CudaRanks, num_gpus: int, shape: DecodeShape, degree: int) -> list[dict[str, Any]]:
@@ -164,9 +177,10 @@ def store(rows: Sequence[DecodeRow], stem: Path, text: str) -> None:
 
 @click.command()
 @click.option("--gpus", type=int, help="GPUs to use [default: all].")
+@click.option("--only", multiple=True, metavar="PATTERN", help='Rows, such as "*/bfloat16/4". Repeatable.')
 @click.option("--seconds", type=FiniteRange(0), help="Start no measurement after this time.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
-def main(*, gpus: int | None, seconds: float | None, output: Path | None) -> None:
+def main(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, output: Path | None) -> None:
     """Decodes of full-size Wan2.2-5B and Qwen-Image in fp32 and bf16, on 1, 2, 4 and 8 GPUs.
 
     Compares the result of several GPUs, each with a band of rows, with the result of one GPU.
@@ -182,9 +196,12 @@ def main(*, gpus: int | None, seconds: float | None, output: Path | None) -> Non
             err=True,
         )
 
-    rows = measure_decodes(num_gpus=num_gpus, seconds=seconds, tell=tell)
+    rows = measure_decodes(num_gpus=num_gpus, only=only, seconds=seconds, tell=tell)
     device = f"{num_gpus} x {driver().name(0)}"
-    text = "\n".join(table_of(rows, device=device, command=f"python -m benchmarks.decode --gpus {num_gpus}"))
+    command = " ".join(
+        ["python -m benchmarks.decode --gpus", str(num_gpus), *(f"--only '{each}'" for each in only)]
+    )
+    text = "\n".join(table_of(rows, device=device, command=command))
     click.echo(text)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

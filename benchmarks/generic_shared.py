@@ -1,6 +1,6 @@
 """Forwards of Flux.1 and CogVideoX-5B shared by several GPUs, gfgen's and diffusers' own.
 
-    python -m benchmarks.generic_shared [--gpus 2] [--only flux cogvideox]
+    python -m benchmarks.generic_shared [--gpus 2] [--only flux cogvideox] [--ways "gfgen compiled"]
 
 Full-size transformers with random weights, bf16, eager and with compiled blocks; milliseconds are the
 slowest rank's median. diffusers shares tokens by its context parallelism (Ulysses over NCCL), for which
@@ -93,14 +93,14 @@ def layout_of(degree: int, way: str) -> Layout:
     return Layout(tuple(range(degree)), cfg=cfg, ulysses=degree // cfg)
 
 
-def measure_all(names: list[str], degrees: list[int], tell: Callable[[str], None]) -> None:
+def measure_all(names: list[str], degrees: list[int], ways: list[str], tell: Callable[[str], None]) -> None:
     for degree in degrees:
         ranks = CudaRanks(degree, GPU_PLAN)
         try:
             with tempfile.TemporaryDirectory() as folder:
                 for name in names:
                     for way in WAYS[name]:
-                        if "halves" not in way or degree % 2 == 0:
+                        if way in ways and ("halves" not in way or degree % 2 == 0):
                             tell(_row(ranks, name, way, degree, f"{folder}/store"))
         finally:
             ranks.close()
@@ -122,12 +122,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", choices=tuple(WAYS), default=tuple(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=(*TOKENS, *HALVES), default=(*TOKENS, *HALVES))
     asked = parser.parse_args()
     print(
         "| transformer | GPUs | way | ms | difference from one rank, eager |\n|---|---|---|---|---|",
         flush=True,
     )
-    measure_all(list(asked.only), asked.gpus, lambda line: print(line, flush=True))
+    measure_all(list(asked.only), asked.gpus, list(asked.ways), lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":
