@@ -3,7 +3,7 @@
     python -m benchmarks.policy_study --processes 2 --output benchmarks/results/2026-11-23-policies
 
 Every point is 20 workloads of 80 jobs; all policies get the same ones, so that differences are paired by
-seed. Durations come from the profile of goals that is shipped (h200-goals.json): nothing here was measured
+seed. Durations come from the profile of four H200 that comes with gfgen (h200.json): nothing here was run
 on a GPU. Writes OUTPUT.json (by seed), OUTPUT.md (tables and bars); `--charts DIR` draws the curves.
 """
 
@@ -75,7 +75,7 @@ TICKS = (1, 2, 5)
 
 
 def profile() -> Profile:
-    return load_profile(SHIPPED / "h200-goals.json")
+    return load_profile(SHIPPED / "h200.json")
 
 
 def jobs_of(
@@ -269,7 +269,7 @@ def report(
         f"{date}; command: `python -m benchmarks.policy_study --processes {processes} --output {output}`, "
         f"{wall_s / 60:.1f} minutes on {machine}; commit {commit}.",
         "",
-        f"{NUM_RANKS} ranks of the profile h200-goals.json (goal step times put together, not measured), "
+        f"{NUM_RANKS} ranks of the profile h200.json, "
         f"{NUM_JOBS} jobs a workload, {NUM_SEEDS} seeds, every policy on the same workloads. "
         "`legacy,degree=1` (single-rank replicas) decides as `fcfs` does. In the tables: percentage of "
         "jobs that met their deadline, its 95% bootstrap interval over seeds, in parentheses with the "
@@ -327,7 +327,7 @@ def charts(rows: StudyRows, folder: Path) -> None:
             axes[2 * m + 1][0].set_ylabel("mean latency, s")
             axes[3][w].set_xlabel("load")
         figure.suptitle(
-            f"Simulated on 4 ranks (h200-goals), deadlines from the {n}-GPU time", fontsize=11, y=0.995
+            f"Simulated on 4 ranks (h200.json), deadlines from the {n}-GPU time", fontsize=11, y=0.995
         )
         figure.legend(
             *axes[0][0].get_legend_handles_labels(), ncols=6, loc="upper center", bbox_to_anchor=(0.5, 0.978)

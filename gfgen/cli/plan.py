@@ -27,7 +27,6 @@ from gfgen.cli.shown.prediction import (
     NodesType,
     RankCounts,
     choose_profile,
-    closer_profile,
     default_ranks,
     describe,
     machine,
@@ -126,13 +125,13 @@ def plan(
         found = _of_one_machine(room, names, ranks, profile_path, window)
     else:
         found = _of_nodes(room, names, nodes, profile_path, window)
-    made, profile, closer, turns = found
+    made, profile, most_shared, turns = found
     unseen = unseen_shapes(profile, admitted)
     if as_json:
-        said = {"memory": turns, "closer_profile": closer, "unseen": unseen}
+        said = {"memory": turns, "most_shared": most_shared, "unseen": unseen}
         click.echo(json.dumps(plan_as_json(made) | said, indent=1))
     else:
-        more = filter(None, [unseen, closer, turns])
+        more = filter(None, [unseen, most_shared, turns])
         click.echo("\n".join([*in_plain_words(made, device=describe(profile)), *more]))
 
 
@@ -162,7 +161,7 @@ def _of_one_machine(
             residency=room.residency,
         )
     made = replace(made, machine=machine(profile, jobs, num_ranks=num_ranks))
-    return made, profile, closer_profile(path, jobs, counts=counts), room.in_words(num_ranks)
+    return made, profile, None, room.in_words(num_ranks)
 
 
 def _of_nodes(

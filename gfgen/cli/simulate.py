@@ -25,7 +25,7 @@ from gfgen.cli.options import (
     profile_option,
 )
 from gfgen.cli.shown.board import has_cursor
-from gfgen.cli.shown.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
+from gfgen.cli.shown.prediction import RankCounts, choose_profile, default_ranks, describe
 from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.cluster.simulated import MAX_NODES, simulate_nodes
 from gfgen.errors import InputError, OutputError, RunError
@@ -123,9 +123,8 @@ def simulate(
                 raise
             except RunError as error:
                 failures.append(f"{each.name}: {error}")
-    closer = closer_profile(profile_path, admitted, counts=counts)
     on = _machines(counts, nodes)
-    _report(runs, profile, on, most=max(counts), room=room, as_json=as_json, failures=failures, closer=closer)
+    _report(runs, profile, on, most=max(counts), room=room, as_json=as_json, failures=failures)
     for failure in failures:
         click.echo(f"gfgen: {failure}", err=True)
     if output is not None and runs and not as_json:
@@ -262,13 +261,12 @@ def _report(
     room: SimulatedMemory,
     as_json: bool,
     failures: Sequence[str],
-    closer: str | None,
 ) -> None:
     turns = room.in_words(most)
     found = sorted({doubt for _, run in runs for doubt in run.doubts})
     doubts = uncertain(found, has_writes=profile.has_writes) if runs else None
     if as_json:
-        said = {"memory": turns, "doubts": doubts, "closer_profile": closer, "failures": list(failures)}
+        said = {"memory": turns, "doubts": doubts, "failures": list(failures)}
         click.echo(json.dumps(_as_json(runs, profile) | said, indent=1))
         return
     click.echo(f"{counted(len(room.jobs), 'job')} on {on}, simulated with {describe(profile)}\n")
@@ -279,8 +277,6 @@ def _report(
             click.echo(f"{name} failed too often ({run.summary.policy_fault}): {FALLBACK} took over\n")
     if turns:
         click.echo(turns)
-    if closer:
-        click.echo(closer)
     if doubts:
         click.echo(f"Uncertain: {doubts}")
 

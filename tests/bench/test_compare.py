@@ -87,7 +87,7 @@ def test_a_policy_that_was_replaced_is_marked_wherever_it_is_shown():
 
 def test_no_policy_ends_a_night_before_the_bound():
     model = weightless_model("qwen-image")
-    profile = load_profile(SHIPPED / "h200-goals.json")
+    profile = load_profile(SHIPPED / "h200.json")
     times = stand_alone(model, CostModel(profile))
     jobs = admitted(make_workload("overnight", model.name, times, WorkloadOptions(num_jobs=60)), model)
     bound_s = least_makespan_s(jobs, profiled_times(profile, jobs, num_ranks=4), num_ranks=4)

@@ -28,10 +28,6 @@ WAN = "wan2.2-ti2v-5b"
 TIMES = StandAlone({1: {"S": 6.0, "M": 10.0, "L": 28.0}, 4: {"S": 2.4, "M": 4.0, "L": 10.0}})
 
 
-def goals():
-    return load_profile(SHIPPED / "h200-goals.json")
-
-
 def test_rows_of_shipped_profiles_say_what_shapes_are_interpolated_over():
     """Without it a shape that is not in the table would be taken for one of average size."""
     rows = [row for each in shipped_profiles() for row in each.rows]
@@ -107,20 +103,9 @@ def test_a_model_without_classes_is_named():
 
 
 @pytest.mark.parametrize("model", ["wan2.2-ti2v-5b", "qwen-image"])
-def test_the_profile_of_goals_knows_every_class_at_every_degree(model):
-    costs = CostModel(goals())
+def test_the_shipped_profile_knows_every_class_at_every_degree(model):
+    costs = CostModel(load_profile(SHIPPED / "h200.json"))
     times = stand_alone(weightless_model(model), costs, degrees=(1, 2, 4))
-    assert not costs.doubts
+    assert bool(costs.doubts) is (model == WAN)  # only one shape of it was measured on four GPUs
     for tag in "SML":
         assert times.of(tag, degree=4) < times.of(tag, degree=2) < times.of(tag)
-
-
-def test_the_profile_of_goals_is_put_together_as_its_source_says():
-    rows = {(row.shape, row.stage, row.degrees): row.seconds for row in goals().rows}
-    shape = "1280x704x81+cfg"
-    assert rows[shape, "denoise", (1, 1, 1)] == pytest.approx(2 * 0.480)
-    assert rows[shape, "denoise", (2, 1, 1)] == pytest.approx(0.480)
-    assert rows[shape, "denoise", (1, 2, 1)] == pytest.approx(2 * 0.250)
-    assert rows[shape, "denoise", (2, 2, 1)] == pytest.approx(0.250)
-    assert rows[shape, "denoise", (1, 4, 1)] == pytest.approx(2 * 0.127)
-    assert "Not a measurement" in goals().source

@@ -10,7 +10,7 @@ import pytest
 from gfgen.bench.workloads import admitted, calibration_jobs, weightless_model
 from gfgen.cli.shown import prediction
 from gfgen.errors import InputError
-from gfgen.runtime.predict.profile_store import SHIPPED, find_profile
+from gfgen.runtime.predict.profile_store import SHIPPED, find_profile, load_profile
 from gfgen.system.machine import cpu_name
 
 JOBS = admitted(calibration_jobs("wan2.2-ti2v-5b"), weightless_model("wan2.2-ti2v-5b"))
@@ -21,23 +21,14 @@ def no_profile_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "find_profile", lambda *_, **__: None)
 
 
-@pytest.mark.parametrize(("num_ranks", "device"), [(1, "NVIDIA H200"), (2, "NVIDIA H200"), (4, "goals")])
-def test_what_was_measured_goes_before_goals_as_far_as_it_goes(num_ranks: int, device: str) -> None:
-    assert device in prediction.choose_profile(None, JOBS, num_ranks=num_ranks).device
-
-
-def test_predictions_are_for_as_many_ranks_as_a_run_has_by_default() -> None:
-    assert prediction.default_ranks(SHIPPED / "h200-goals.json", JOBS) == (4,)
-    assert prediction.default_ranks(SHIPPED / "h200.json", JOBS) == (2,)
-
-
-def test_without_a_number_of_ranks_predictions_rest_on_measurements_and_not_on_goals() -> None:
-    assert prediction.default_ranks(None, JOBS) == (2,)
-    (num_ranks,) = prediction.default_ranks(None, JOBS)
-    chosen = prediction.choose_profile(None, JOBS, num_ranks=num_ranks)
-    assert not chosen.has_goals
-    assert "nobody measured" not in prediction.describe(chosen)
-    assert "nobody measured" in prediction.describe(prediction.choose_profile(None, JOBS, num_ranks=4))
+def test_predictions_are_for_as_many_ranks_as_a_run_has_by_default_if_the_profile_has_them(
+    tmp_path: Path,
+) -> None:
+    assert prediction.default_ranks(None, JOBS) == (4,)
+    assert prediction.default_ranks(SHIPPED / "h200.json", JOBS) == (4,)
+    of_two = replace(load_profile(SHIPPED / "h200.json"), num_ranks=2)
+    (tmp_path / "two.json").write_text(of_two.as_json())
+    assert prediction.default_ranks(tmp_path / "two.json", JOBS) == (2,)
 
 
 def test_more_ranks_than_any_profile_knows_are_refused() -> None:
@@ -61,10 +52,9 @@ def test_a_plan_names_the_machine_and_what_stands_behind_it(monkeypatch: pytest.
         profile = prediction.choose_profile(None, JOBS, num_ranks=num_ranks)
         return prediction.machine(profile, JOBS, num_ranks=num_ranks)
 
-    assert words(4) == "4 x NVIDIA H200 (goals, not measured; this machine has no GPU)"
     assert words(2) == "2 x NVIDIA H200 (measured on another machine; this machine has no GPU)"
     monkeypatch.setattr(prediction, "gpu_name", lambda: "NVIDIA L4")
-    assert words(4) == "4 x NVIDIA H200 (goals, not measured; this machine has NVIDIA L4)"
+    assert words(4) == "4 x NVIDIA H200 (measured on another machine; this machine has NVIDIA L4)"
 
 
 @pytest.mark.parametrize(

@@ -236,10 +236,10 @@ def test_a_machine_that_cannot_be_calibrated_has_no_scaled_profile(monkeypatch, 
 
 def test_the_basis_of_a_row_is_kept_in_its_file(tmp_path):
     path = tmp_path / "p.json"
-    path.write_text(profile(row(1.0), row(2.0, shape="b", basis="goals"), calibration_s=0.08).as_json())
+    path.write_text(profile(row(1.0), row(2.0, shape="b", basis="scaled"), calibration_s=0.08).as_json())
     found = load_profile(path)
-    assert [each.basis for each in found.rows] == ["measured", "goals"]
+    assert [each.basis for each in found.rows] == ["measured", "scaled"]
     assert found.calibration_s == 0.08
-    path.write_text(path.read_text().replace('"goals"', '"hopes"'))
+    path.write_text(path.read_text().replace('"scaled"', '"hopes"'))
     with pytest.raises(profile_store.InputError, match="basis = 'hopes'"):
         load_profile(path)

@@ -18,7 +18,7 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import check_profile, load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED, first_fitting
 
-PROFILE = load_profile(SHIPPED / "h200-goals.json")
+PROFILE = load_profile(SHIPPED / "h200.json")
 
 
 def job_of(name: str, checkpoint: Path) -> AdmittedJob:

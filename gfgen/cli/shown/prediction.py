@@ -64,7 +64,7 @@ class NodesType(click.ParamType[Nodes]):
 
 
 def profile_of_nodes(path: Path | None, jobs: Sequence[AdmittedJob], nodes: Nodes) -> Profile:
-    """The profile in the file, or the known one of these devices; goals count last.
+    """The profile in the file, or the known one of these devices.
 
     Raises: InputError when there is none, or when it cannot predict the jobs.
     """
@@ -76,7 +76,7 @@ def profile_of_nodes(path: Path | None, jobs: Sequence[AdmittedJob], nodes: Node
                 f"--nodes: no profile of {nodes.device!r}; there are {devices}: name one with --profile"
             )
         fit = [each for each in known if each.knows(jobs)] or known
-        profile = min(fit, key=lambda each: (each.has_goals, -each.num_ranks))
+        profile = max(fit, key=lambda each: each.num_ranks)
     else:
         profile = (_fitting(jobs, num_ranks=nodes.num_ranks) if path is None else None) or open_profile(path)
     check_profile(profile, jobs, num_ranks=1)
@@ -108,25 +108,10 @@ def known_here(jobs: Sequence[AdmittedJob], ranks: Ranks) -> Profile | None:
 
 
 def default_ranks(path: Path | None, jobs: Sequence[AdmittedJob]) -> tuple[int, ...]:
-    """The default of `gfgen run`, or fewer if no profile has as many; profiles of goals count last."""
+    """The default of `gfgen run`, or fewer if no profile has as many."""
     found = [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
-    found = [each for each in found if not each.has_goals] or found or [open_profile(path)]
+    found = found or [open_profile(path)]
     return (min(DEFAULT_RANKS, max(each.num_ranks for each in found)),)
-
-
-def closer_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, counts: Sequence[int]) -> str | None:
-    """Say that another profile fits smaller numbers of ranks better.
-
-    None if one profile is best for all numbers, or if `path` names it.
-    """
-    chosen = _fitting(jobs, num_ranks=max(counts)) if path is None else None
-    for count in sorted(set(counts), reverse=True):
-        closer = _fitting(jobs, num_ranks=count) if chosen is not None else None
-        if closer is not None and closer != chosen:
-            fewer = f"1..{count}" if count > 1 else "1"
-            ranks = f"up to {counted(count, 'rank')}" if count > 1 else "1 rank"
-            return f"For {ranks}, {describe(closer)} is closer: --ranks {fewer} predicts with it."
-    return None
 
 
 def unseen_shapes(profile: Profile, jobs: Sequence[AdmittedJob]) -> str | None:
@@ -152,7 +137,7 @@ def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) ->
     if not is_of_gpu:
         name = gpu_name()
         notes.append("this machine has no GPU" if name is None else f"this machine has {name}")
-    name = re.sub(r"^\d+x | \(goals\)$", "", profile.device)
+    name = re.sub(r"^\d+x ", "", profile.device)
     return f"{num_ranks} x {name} ({'; '.join(notes)})"
 
 
@@ -164,8 +149,6 @@ def _is_of(device: str, gpu: str | None) -> bool:
 def _basis(profile: Profile, jobs: Sequence[AdmittedJob], *, is_here: bool) -> str:
     models = {job.model_in(profile.models) for job in jobs}
     found = {row.basis for row in profile.rows if row.model in models}
-    if "goals" in found:
-        return "goals, not measured"
     if "measured" in found:
         return "measured here" if is_here else "measured on another machine"
     if "runs" in found:
@@ -180,8 +163,7 @@ def gpu_name() -> str | None:
 
 
 def describe(profile: Profile) -> str:
-    text = f"the profile of {profile.device} ({profile.date})"
-    return f"{text}, whose times are goals that nobody measured" if profile.has_goals else text
+    return f"the profile of {profile.device} ({profile.date})"
 
 
 def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:

@@ -28,9 +28,8 @@ from gfgen.layout import MAX_RANKS, Degrees
 from gfgen.runtime.core.admission import AdmittedJob
 
 FORMAT = 1
-BASES = ("measured", "runs", "scaled", "goals")
-"""The source of a row: `gfgen profile`, measurements of runs, a scaled profile of another machine, or
-goals."""
+BASES = ("measured", "runs", "scaled")
+"""The source of a row: `gfgen profile`, measurements of runs, or a scaled profile of another machine."""
 MAX_SECONDS = 1e6
 """Limit for one task: more than a week is not a measurement."""
 _MAX_NAMED = 3
@@ -93,11 +92,6 @@ class Profile:
         """Whether it has all models of the jobs, by their own names or their twins'."""
         models = self.models
         return all(job.model_in(models) in models for job in jobs)
-
-    @property
-    def has_goals(self) -> bool:
-        """Whether some of its times are goals and not measurements."""
-        return any(row.basis == "goals" for row in self.rows)
 
     @property
     def has_writes(self) -> bool:

@@ -124,9 +124,8 @@ def _scaled(known: Sequence[tuple[Path, Profile]], *, may_measure: bool) -> list
 
 @cache
 def shipped_profiles() -> tuple[Profile, ...]:
-    """The profiles that come with gfgen: measured ones first, then by number of ranks."""
-    found = [load_profile(path) for path in sorted(SHIPPED.glob("*.json"))]
-    return tuple(sorted(found, key=lambda each: (each.has_goals, each.num_ranks)))
+    """The profiles of GPUs that come with gfgen."""
+    return tuple(load_profile(path) for path in sorted(SHIPPED.glob("*.json")))
 
 
 def first_fitting(
