@@ -70,7 +70,8 @@ def measure_decodes(
 ) -> list[DecodeRow]:
     """Shapes in all dtypes, on one GPU and on each power of two of them; no row begins after `seconds`.
 
-    only: patterns of "shape/dtype/GPUs"; one GPU is always measured, since the others are compared with it.
+    only: patterns of "shape/dtype/GPUs". One GPU is measured for each dtype that fits, since the others are
+    compared with it; without float32, bf16 has no PSNR.
 
     Raises: InputError for more GPUs than there are.
     """

@@ -3,7 +3,7 @@
     python -m benchmarks.if_late_study --processes 2 --output benchmarks/results/2026-11-25-if-late
 
 Every point is 20 workloads of 80 jobs, the same with and without. Durations are those of the shipped profile
-h200.json, measured on two H200; a reused step's is an estimate (`CostModel.estimate`). Writes OUTPUT.json and
+h200.json; a reused step's is an estimate (`CostModel.estimate`). Writes OUTPUT.json and
 OUTPUT-tables.md.
 """
 

@@ -269,7 +269,7 @@ def report(
         f"{date}; command: `python -m benchmarks.policy_study --processes {processes} --output {output}`, "
         f"{wall_s / 60:.1f} minutes on {machine}; commit {commit}.",
         "",
-        f"{NUM_RANKS} ranks of the profile h200.json, "
+        f"{NUM_RANKS} ranks of the profile h200.json (Wan on four GPUs: measured at its largest shape only), "
         f"{NUM_JOBS} jobs a workload, {NUM_SEEDS} seeds, every policy on the same workloads. "
         "`legacy,degree=1` (single-rank replicas) decides as `fcfs` does. In the tables: percentage of "
         "jobs that met their deadline, its 95% bootstrap interval over seeds, in parentheses with the "

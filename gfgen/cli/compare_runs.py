@@ -53,12 +53,12 @@ def load_compared(text: str) -> tuple[NamedPolicy, Reuse]:
 
     Raises PolicyError.
     """
-    name, _, value = text.partition(REUSE)
+    name, found, value = text.partition(REUSE)
     field = FIELDS["reuse"]
     try:
-        reuse: Any = field.parse(_number_or_word(value)) if value else None
+        reuse: Any = field.parse(_number_or_word(value)) if found else None
     except Refused:
-        raise PolicyError(f"--policy {text}: reuse is {field.accepted}") from None
+        raise PolicyError(f"--policy {text}: reuse, which comes last, is {field.accepted}") from None
     return load_policy(name), reuse
 
 

@@ -129,7 +129,8 @@ def test_a_policy_runs_with_reused_steps_beside_without(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("policy", "steps", "reason"),
     [
-        ("auto,reuse=often", 25, 'reuse is "never", "if-late", or the share'),
+        ("auto,reuse=", 25, 'reuse, which comes last, is "never"'),
+        ("auto,reuse=often", 25, 'reuse, which comes last, is "never", "if-late", or the share'),
         ("auto,reuse=if-late", 6, "needs at least 12 steps, and this job has 6"),
         ("automatic,reuse=0.4", 25, "did you mean auto?"),
     ],

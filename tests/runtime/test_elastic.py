@@ -144,7 +144,7 @@ def test_a_decode_shared_in_bands_of_rows_makes_the_same_frames(pool, tmp_path, 
     assert files["shared"].read_bytes() == files["elsewhere"].read_bytes()
     is_picture = fields is PICTURE
     shown = [pixels(path) if is_picture else decoded(path, height=96, width=64) for path in files.values()]
-    # Compression makes up to six levels of one level in a few pixels of a video, even at this quality.
+    # Even at this quality, compression turns a difference of one level into up to six in a few pixels.
     assert np.abs(shown[0].astype(int) - shown[1]).max() <= (1 if is_picture else 12)
 
 
