@@ -128,6 +128,15 @@ def test_a_free_rank_is_held_for_a_job_that_goes_on_wider_soon():
     assert len(placed(triage(replace(held, open={"short": short}, costs=WorkCosts(first, short))))) == 1
 
 
+def test_ranks_are_held_for_a_wider_job_that_has_not_quite_left_its_own():
+    """A rank whose task is about to end can already be given the next one, while its job is not yet open."""
+    first = view("first", remaining_s=10, deadline_s=4, ranks=(1,))
+    running = RunningTask(Task("first", 1, Stage.PREPARE), Layout.single(1), 0.01)
+    long = view("long", remaining_s=40, deadline_s=100)
+    held = four_ranks(long, free=(0, 1, 2, 3), busy=(first,), running=(running,))
+    assert placed(triage(held, degree=1)) == {}
+
+
 ISLANDS = ((0, 1), (2, 3))
 
 
