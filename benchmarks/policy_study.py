@@ -1,6 +1,6 @@
 """Which policy meets the deadlines: `auto` beside fixed ones, simulated on 4 GPUs.
 
-    python -m benchmarks.policy_study --processes 2 --output benchmarks/results/2026-11-23-policies
+    python -m benchmarks.policy_study --processes 2 --output benchmarks/results/2026-11-27-policies
 
 Every point is 20 workloads of 80 jobs; all policies get the same ones, so that differences are paired by
 seed. Durations come from the profile of four H200 that comes with gfgen (h200.json): nothing here was run
