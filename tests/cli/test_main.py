@@ -260,7 +260,7 @@ def in_shell(redirection, *arguments):
 def test_a_command_that_is_started_without_standard_error_runs(redirection):
     code, out, _ = in_shell(redirection, "plan", "jobs/wan2.2.jsonl")
     assert code == 0
-    assert out.startswith("On 2 x NVIDIA H200 (measured on another machine; ")
+    assert out.startswith("On 4 x NVIDIA H200 (measured on another machine; ")
 
 
 @pytest.mark.parametrize(
