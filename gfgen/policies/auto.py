@@ -23,6 +23,9 @@ NOTABLE_WAIT = 0.3
 """The same if no job has a deadline: latency alone rarely adds up to NOTABLE. In 186 simulated workloads on
 2 to 8 ranks the mean latency fell in 10, by 11% at most, and rose in one, by 0.8%; with 0.15 it rose by up to
 18%."""
+FIRST_JOBS = 40
+"""A first look over this many jobs needs no notable evidence, since a batch is known as a whole. In simulated
+batches of 60 and 150 jobs of Qwen-Image on four H200 the makespan is 3% shorter for it."""
 THRIFT = 1.04
 """A degree is a candidate if the next larger one takes more than this factor of its work. Two GPUs share the
 branches of guidance with a loss of one or two percent, which is within the variation of measurements."""
@@ -52,6 +55,8 @@ def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None
     present = next(iter(losses))
     if last is not None:
         present = last.policy if last.policy in losses else best
+    elif outlooks[best].num_jobs >= FIRST_JOBS:
+        present = best
     if losses[best] > losses[present] - (NOTABLE if _has_deadlines(snapshot) else NOTABLE_WAIT):
         best = present
     found = outlooks[best]

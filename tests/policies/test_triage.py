@@ -272,6 +272,14 @@ def test_auto_does_not_change_for_little():
     assert choose_auto(foreseeing(ahead)).policy == "triage,degree=2"
 
 
+def test_auto_begins_a_batch_with_the_best_candidate():
+    usual = replace(outlook(late=0), num_jobs=48)
+    ahead = dict.fromkeys(("triage 2", "triage 4", "srtf 4"), usual)
+    ahead["triage 1"] = replace(usual, mean_latency_s=4.9)
+    assert choose_auto(foreseeing(ahead)).policy == "triage,degree=1"
+    assert choose_auto(foreseeing(ahead), Choice("triage,degree=2", "")).policy == "triage,degree=2"
+
+
 @pytest.mark.parametrize(
     ("deadline_s", "latency_s", "chosen"),
     [
