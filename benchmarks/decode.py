@@ -5,7 +5,6 @@ This process touches no GPU; the ranks do (benchmarks/measure_decode.py).
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import logging
 import math
@@ -20,6 +19,7 @@ import click
 
 from benchmarks import measure_decode
 from benchmarks.measure_decode import REPEATS, REPEATS_ALONE, DecodeShape
+from benchmarks.measured import is_wanted
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.options import FiniteRange
 from gfgen.gfc.cuda.rank_processes import CudaRanks
@@ -96,17 +96,13 @@ def _measured(ranks: CudaRanks, num_gpus: int, only: Sequence[str]) -> Iterator[
     """A row when it is asked for."""
     for shape in SHAPES:
         for dtype in DTYPES[:1] if shape.is_exact else DTYPES:
-            degrees = [each for each in DEGREES if each <= num_gpus and _fits(shape, dtype, each, only)]
-            if degrees or _fits(shape, dtype, 1, only):
+            name = f"{shape.name}/{dtype}"
+            degrees = [each for each in DEGREES if each <= num_gpus and is_wanted(f"{name}/{each}", only)]
+            if degrees or is_wanted(f"{name}/1", only):
                 results = ranks.run(range(num_gpus), measure_decode.alone, shape, dtype)
                 yield _row(shape, dtype, 1, results)
                 for degree in degrees:
                     yield _row(shape, dtype, degree, _side_by_side(ranks, num_gpus, shape, degree))
-
-
-def _fits(shape: DecodeShape, dtype: str, degree: int, only: Sequence[str]) -> bool:
-    name = f"{shape.name}/{dtype}/{degree}"
-    return not only or any(fnmatch.fnmatch(name, pattern) for pattern in only)
 
 
 def _side_by_side(ranks: CudaRanks, num_gpus: int, shape: DecodeShape, degree: int) -> list[dict[str, Any]]:
@@ -199,9 +195,8 @@ def main(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, outp
 
     rows = measure_decodes(num_gpus=num_gpus, only=only, seconds=seconds, tell=tell)
     device = f"{num_gpus} x {driver().name(0)}"
-    command = " ".join(
-        ["python -m benchmarks.decode --gpus", str(num_gpus), *(f"--only '{each}'" for each in only)]
-    )
+    patterns = "".join(f" --only '{pattern}'" for pattern in only)
+    command = f"python -m benchmarks.decode --gpus {num_gpus}{patterns}"
     text = "\n".join(table_of(rows, device=device, command=command))
     click.echo(text)
     if output is not None:

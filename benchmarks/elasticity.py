@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
 
 import click
@@ -16,6 +15,7 @@ import click
 from benchmarks import elasticity_cases as bench
 from benchmarks import elasticity_rows as table
 from benchmarks.bare import WORKER_MAIN
+from benchmarks.measured import is_wanted
 from gfgen import log
 from gfgen.bench.workloads import calibration_jobs
 from gfgen.cli.options import LOOKAHEAD_MS, FiniteRange, RankOptions, lookahead_option, rank_options
@@ -121,7 +121,7 @@ def _subject(model: str, options: Ranks, num_samples: int) -> bench.Subject:
 
 def _wanted(cases: Sequence[bench.ElasticityCase], patterns: Sequence[str]) -> Sequence[bench.ElasticityCase]:
     """Those that fit one of the patterns, if there are any; InputError where none does."""
-    fitting = [case for case in cases if any(fnmatch(case.name, pattern) for pattern in patterns or ("*",))]
+    fitting = [case for case in cases if is_wanted(case.name, patterns)]
     if not fitting:
         raise InputError(f"--only {' '.join(patterns)}: matches no case; an example is {cases[0].name!r}")
     return fitting

@@ -5,7 +5,6 @@ This process touches no GPU; the ranks do (benchmarks/measure_forward.py).
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import json
 import logging
@@ -22,6 +21,7 @@ import click
 
 from benchmarks import measure_forward
 from benchmarks.measure_forward import ForwardKind, ForwardShape
+from benchmarks.measured import is_wanted
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.options import FiniteRange
 from gfgen.errors import InputError
@@ -118,7 +118,7 @@ def cells_of(*, num_gpus: int, only: Sequence[str] = ()) -> list[ForwardCell]:
         for way, kind in (OURS | BOTH | FP8).items():
             if way != ON_HALVES or degree % 2 == 0:
                 found += [ForwardCell(shape, degree, way, kind) for shape in SHAPES if shape.model == model]
-    chosen = [cell for cell in found if not only or any(fnmatch.fnmatch(cell.name, each) for each in only)]
+    chosen = [cell for cell in found if is_wanted(cell.name, only)]
     return sorted(chosen, key=lambda cell: (cell.degree, cell.kind.is_ours))
 
 

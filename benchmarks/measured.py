@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +26,8 @@ class MeasuredShape:
     def variant(self) -> str:
         """What sets it apart from others of its size, as in "-image"."""
         return ""
+
+
+def is_wanted(name: str, only: Sequence[str]) -> bool:
+    """Whether the name of a case fits one of the patterns of `--only`, if there are any."""
+    return not only or any(fnmatch(name, pattern) for pattern in only)

@@ -125,8 +125,9 @@ def plan(
         found = _of_one_machine(room, names, ranks, profile_path, window)
     else:
         found = _of_nodes(room, names, nodes, profile_path, window)
-    made, profile, most_shared, turns = found
+    made, profile, turns = found
     unseen = unseen_shapes(profile, admitted)
+    most_shared = None if nodes is None else _most_shared(profile, nodes)
     if as_json:
         said = {"memory": turns, "most_shared": most_shared, "unseen": unseen}
         click.echo(json.dumps(plan_as_json(made) | said, indent=1))
@@ -135,7 +136,7 @@ def plan(
         click.echo("\n".join([*in_plain_words(made, device=describe(profile)), *more]))
 
 
-_Found = tuple[Plan, Profile, str | None, str | None]
+_Found = tuple[Plan, Profile, str | None]
 
 
 def _of_one_machine(
@@ -161,7 +162,7 @@ def _of_one_machine(
             residency=room.residency,
         )
     made = replace(made, machine=machine(profile, jobs, num_ranks=num_ranks))
-    return made, profile, None, room.in_words(num_ranks)
+    return made, profile, room.in_words(num_ranks)
 
 
 def _of_nodes(
@@ -173,7 +174,7 @@ def _of_nodes(
         made = NodePlanner(jobs, nodes, profile, window, progress).plan(policies or ON_NODES)
     each = machine(profile, jobs, num_ranks=nodes.num_ranks)
     made = replace(made, machine=f"{counted(nodes.number, 'node')} of {each}")
-    return made, profile, _most_shared(profile, nodes), room.in_words(nodes.num_ranks)
+    return made, profile, room.in_words(nodes.num_ranks)
 
 
 def _most_shared(profile: Profile, nodes: Nodes) -> str | None:

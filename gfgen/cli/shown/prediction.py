@@ -109,9 +109,8 @@ def known_here(jobs: Sequence[AdmittedJob], ranks: Ranks) -> Profile | None:
 
 def default_ranks(path: Path | None, jobs: Sequence[AdmittedJob]) -> tuple[int, ...]:
     """The default of `gfgen run`, or fewer if no profile has as many."""
-    found = [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
-    found = found or [open_profile(path)]
-    return (min(DEFAULT_RANKS, max(each.num_ranks for each in found)),)
+    known = [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
+    return (min(DEFAULT_RANKS, max(each.num_ranks for each in known or [open_profile(path)])),)
 
 
 def unseen_shapes(profile: Profile, jobs: Sequence[AdmittedJob]) -> str | None:
@@ -137,8 +136,7 @@ def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) ->
     if not is_of_gpu:
         name = gpu_name()
         notes.append("this machine has no GPU" if name is None else f"this machine has {name}")
-    name = re.sub(r"^\d+x ", "", profile.device)
-    return f"{num_ranks} x {name} ({'; '.join(notes)})"
+    return f"{num_ranks} x {profile.device} ({'; '.join(notes)})"
 
 
 def _is_of(device: str, gpu: str | None) -> bool:
