@@ -5,18 +5,20 @@
 Full-size transformers with random weights, bf16, eager and with compiled blocks; milliseconds are the
 slowest rank's median. diffusers shares tokens by its context parallelism (Ulysses over NCCL), for which
 CogVideoX has no plan. gfgen shares tokens, or gives each half of the ranks one branch of CogVideoX's
-guidance.
+guidance. "recorded" is a CUDA graph of the fused blocks of Flux.1.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from diffusers import ContextParallelConfig
@@ -27,16 +29,22 @@ from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import CudaGroup
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
-from gfgen.models.fast import compiled
+from gfgen.models.fast import compiled, recording
+from gfgen.models.fast.evaluation import evaluate_call
 from gfgen.models.fast.kernels import KernelChoice, using
+from gfgen.models.fast.recording import Graphs
 from gfgen.models.loading.stock_pipeline import join_group
-from gfgen.models.parallel.branches import shared_step, watch
-from gfgen.models.parallel.parallel import parallel_from
+from gfgen.models.parallel.branches import evaluate_itself, shared_step, watch
+from gfgen.models.parallel.parallel import Parallel, parallel_from
+from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.arenas import GPU_PLAN
+from gfgen.runtime.worker.recorder import CudaRecorder
 
 TOKENS = ("diffusers", "diffusers compiled", "gfgen", "gfgen compiled")
+RECORDED = "gfgen recorded"
 HALVES = ("gfgen halves", "gfgen halves compiled")
-WAYS: Mapping[str, tuple[str, ...]] = {"flux": TOKENS, "cogvideox": (*TOKENS, *HALVES)}
+WAYS: Mapping[str, tuple[str, ...]] = {"flux": (*TOKENS, RECORDED), "cogvideox": (*TOKENS, *HALVES)}
+ALL_WAYS = (*TOKENS, RECORDED, *HALVES)
 
 
 @torch.no_grad()
@@ -77,11 +85,22 @@ def _measure(
                 block.compile(dynamic=False)
     groups = groups_of(endpoint, layout, dispatch) if way.startswith("gfgen") else None
 
-    def run(group: CudaGroup | None) -> Any:
-        parallel = None if group is None else parallel_from(group)
-        with using(choice):
-            return shared_step(lambda: model(**inputs, return_dict=False)[0], parallel)
+    graphs = Graphs(CudaRecorder(endpoint.torch_device), endpoint.torch_device)
+    evaluate = functools.partial(evaluate_call, by=graphs) if way == RECORDED else evaluate_itself
 
+    def step(parallel: Parallel | None) -> Any:
+        with using(choice):
+            return shared_step(lambda: model(**inputs, return_dict=False)[0], parallel, evaluate)
+
+    def run(group: CudaGroup | None) -> Any:
+        return step(None if group is None else parallel_from(group))
+
+    if way == RECORDED:
+        unentered = parallel_from(endpoint.unentered(layout)) if layout.degree > 1 else None
+        torch.cuda.set_stream(torch.cuda.Stream(endpoint.torch_device))  # type: ignore[no-untyped-call]
+        with patch.object(recording, "WORTH_RECORDING", 0.0), graphs.rehearsing(unentered):
+            step(None if unentered is None else rehearsal(unentered))
+        assert graphs.num_records == 1
     generic.poison(endpoint.torch_device)
     distance = generic.distance_of(run(groups() if groups else None), wanted)
     times_ms = [timed_ms(run, groups) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:]
@@ -122,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", choices=tuple(WAYS), default=tuple(WAYS))
-    parser.add_argument("--ways", nargs="+", choices=(*TOKENS, *HALVES), default=(*TOKENS, *HALVES))
+    parser.add_argument("--ways", nargs="+", choices=ALL_WAYS, default=ALL_WAYS)
     asked = parser.parse_args()
     print(
         "| transformer | GPUs | way | ms | difference from one rank, eager |\n|---|---|---|---|---|",

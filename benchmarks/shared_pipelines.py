@@ -11,6 +11,7 @@ fp32 relative to the largest magnitude. `2` is two halves of one rank, `1x2` two
 from __future__ import annotations
 
 import argparse
+import functools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -80,11 +81,8 @@ class SteppedRanks:
         state = self.state
         for _ in range(num_steps):
             if not is_finished(state):
-                given = state
-                state = shared_step(
-                    lambda: self.steppers[rank].step(self.prompt, self.condition, given),  # noqa: B023
-                    parallel,
-                )
+                step = functools.partial(self.steppers[rank].step, self.prompt, self.condition, state)
+                state = step() if parallel is None else shared_step(step, parallel)
         return state
 
     def _note(self, module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -130,6 +130,13 @@ _ENCODERS: Mapping[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "UMT5": (lambda: transformers.UMT5EncoderModel(transformers.UMT5Config(**_T5)), t5_tokenizer),
     "T5": (lambda: transformers.T5EncoderModel(transformers.T5Config(**_T5)), t5_tokenizer),
     "LlamaModel": (lambda: transformers.LlamaModel(transformers.LlamaConfig(**_DECODER)), _chat_tokenizer),
+    # Flux.2 takes the outputs of layers up to the 27th.
+    "Qwen3ForCausalLM": (
+        lambda: transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**{**_DECODER, "num_hidden_layers": 28})
+        ),
+        _chat_tokenizer,
+    ),
     "PreTrainedModel": (
         lambda: transformers.Qwen3Model(transformers.Qwen3Config(**_DECODER)),
         _chat_tokenizer,

@@ -23,6 +23,7 @@ from gfgen.models.fast.recording import Graphs
 from gfgen.models.parallel.counted_attention import is_fast
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.models.parallel.rehearsal import rehearsal
+from gfgen.models.stepping.adapter import PipelineAdapter
 from gfgen.runtime.ipc.messages import WarmUp
 from gfgen.runtime.worker.forwards import Forwards
 from gfgen.runtime.worker.recorder import CudaRecorder
@@ -31,13 +32,21 @@ WAN = {"width": 96, "height": 64, "frames": 9}  # 18 tokens: 5, 5, 4, 4 on four 
 QWEN = {"width": 96, "height": 96, "true_cfg_scale": 4.0}  # 36 tokens
 
 
+SMALL = {"width": 64, "height": 64, "guidance_scale": 3.0}
+
+
 @dataclass(frozen=True)
 class Job:
     model: str
+    """A model's name, or the class of a pipeline (benchmarks/small_checkpoints.py)."""
     fields: Mapping[str, Any]
     has_image: bool = False
     in_batch: bool = False
     """Both branches in one forward."""
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.model.endswith("Pipeline")
 
 
 JOBS = {
@@ -48,6 +57,10 @@ JOBS = {
     "shapes, with an image": Job("shapes", {**WAN, "guidance_scale": 3.0}, has_image=True),
     "qwen": Job("tiny-qwen-image", QWEN),
     "qwen, in one forward": Job("tiny-qwen-image", QWEN, in_batch=True),
+    "flux": Job("FluxPipeline", {**SMALL, "negative_prompt": "dark", "true_cfg_scale": 3.0}),
+    "flux2": Job("Flux2KleinPipeline", SMALL),
+    "ltx": Job("LTXPipeline", {**SMALL, "frames": 9}),
+    "sd3": Job("StableDiffusion3Pipeline", SMALL),
 }
 STEPS = 4
 TEXTS = ("a fox", "a fox in the snow", "two foxes below a tree in the snow at night")
@@ -85,21 +98,23 @@ def use_own_stream(endpoint: CudaEndpoint) -> torch.device:
 
 @torch.no_grad()
 def compare(
-    endpoint: CudaEndpoint, name: str, picture: str, layouts: Sequence[Layout], first: int
+    endpoint: CudaEndpoint, name: str, picture: str, checkpoint: str, layouts: Sequence[Layout], first: int
 ) -> dict[str, int]:
     """Each step on each layout, launch by launch, as records, and mixed: results that differ, replays, ..."""
     job = JOBS[name]
     asked = JobSpec(id="job", prompt="a fox", seed=1, steps=STEPS, **job.fields)
     asked = replace(asked, image=picture if job.has_image else None)
     with patch.object(guidance, "is_batch_faster", return_value=job.in_batch), recording_always():
-        return _compare(endpoint, job.model, asked, layouts, first)
+        return _compare(endpoint, checkpoint or job.model, asked, layouts, first)
 
 
 def _compare(
     endpoint: CudaEndpoint, model: str, asked: JobSpec, layouts: Sequence[Layout], first: int
 ) -> dict[str, int]:
     device = use_own_stream(endpoint)
-    adapter: Any = load_adapter(find_configs(model), device=str(device), has_random_weights=True)
+    adapter: Any = load_adapter(
+        find_configs(model), device=str(device), has_random_weights="/" not in model, kernels="fused"
+    )
     spec = adapter.geometry.resolve(asked)
     recorder = CountingRecorder(device)
     graphs, launching = Graphs(recorder, device), Graphs(recorder, device, may_record=False)
@@ -260,7 +275,8 @@ def one_step(
         group = endpoint.group(Descriptor(number, layout, (1,) * layout.degree))
         group.enter()
         parallel = parallel_from(group)
-    torch.cuda.set_sync_debug_mode("error")
+    if not isinstance(adapter, PipelineAdapter):  # schedulers of diffusers read their first timestep
+        torch.cuda.set_sync_debug_mode("error")
     try:
         result: Fields = adapter.denoise(spec, prompt, condition, latents, step=step, parallel=parallel)
     finally:

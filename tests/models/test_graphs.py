@@ -24,9 +24,12 @@ from gpu_worker_imitation import ImitationRecorder
 from test_sequence_parallel import hooked, qwen_inputs, wan_inputs
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from benchmarks.shared_transformers import make
 from gfgen.layout import Layout
 from gfgen.models.fast import recording
+from gfgen.models.fast.flux import fuse_flux, has_fused_blocks
 from gfgen.models.fast.fused import fuse
+from gfgen.models.fast.kernels import using
 from gfgen.models.fast.recording import Graphs
 from gfgen.models.fast.texts import with_texts
 from gfgen.models.parallel.parallel import Parallel, parallel_from
@@ -36,6 +39,8 @@ from gfgen.models.parallel.sequence_parallel import active
 torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
+OF_PIPELINES = ("flux", "flux2", "ltx", "sd3")
+"""`evaluation.RECORDABLE` in benchmarks/shared_transformers.py."""
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +197,21 @@ def test_launches_are_the_same_in_every_slot_with_equally_many_tokens(
     places = [place(degrees[0], slot, ring=degrees[1]) for slot in slots]
     with_slot = {traced(transformer, inputs, each, is_placed=True) for each in places}
     without = {traced(transformer, inputs, each, is_placed=False) for each in places}
+    assert len(with_slot) == 1
+    assert len(without) == 2  # else this would prove nothing
+
+
+@pytest.mark.parametrize("model", OF_PIPELINES)
+def test_launches_of_what_pipelines_call_are_the_same_in_every_slot(model: str) -> None:
+    """Of four ranks, two have equally many tokens. Nothing is read on the host."""
+    transformer, inputs = make(model)
+    if has_fused_blocks(transformer):
+        fuse_flux(transformer)
+    places = [place(4, slot) for slot in (1, 2)]
+    with using("fused"):
+        with_slot = {traced(transformer, inputs, each, is_placed=True) for each in places}
+        without = {traced(transformer, inputs, each, is_placed=False) for each in places}
+        make_fx(lambda given: recording.evaluate(transformer, given))(inputs)
     assert len(with_slot) == 1
     assert len(without) == 2  # else this would prove nothing
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gfc_fake import FakeCluster
+from gpu_worker_imitation import ImitationRecorder
 
 from benchmarks.small_checkpoints import save_checkpoint
 from benchmarks.small_pipelines import small_pipeline
@@ -19,6 +20,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import SOUND, SOUND_RATE, UNCHECKED, Fields
 from gfgen.models.families.registry import load_adapter
+from gfgen.models.fast import recording
 from gfgen.models.geometry.call import signature_of
 from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.pipeline import TOKEN_SIDES, PipelineGeometry
@@ -302,3 +304,33 @@ def test_an_embedded_guidance_scale_is_one_branch() -> None:
     true_cfg = dataclasses.replace(job, true_cfg_scale=4.0)
     assert not geometry.uses_cfg(true_cfg)
     assert geometry.uses_cfg(dataclasses.replace(true_cfg, negative_prompt="dark"))
+
+
+@pytest.mark.parametrize(
+    "name", ["FluxPipeline", "Flux2KleinPipeline", "LTXPipeline", "StableDiffusion3Pipeline"]
+)
+def test_calls_of_transformers_go_through_records(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "WORTH_RECORDING", 0.0)
+    adapter = load_adapter(save_checkpoint(name, tmp_path))
+    frames = JOB.frames if adapter.geometry.kind == "video" else None
+    spec = adapter.geometry.resolve(dataclasses.replace(JOB, negative_prompt=None, frames=frames))
+    prompt = adapter.encode(spec)
+    condition, first = adapter.prepare(spec, prompt)
+
+    def denoise() -> Fields:
+        latents = first
+        for step in range(spec.steps or 0):
+            latents = adapter.denoise(spec, prompt, condition, latents, step=step)
+        return latents
+
+    wanted = denoise()
+    graphs = recording.Graphs(recorder := ImitationRecorder(), torch.device("cpu"))
+    adapter.evaluate_by(graphs)
+    with graphs.recording(None):
+        adapter.denoise(spec, prompt, condition, first, step=0)
+    found = denoise()
+    assert recorder.num_records == 1
+    assert recorder.num_replays >= (spec.steps or 0)
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in wanted.tensors.items())

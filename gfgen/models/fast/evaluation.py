@@ -1,11 +1,27 @@
-"""How an adapter evaluates its transformers: directly, or through recorded forwards."""
+"""How transformers are evaluated: directly, or through recorded forwards."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import BoundArguments
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+RECORDABLE = frozenset(
+    (
+        "FluxTransformer2DModel",
+        "Flux2Transformer2DModel",
+        "LTXVideoTransformer3DModel",
+        "SD3Transformer2DModel",
+    )
+)
+"""Classes of which pipelines' own calls may go through records. Their launches depend on nothing but weights,
+the shapes of tensors and the values of other arguments: they read no values on the host, and keep no tables
+between calls (diffusers 0.42)."""
+OTHERS = ("joint_attention_kwargs", "attention_kwargs", "kv_cache", "kv_cache_mode")
+"""Arguments with which a call is not recorded: forwards change the first two, or depend on earlier calls."""
 
 
 class Evaluator(Protocol):
@@ -20,3 +36,21 @@ def evaluate(transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
     """The transformer's own forward."""
     predicted: Tensor = transformer(**inputs, return_dict=False)[0]
     return predicted
+
+
+def evaluate_call(transformer: Any, arguments: BoundArguments, *, by: Evaluator) -> Any:
+    """What a pipeline's call of a transformer returns, by an evaluator where it can be recorded.
+
+    A tensor on the host would be read when the call is recorded, and not with each replay.
+    """
+    inputs = dict(arguments.arguments)
+    is_recordable = (
+        type(transformer).__name__ in RECORDABLE
+        and not getattr(transformer, "is_quantized", False)
+        and inputs.pop("return_dict", True) is False
+        and not any(inputs.get(name) for name in OTHERS)
+        and len({x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)}) == 1
+    )
+    if not is_recordable:
+        return transformer(*arguments.args, **arguments.kwargs)
+    return (by(transformer, inputs),)

@@ -428,7 +428,7 @@ def _kind_of(x: object) -> object:
         return x.shape, x.dtype
     if isinstance(x, Mapping):
         return tuple((name, _kind_of(value)) for name, value in x.items())
-    return tuple(map(_kind_of, x)) if isinstance(x, tuple) else repr(x)
+    return tuple(map(_kind_of, x)) if isinstance(x, (list, tuple)) else repr(x)
 
 
 def _cloned(x: Any) -> Any:
@@ -437,7 +437,7 @@ def _cloned(x: Any) -> Any:
         return x.clone()
     if isinstance(x, Mapping):
         return {name: _cloned(value) for name, value in x.items()}
-    return tuple(map(_cloned, x)) if isinstance(x, tuple) else x
+    return type(x)(map(_cloned, x)) if isinstance(x, (list, tuple)) else x
 
 
 def _copy(x: Any, into: Any) -> None:
@@ -447,7 +447,7 @@ def _copy(x: Any, into: Any) -> None:
     elif isinstance(x, Mapping):
         for name, value in x.items():
             _copy(value, into[name])
-    elif isinstance(x, tuple):
+    elif isinstance(x, (list, tuple)):
         for value, target in zip(x, into, strict=True):
             _copy(value, target)
 

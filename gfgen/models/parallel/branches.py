@@ -32,9 +32,16 @@ from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.models.parallel.sequence_parallel import active
 
 T = TypeVar("T")
+Evaluate = Callable[[nn.Module, inspect.BoundArguments], Any]
+"""The result of a transformer's forward with these arguments."""
 
 BATCH_ELSEWHERE = frozenset(("HiDreamImageTransformer2DModel",))
 """Classes with an argument whose batch is in another dimension than the first (a text for each layer)."""
+
+
+def evaluate_itself(transformer: nn.Module, arguments: inspect.BoundArguments) -> Any:
+    """What the transformer returns."""
+    return transformer(*arguments.args, **arguments.kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class _Call:
         """What is denoised: a tensor with a batch, or a list of samples."""
         return next(iter(self.arguments.arguments.values()))
 
-    def evaluate(self, start: int, stop: int) -> Any:
+    def evaluated(self, start: int, stop: int, evaluate: Evaluate) -> Any:
         """The result of some of the samples."""
         part = inspect.BoundArguments(self.arguments.signature, self.arguments.arguments.copy())
         if stop - start < len(self.samples):
@@ -60,7 +67,7 @@ class _Call:
             for name, value in part.arguments.items():
                 if name not in unbatched:
                     part.arguments[name] = self._part(value, slice(start, stop))
-        return self.transformer(*part.args, **part.kwargs)
+        return evaluate(self.transformer, part)
 
     def _check_samples(self) -> None:
         """Raises: ModelError where a part of the samples cannot be evaluated."""
@@ -90,7 +97,7 @@ class _Call:
         form = _form(self.arguments.arguments)
         if form not in self.results:
             with nullcontext() if parallel is None else active(rehearsal(parallel)), _answering(None):
-                self.note(self.evaluate(0, len(self.samples)))
+                self.note(evaluate_itself(self.transformer, self.arguments))
         return self.results[form]
 
     def note(self, result: Any) -> None:
@@ -149,20 +156,6 @@ def watch(transformer: nn.Module) -> None:
 
 
 @contextmanager
-def noting_shapes() -> Iterator[None]:
-    """Inside, `unevaluated` learns the shapes of what watched transformers return."""
-
-    def note(call: _Call) -> Any:
-        with _answering(None):
-            result = call.transformer(*call.arguments.args, **call.arguments.kwargs)
-        call.note(result)
-        return result
-
-    with _answering(note):
-        yield
-
-
-@contextmanager
 def unevaluated() -> Iterator[None]:
     """Inside, watched transformers return zeros; only the first call of an unknown shape is evaluated."""
 
@@ -174,16 +167,22 @@ def unevaluated() -> Iterator[None]:
         yield
 
 
-def shared_step(step: Callable[[], T], parallel: Parallel | None) -> T:
+def shared_step(step: Callable[[], T], parallel: Parallel | None, evaluate: Evaluate = evaluate_itself) -> T:
     """What a step returns, on every rank of the layout.
 
-    All ranks call it with the same step. Transformers that the step calls have hooks if ranks share tokens,
-    and are watched if the layout has two halves.
+    All ranks call it with the same step. Transformers that the step calls are watched, and have hooks if
+    ranks share tokens. `evaluate` makes each of their results; inside it the ranks that share the tokens are
+    active.
     """
-    if parallel is None:
-        return step()
-    if parallel.cfg.size == 1:
-        with active(parallel):
+    if parallel is None or parallel.cfg.size == 1:
+
+        def answer(call: _Call) -> Any:
+            with nullcontext() if parallel is None else active(parallel), _answering(None):
+                result = evaluate(call.transformer, call.arguments)
+            call.note(result)
+            return result
+
+        with _answering(answer):
             return step()
     calls: list[_Call] = []
 
@@ -203,7 +202,7 @@ def shared_step(step: Callable[[], T], parallel: Parallel | None) -> T:
         # Here and not before, because the step may prepare the transformers for its calls.
         if calls:
             with _answering(None):
-                results.extend(_evaluated(calls, parallel))
+                results.extend(_evaluated(calls, parallel, evaluate))
             calls.clear()
         return results.pop(0)
 
@@ -211,7 +210,7 @@ def shared_step(step: Callable[[], T], parallel: Parallel | None) -> T:
         return step()
 
 
-def _evaluated(calls: Sequence[_Call], parallel: Parallel) -> list[Any]:
+def _evaluated(calls: Sequence[_Call], parallel: Parallel, evaluate: Evaluate) -> list[Any]:
     """The results of all calls."""
     halves, total, first = parallel.cfg, sum(len(call.samples) for call in calls), 0
     bounds = [shard_bounds(total, halves.size, half) for half in range(halves.size)]
@@ -221,7 +220,7 @@ def _evaluated(calls: Sequence[_Call], parallel: Parallel) -> list[Any]:
             size = len(call.samples)
             by_half = [[min(max(bound - first, 0), size) for bound in own] for own in bounds]
             start, stop = by_half[halves.slot]
-            own = call.evaluate(start, stop) if start < stop else None
+            own = call.evaluated(start, stop, evaluate) if start < stop else None
             parts.append((call, own, [stop - start for start, stop in by_half]))
             first += size
     return [call.joined(own, sizes, parallel) for call, own, sizes in parts]

@@ -25,7 +25,7 @@ from gfgen.models.families.outputs import can_extrapolate, carry_outputs, extrap
 from gfgen.models.families.pictures import load_image, load_video
 from gfgen.models.fast import compiled, stop_checks
 from gfgen.models.fast.cut_texts import cut_texts
-from gfgen.models.fast.evaluation import Evaluator
+from gfgen.models.fast.evaluation import Evaluator, evaluate_call
 from gfgen.models.fast.flux import fuse_flux, has_fused_blocks
 from gfgen.models.fast.kernels import KernelChoice, using
 from gfgen.models.geometry.model import Geometry
@@ -35,10 +35,10 @@ from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_class, load_pipeline
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel import hooks
-from gfgen.models.parallel.branches import noting_shapes, shared_step, unevaluated, watch
+from gfgen.models.parallel.branches import Evaluate, evaluate_itself, shared_step, unevaluated, watch
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.stepping.outputs import catching, giving, watch_scheduler
-from gfgen.models.stepping.program import NotSteppableError
+from gfgen.models.stepping.program import NotSteppableError, sets_processors
 from gfgen.models.stepping.stepper import IS_FINISHED, NUM_DONE, NUM_ITERATIONS, SEED, Stepper, is_finished
 from gfgen.models.stepping.values import pack, parts_of, unpack
 
@@ -60,6 +60,7 @@ class PipelineAdapter:
         self.pipeline = pipeline
         self._device = device
         self._kernels: KernelChoice = kernels
+        self._evaluate: Evaluate = evaluate_itself
         self._shares_tokens = _prepare_sharing(pipeline, geometry)
         for transformer in _transformers(pipeline):
             prepare_kernels(transformer, may_copy=device != "cpu")
@@ -99,10 +100,25 @@ class PipelineAdapter:
             iteration = functools.partial(call.step, prompt, condition, latents)
             with using(self._kernels):
                 if spec.reuse is None:
-                    latents = shared_step(iteration, parallel)
+                    latents = shared_step(iteration, parallel, self._evaluate)
                 else:
-                    latents = _with_outputs(iteration, latents, parallel)
+                    latents = self._with_outputs(iteration, latents, parallel)
         return latents
+
+    def _with_outputs(
+        self, iteration: Callable[[], Fields], given: Fields, parallel: Parallel | None
+    ) -> Fields:
+        """The latents after an iteration of the loop, with the outputs that its schedulers got."""
+        caught: list[torch.Tensor] = []
+
+        def afresh() -> Fields:  # two halves of a layout run an iteration twice
+            caught.clear()
+            with catching(caught):
+                return iteration()
+
+        state = shared_step(afresh, parallel, self._evaluate)
+        keep_outputs(state, given, caught, step=given.number(NUM_DONE))
+        return state
 
     def reuse(
         self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
@@ -136,7 +152,8 @@ class PipelineAdapter:
         return tuple(tensor.shape for tensor in prompt.tensors.values())
 
     def evaluate_by(self, forward: Evaluator) -> None:
-        """Pipelines call their transformers themselves."""
+        if not sets_processors(type(self.pipeline).__call__):  # a record would keep those of one job
+            self._evaluate = functools.partial(evaluate_call, by=forward)
 
     def rehearse_encode(self) -> None:
         """Prompts of any length may come, and pipelines call their text encoders themselves."""
@@ -247,21 +264,6 @@ def prepare_kernels(transformer: torch.nn.Module, *, may_copy: bool) -> None:
         fuse_flux(transformer)
         return
     compiled.prepare(transformer, has_any_texts=cut_texts(transformer))
-
-
-def _with_outputs(iteration: Callable[[], Fields], given: Fields, parallel: Parallel | None) -> Fields:
-    """The latents after an iteration of the loop, with the outputs that its schedulers got."""
-    caught: list[torch.Tensor] = []
-
-    def afresh() -> Fields:  # two halves of a layout run an iteration twice
-        caught.clear()
-        with catching(caught):
-            return iteration()
-
-    with noting_shapes():
-        state = shared_step(afresh, parallel)
-    keep_outputs(state, given, caught, step=given.number(NUM_DONE))
-    return state
 
 
 def _transformers(pipeline: Any) -> list[torch.nn.Module]:

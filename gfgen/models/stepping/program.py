@@ -102,7 +102,6 @@ class Program:
     """Names that anything behind the denoising loop may read."""
     changed: frozenset[str]
     """Names that the loops assign or change."""
-    sets_processors: bool
 
     def namespace(self, local: Mapping[str, Any]) -> Namespace:
         """Where the parts run, with these local variables."""
@@ -166,6 +165,12 @@ def _checkpoint(at: tuple[tuple[int, int], ...]) -> Checkpoint:
     return Checkpoint(tuple(idx for idx, _ in at), at[-1][0] == at[-1][1], is_last, num_iterations)
 
 
+def sets_processors(call: Callable[..., Any]) -> bool:
+    """Whether a pipeline's `__call__`, given as the function of its class, replaces attention processors."""
+    function: Any = inspect.unwrap(call)
+    return "set_attn_processor" in function.__code__.co_names
+
+
 @functools.cache
 def program_of(call: Callable[..., Any]) -> Program:
     """The parts of a pipeline's `__call__`, given as the function of its class.
@@ -213,7 +218,6 @@ def _build(tree: ast.FunctionDef, path: Sequence[ast.stmt], function: Any) -> Pr
         read_by_steps=frozenset(read_by_steps),
         read_by_decode=frozenset(read_by_decode),
         changed=frozenset(changed_names([loops[0]])),
-        sets_processors="set_attn_processor" in function.__code__.co_names,
     )
 
 

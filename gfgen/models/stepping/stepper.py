@@ -30,6 +30,7 @@ from gfgen.models.stepping.program import (
     Place,
     Returned,
     program_of,
+    sets_processors,
 )
 from gfgen.models.stepping.values import changes_by_use, pack, parts_of, unpack
 
@@ -62,7 +63,7 @@ class Stepper:
             for name, part in self._parts.items()
             if not isinstance(part, torch.nn.Module)
         }
-        if self.program.sets_processors:
+        if sets_processors(type(pipeline).__call__):
             for name, part in self._parts.items():
                 if hasattr(part, "set_attn_processor"):
                     self._attributes[name] = _Processors(part)
