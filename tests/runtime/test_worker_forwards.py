@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpu_worker_imitation import ImitationRecorder
 
+from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.registry import load_adapter
@@ -281,6 +282,17 @@ def test_steps_are_recorded_again_after_memory_was_short_but_not_for_ever(adapte
         most = worker_forwards.MAX_SHORTAGES
         assert num_attempts(forwards, job, most=9, lose=forwards.clear) == most
         forwards.forget()
+
+
+def test_pipelines_that_have_no_records_are_not_rehearsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters: dict[str, Any] = {"pixart": load_adapter(save_checkpoint("PixArtSigmaPipeline", tmp_path))}
+    job = rank_job(adapters, "pixart", width=64)
+    monkeypatch.setattr(adapters["pixart"], "denoise", lambda *_, **__: pytest.fail("a rehearsal"))
+    forwards, _ = forwards_of(adapters)
+    forwards.record(forwards.kind_of(step(job)), step(job))
+    assert not forwards.is_to_record(forwards.kind_of(step(job)), step(job))
 
 
 def test_nothing_is_recorded_where_that_is_not_wanted(adapters: dict[str, Any]) -> None:

@@ -128,7 +128,9 @@ class Adapter(Protocol):
         """How the launches of steps on this layout depend on the lengths of the prompts."""
         ...
 
-    def evaluate_by(self, forward: Evaluator) -> None: ...
+    def evaluate_by(self, forward: Evaluator) -> bool:
+        """Whether there is anything to get ready before a step: forwards to record, blocks to compile."""
+        ...
 
     def rehearse_encode(self) -> None:
         """Evaluate the text encoder once for each shape that it can get, if these are few."""

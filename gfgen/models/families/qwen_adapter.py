@@ -150,8 +150,9 @@ class QwenImageAdapter(BatchAdapter):
             for name in inputs[0].prompt.tensors
         )
 
-    def evaluate_by(self, forward: Evaluator) -> None:
+    def evaluate_by(self, forward: Evaluator) -> bool:
         self._forward = forward
+        return True
 
     def rehearse_encode(self) -> None:
         if self._text_encoder is not None:

@@ -38,19 +38,22 @@ def evaluate(transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
     return predicted
 
 
+def is_recordable(transformer: Any) -> bool:
+    """Whether calls of a transformer by pipelines may go through records."""
+    return type(transformer).__name__ in RECORDABLE and not getattr(transformer, "is_quantized", False)
+
+
 def evaluate_call(transformer: Any, arguments: BoundArguments, *, by: Evaluator) -> Any:
     """What a pipeline's call of a transformer returns, by an evaluator where it can be recorded.
 
     A tensor on the host would be read when the call is recorded, and not with each replay.
     """
     inputs = dict(arguments.arguments)
-    is_recordable = (
-        type(transformer).__name__ in RECORDABLE
-        and not getattr(transformer, "is_quantized", False)
-        and inputs.pop("return_dict", True) is False
-        and not any(inputs.get(name) for name in OTHERS)
-        and len({x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)}) == 1
-    )
-    if not is_recordable:
+    if (
+        not is_recordable(transformer)
+        or inputs.pop("return_dict", True) is not False
+        or any(inputs.get(name) for name in OTHERS)
+        or len({x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)}) != 1
+    ):
         return transformer(*arguments.args, **arguments.kwargs)
     return (by(transformer, inputs),)

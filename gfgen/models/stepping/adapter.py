@@ -25,7 +25,7 @@ from gfgen.models.families.outputs import can_extrapolate, carry_outputs, extrap
 from gfgen.models.families.pictures import load_image, load_video
 from gfgen.models.fast import compiled, stop_checks
 from gfgen.models.fast.cut_texts import cut_texts
-from gfgen.models.fast.evaluation import Evaluator, evaluate_call
+from gfgen.models.fast.evaluation import Evaluator, evaluate_call, is_recordable
 from gfgen.models.fast.flux import fuse_flux, has_fused_blocks
 from gfgen.models.fast.kernels import KernelChoice, using
 from gfgen.models.geometry.model import Geometry
@@ -151,9 +151,12 @@ class PipelineAdapter:
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
         return tuple(tensor.shape for tensor in prompt.tensors.values())
 
-    def evaluate_by(self, forward: Evaluator) -> None:
-        if not sets_processors(type(self.pipeline).__call__):  # a record would keep those of one job
+    def evaluate_by(self, forward: Evaluator) -> bool:
+        has_own_processors = sets_processors(type(self.pipeline).__call__)  # a record would keep one job's
+        can_record = not has_own_processors and any(map(is_recordable, _transformers(self.pipeline)))
+        if can_record:
             self._evaluate = functools.partial(evaluate_call, by=forward)
+        return can_record or self._kernels == "compiled"
 
     def rehearse_encode(self) -> None:
         """Prompts of any length may come, and pipelines call their text encoders themselves."""
