@@ -13,6 +13,7 @@ from benchmarks.shared_transformers import Ranks, difference, layout_of, make, t
 from gfgen.models.fast import compiled
 from gfgen.models.fast.cut_texts import cut_texts
 from gfgen.models.fast.kernels import using
+from gfgen.models.parallel.branches import shared_step, watch
 from gfgen.models.parallel.sequence_parallel import active
 
 torch.set_num_threads(1)
@@ -105,26 +106,32 @@ def with_text(inputs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_tokens", [2, 6, 11])
 @pytest.mark.parametrize("degree", ["1", "3"])
-def test_a_text_without_its_padding_gives_the_same(num_tokens: int, degree: str) -> None:
-    """With fewer tokens than ranks, the padding stays."""
+@pytest.mark.parametrize("notes_shapes", [False, True])
+def test_a_text_without_its_padding_gives_the_same(num_tokens: int, degree: str, notes_shapes: bool) -> None:
+    """With fewer tokens than ranks, the padding stays. To note shapes, a step asks for each call twice."""
     model, inputs = make("hunyuan")
     inputs = with_text(inputs, num_tokens)
     wanted = forward(model, inputs)
     assert cut_texts(model)
+    watch(model)
     assert difference(forward(model, inputs), wanted) == 0
-    lengths = []
-    model.transformer_blocks[0].register_forward_pre_hook(
-        lambda module, args: lengths.append(args[1].shape[1])
-    )
+    lengths, masks = [], []
+
+    def note(module: Any, args: Any) -> None:
+        lengths.append(args[1].shape[1])
+        masks.append(args[3])
+
+    model.transformer_blocks[0].register_forward_pre_hook(note)
 
     def program(parallel: Any) -> list[torch.Tensor]:
-        with active(parallel), using("fused"):
-            return forward(model, inputs)
+        with using("fused"):
+            return shared_step(lambda: forward(model, inputs), parallel, notes_shapes=notes_shapes)
 
     for found in Ranks().run(layout_of(degree), program):
         assert difference(found, wanted) < ROUNDING
     num_ranks = int(degree)
     assert sum(lengths) == (num_tokens if num_tokens >= num_ranks else 11)
+    assert (masks[0] is None) == (num_tokens >= num_ranks)
 
 
 def test_padding_in_the_middle_of_a_text_stays() -> None:

@@ -10,7 +10,9 @@ Source: diffusers 0.42 transformer_hunyuan_video.py.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from diffusers import HunyuanVideoTransformer3DModel
@@ -36,34 +38,38 @@ class _Current(threading.local):
 
 def cut_texts(transformer: nn.Module) -> bool:
     """Let a transformer cut its texts, permanently, for other than `own` kernels (kernels.py); whether its
-    class is one that can."""
+    class is one that can. Before `branches.watch`, inside which a forward is asked for twice."""
     if not isinstance(transformer, HunyuanVideoTransformer3DModel):
         return False
     current = _Current()
     lengths: Any = WeakTensorKeyDictionary()
-    hook = functools.partial(_cut, current=current, lengths=lengths)
-    transformer.register_forward_pre_hook(hook, with_kwargs=True)
+    forward, signature = transformer.forward, inspect.signature(transformer.forward)
+
+    @functools.wraps(forward)
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        shorter = _cut(given, lengths)
+        current.has_cut = bool(shorter)
+        return forward(**{**given, **shorter})
+
+    transformer.forward = cut
     for block in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]:
         hook = functools.partial(_without_mask, current=current)
         block.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
     return True
 
 
-def _cut(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, current: _Current, lengths: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A pre-forward hook of the transformer."""
-    current.has_cut = False
-    mask, text = kwargs.get(TEXT_MASK), kwargs.get(TEXT)
+def _cut(given: Mapping[str, Any], lengths: Any) -> Mapping[str, Any]:
+    """The arguments that are shorter than given; none if the padding stays."""
+    mask, text = given.get(TEXT_MASK), given.get(TEXT)
     if present_choice() == "own" or mask is None or text is None:
-        return None
+        return {}
     if mask not in lengths:
         lengths[mask] = _common_length(mask)  # waits for the device, once for each prompt
     length, ranks = lengths[mask], sharing_ranks()
     if length is None or length < (MIN_TOKENS if ranks is None else max(MIN_TOKENS, ranks.size)):
-        return None
-    current.has_cut = True
-    return args, {**kwargs, TEXT: text[:, :length], TEXT_MASK: mask[:, :length]}
+        return {}
+    return {TEXT: text[:, :length], TEXT_MASK: mask[:, :length]}
 
 
 def _common_length(mask: Tensor) -> int | None:

@@ -6,22 +6,27 @@ from collections.abc import Mapping
 from inspect import BoundArguments
 from typing import Any, Protocol
 
+from diffusers import (
+    Flux2Transformer2DModel,
+    FluxTransformer2DModel,
+    LTXVideoTransformer3DModel,
+    SD3Transformer2DModel,
+)
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-RECORDABLE = frozenset(
-    (
-        "FluxTransformer2DModel",
-        "Flux2Transformer2DModel",
-        "LTXVideoTransformer3DModel",
-        "SD3Transformer2DModel",
-    )
+RECORDABLE = (
+    FluxTransformer2DModel,
+    Flux2Transformer2DModel,
+    LTXVideoTransformer3DModel,
+    SD3Transformer2DModel,
 )
 """Classes of which pipelines' own calls may go through records. Their launches depend on nothing but weights,
 the shapes of tensors and the values of other arguments: they read no values on the host, and keep no tables
 between calls (diffusers 0.42)."""
-OTHERS = ("joint_attention_kwargs", "attention_kwargs", "kv_cache", "kv_cache_mode")
-"""Arguments with which a call is not recorded: forwards change the first two, or depend on earlier calls."""
+NOT_RECORDED = ("joint_attention_kwargs", "attention_kwargs", "kv_cache", "kv_cache_mode")
+"""A call with one of these arguments is not recorded: forwards change the first two in place, and the others
+make a call depend on earlier ones."""
 
 
 class Evaluator(Protocol):
@@ -40,7 +45,7 @@ def evaluate(transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
 
 def is_recordable(transformer: Any) -> bool:
     """Whether calls of a transformer by pipelines may go through records."""
-    return type(transformer).__name__ in RECORDABLE and not getattr(transformer, "is_quantized", False)
+    return type(transformer) in RECORDABLE and not getattr(transformer, "is_quantized", False)
 
 
 def evaluate_call(transformer: Any, arguments: BoundArguments, *, by: Evaluator) -> Any:
@@ -52,7 +57,7 @@ def evaluate_call(transformer: Any, arguments: BoundArguments, *, by: Evaluator)
     if (
         not is_recordable(transformer)
         or inputs.pop("return_dict", True) is not False
-        or any(inputs.get(name) for name in OTHERS)
+        or any(inputs.get(name) for name in NOT_RECORDED)
         or len({x.device for x in tree_leaves(inputs) if isinstance(x, Tensor)}) != 1
     ):
         return transformer(*arguments.args, **arguments.kwargs)

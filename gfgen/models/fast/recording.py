@@ -38,6 +38,7 @@ from torch import Tensor
 from gfgen.errors import in_one_line
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.models.fast.evaluation import evaluate
+from gfgen.models.fast.kernels import present_choice
 from gfgen.models.fast.modulation import Modulation
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.plans import TEXT
@@ -285,7 +286,7 @@ class Graphs:
     def _record_at_once(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> bool:
         """Record without an evaluation before, if kernels are loaded; whether it worked."""
         alike = _whatever_the_text(call, present_sharing())
-        if not self._are_loaded.get(alike):
+        if not self._are_loaded.get(alike) or present_choice() == "compiled":  # for each length
             return False
         try:
             self._make(call, transformer, inputs)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -96,7 +96,7 @@ class _Call:
         """The result's shapes. The first call of its shape is evaluated for them, by this rank alone."""
         form = _form(self.arguments.arguments)
         if form not in self.results:
-            with nullcontext() if parallel is None else active(rehearsal(parallel)), _answering(None):
+            with _active(None if parallel is None else rehearsal(parallel)), _answering(None):
                 self.note(evaluate_itself(self.transformer, self.arguments))
         return self.results[form]
 
@@ -167,22 +167,32 @@ def unevaluated() -> Iterator[None]:
         yield
 
 
-def shared_step(step: Callable[[], T], parallel: Parallel | None, evaluate: Evaluate = evaluate_itself) -> T:
+def shared_step(
+    step: Callable[[], T],
+    parallel: Parallel | None,
+    evaluate: Evaluate = evaluate_itself,
+    *,
+    notes_shapes: bool = False,
+) -> T:
     """What a step returns, on every rank of the layout.
 
-    All ranks call it with the same step. Transformers that the step calls are watched, and have hooks if
-    ranks share tokens. `evaluate` makes each of their results; inside it the ranks that share the tokens are
-    active.
+    All ranks call it with the same step. Transformers that the step calls have hooks if ranks share tokens,
+    and are watched if the layout has two halves or one of the last two arguments is given.
+
+    evaluate: makes each of their results; the ranks that share the tokens are active inside.
+    notes_shapes: `unevaluated` learns the shapes of the results.
     """
     if parallel is None or parallel.cfg.size == 1:
 
         def answer(call: _Call) -> Any:
-            with nullcontext() if parallel is None else active(parallel), _answering(None):
+            with _active(parallel), _answering(None):
                 result = evaluate(call.transformer, call.arguments)
-            call.note(result)
+            if notes_shapes:
+                call.note(result)
             return result
 
-        with _answering(answer):
+        is_answered = notes_shapes or evaluate is not evaluate_itself
+        with _answering(answer) if is_answered else _active(parallel):
             return step()
     calls: list[_Call] = []
 
@@ -224,6 +234,10 @@ def _evaluated(calls: Sequence[_Call], parallel: Parallel, evaluate: Evaluate) -
             parts.append((call, own, [stop - start for start, stop in by_half]))
             first += size
     return [call.joined(own, sizes, parallel) for call, own, sizes in parts]
+
+
+def _active(parallel: Parallel | None) -> AbstractContextManager[None]:
+    return nullcontext() if parallel is None else active(parallel)
 
 
 @contextmanager

@@ -61,9 +61,9 @@ class PipelineAdapter:
         self._device = device
         self._kernels: KernelChoice = kernels
         self._evaluate: Evaluate = evaluate_itself
-        self._shares_tokens = _prepare_sharing(pipeline, geometry)
         for transformer in _transformers(pipeline):
             prepare_kernels(transformer, may_copy=device != "cpu")
+        self._shares_tokens = _prepare_sharing(pipeline, geometry)
         self.loras = MergedLoras(pipeline)
         self._calls = functools.lru_cache(NUM_SCHEDULERS)(self._new_call)
 
@@ -116,7 +116,7 @@ class PipelineAdapter:
             with catching(caught):
                 return iteration()
 
-        state = shared_step(afresh, parallel, self._evaluate)
+        state = shared_step(afresh, parallel, self._evaluate, notes_shapes=True)
         keep_outputs(state, given, caught, step=given.number(NUM_DONE))
         return state
 
