@@ -71,6 +71,8 @@ class Adapter(Protocol):
     geometry: Geometry
     loras: MergedLoras
     """What its models contain."""
+    is_rehearsed: bool = True
+    """Whether anything can be got ready before a step: forwards to record, blocks to compile."""
 
     def encode(self, spec: JobSpec) -> Fields:
         """The artifact `prompt`: embeddings of the prompt and of the negative prompt."""
@@ -128,9 +130,7 @@ class Adapter(Protocol):
         """How the launches of steps on this layout depend on the lengths of the prompts."""
         ...
 
-    def evaluate_by(self, forward: Evaluator) -> bool:
-        """Whether there is anything to get ready before a step: forwards to record, blocks to compile."""
-        ...
+    def evaluate_by(self, forward: Evaluator) -> None: ...
 
     def rehearse_encode(self) -> None:
         """Evaluate the text encoder once for each shape that it can get, if these are few."""

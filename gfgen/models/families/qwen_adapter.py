@@ -150,9 +150,8 @@ class QwenImageAdapter(BatchAdapter):
             for name in inputs[0].prompt.tensors
         )
 
-    def evaluate_by(self, forward: Evaluator) -> bool:
+    def evaluate_by(self, forward: Evaluator) -> None:
         self._forward = forward
-        return True
 
     def rehearse_encode(self) -> None:
         if self._text_encoder is not None:

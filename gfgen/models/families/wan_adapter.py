@@ -166,9 +166,8 @@ class WanAdapter(BatchAdapter):
     def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
         return (len(inputs),)
 
-    def evaluate_by(self, forward: Evaluator) -> bool:
+    def evaluate_by(self, forward: Evaluator) -> None:
         self._forward = forward
-        return True
 
     def rehearse_encode(self) -> None:
         if self._text_encoder is not None:

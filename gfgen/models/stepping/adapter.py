@@ -61,7 +61,13 @@ class PipelineAdapter:
         self._device = device
         self._kernels: KernelChoice = kernels
         self._evaluate: Evaluate = evaluate_itself
-        for transformer in _transformers(pipeline):
+        transformers = _transformers(pipeline)
+        # With processors that a call sets, a record would keep those of one job.
+        self._can_record = any(map(is_recordable, transformers)) and not sets_processors(
+            type(pipeline).__call__
+        )
+        self.is_rehearsed = self._can_record or kernels == "compiled"
+        for transformer in transformers:
             prepare_kernels(transformer, may_copy=device != "cpu")
         self._shares_tokens = _prepare_sharing(pipeline, geometry)
         self.loras = MergedLoras(pipeline)
@@ -151,12 +157,9 @@ class PipelineAdapter:
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
         return tuple(tensor.shape for tensor in prompt.tensors.values())
 
-    def evaluate_by(self, forward: Evaluator) -> bool:
-        has_own_processors = sets_processors(type(self.pipeline).__call__)  # a record would keep one job's
-        can_record = not has_own_processors and any(map(is_recordable, _transformers(self.pipeline)))
-        if can_record:
+    def evaluate_by(self, forward: Evaluator) -> None:
+        if self._can_record:
             self._evaluate = functools.partial(evaluate_call, by=forward)
-        return can_record or self._kernels == "compiled"
 
     def rehearse_encode(self) -> None:
         """Prompts of any length may come, and pipelines call their text encoders themselves."""

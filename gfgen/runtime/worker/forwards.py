@@ -89,9 +89,9 @@ class Forwards:
             texts = adapter.text_shape(start.spec, work.job.artifacts["prompt"], layout)
         return Kind(start.checkpoint, shapes, layout.degrees, texts, layout.slot_of(self._rank))
 
-    def attach(self, checkpoint: str) -> bool:
-        """Let the forwards of this model go through records; whether a step needs anything before it."""
-        return self._adapters[checkpoint].evaluate_by(self._graphs)
+    def attach(self, checkpoint: str) -> None:
+        """Let the forwards of this model go through records."""
+        self._adapters[checkpoint].evaluate_by(self._graphs)
 
     def begin(self, kind: Kind, works: Sequence[RankTask]) -> None:
         """Steps of this kind run next."""
@@ -118,10 +118,11 @@ class Forwards:
         If they are not worth it, this takes a part of one forward.
         """
         self._seen(kind).num_gone = self._graphs.num_gone
-        if not self.attach(kind.checkpoint):
+        work, adapter = works[-1], self._adapters[kind.checkpoint]
+        if not adapter.is_rehearsed:
             self._not_worth.add(kind.shape)
             return
-        work, adapter = works[-1], self._adapters[kind.checkpoint]
+        self.attach(kind.checkpoint)
         start, unentered = work.job.start, self._unentered(work.message.layout)
         inputs = [step_input(each.job) for each in works]
         alone = None if unentered is None else rehearsal(unentered)
