@@ -35,6 +35,7 @@ def served(folder: Path, port: int) -> Server:
     command = ["-m", "gfgen", "serve", "--port", str(port), "--output", "out", "--policy", "legacy"]
     command += ["--model", "tiny-wan", "--model", "tiny-qwen-image", "--device", DEVICE]
     command += ["--ranks", str(NUM_RANKS), "--ranks-per-gpu", str(RANKS_PER_GPU)]
+    command += ["--max-steps", str(NUM_STEPS)]
     return Server(command, port=port, folder=folder, slowness=RANKS_PER_GPU)
 
 

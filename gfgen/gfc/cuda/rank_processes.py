@@ -11,7 +11,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import TYPE_CHECKING, Any
@@ -77,19 +77,30 @@ class CudaRanks:
         return value
 
     def run(self, ranks: Iterable[int], program: Program, *arguments: Any) -> list[Any]:
-        """The results of a program on several ranks at once, in their order."""
+        """The results of a program on several ranks at once, in their order.
+
+        Raises: WorkerError with the tracebacks of all ranks that fail. After the first, the waits of the
+        others are aborted, because nobody may answer them.
+        """
         ranks = list(ranks)
         for rank in ranks:
             self.submit(rank, program, *arguments)
-        results, errors = [], []
-        for rank in ranks:  # all of them, so that no result is taken for the next program's
-            try:
-                results.append(self.result(rank))
-            except WorkerError as error:
-                errors.append(str(error))
+        results: dict[int, Any] = {}
+        errors: list[str] = []
+        running = {self.pipes[rank]: rank for rank in ranks}
+        while running:  # all of them, so that no result is taken for the next program's
+            for pipe in wait(list(running), self.reply_timeout_s) or list(running):
+                assert isinstance(pipe, Connection)
+                rank = running.pop(pipe)
+                try:
+                    results[rank] = self.result(rank)
+                except WorkerError as error:
+                    errors.append(str(error))
+            for rank in running.values() if errors else ():
+                self.abort(rank, self._dispatch)
         if errors:
             raise WorkerError("\n".join(errors))
-        return results
+        return [results[rank] for rank in ranks]
 
     def abort(self, rank: int, dispatch: int) -> None:
         from gfgen.gfc.cuda.device_arena import CONTROL_PLAN
