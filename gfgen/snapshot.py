@@ -50,7 +50,8 @@ class JobView:
     model: str
     arrival_s: float
     deadline_s: float
-    """When it is due; infinity without a deadline."""
+    """When its decode has to end: the job's deadline, less the predicted time to write the file. Infinity
+    without a deadline."""
     precedence: int
     """Minus the job's priority: in a sort key, as everywhere in one, smaller goes first."""
     next_task: Task

@@ -419,17 +419,28 @@ def test_steps_that_move_to_other_ranks_are_queued_shortly_before_the_end_too():
     assert all(0.005 < each < 0.015 for each in early_s[5:-1])
 
 
+def writing(write_s):
+    """A backend whose files take so long."""
+    return lambda *args, times, **options: SimulatedBackend(
+        *args, times=replace(times, write_s=lambda _: write_s), **options
+    )
+
+
+def test_a_job_gets_more_ranks_once_files_have_shown_how_long_they_take():
+    """Its seven tasks on one rank leave three tenths of a second to its deadline, but a file takes five."""
+    first, urgent = make_job("a"), make_job("b", uses_cfg=True, arrival_s=3.0, deadline_s=1.0)
+    for write_s, degree in ((0.0, 1), (0.5, 2)):
+        control, recorder = simulated_control([first, urgent], policy="edf", backend=writing(write_s))
+        control.run()
+        (step,) = [d for d in recorder.dispatches if d.task.job_id == "b" and d.task.step == 0]
+        assert step.layout.degree == degree
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "srtf", "edf", "makespan"])
 def test_decodes_wait_for_writers_that_are_slow(policy):
     """100 times as slow as all of a job; a few files for each rank are under way, and no more."""
     jobs = [make_job(f"job-{idx}", steps=1) for idx in range(60)]
-    control, recorder = simulated_control(
-        jobs,
-        policy=policy,
-        backend=lambda *args, times, **options: SimulatedBackend(
-            *args, times=replace(times, write_s=lambda _: 400 * STEP_S), **options
-        ),
-    )
+    control, recorder = simulated_control(jobs, policy=policy, backend=writing(400 * STEP_S))
     under_way, most = set(), []
     control.observers += (watch := Observer(),)
     watch.dispatched = lambda dispatch: (

@@ -116,6 +116,17 @@ def test_a_step_of_a_batch_has_its_part_of_a_switch_of_loras():
     assert costs.task_s(batch, Stage.DENOISE, ONE) == 1.0
 
 
+def test_the_time_to_write_a_file_is_learnt_and_counts_from_the_next_renewal():
+    costs = CostModel()
+    alone, batch = (costs.cost_class("m", "x", flops=small_flops(), state_bytes=1, batch=n) for n in (1, 4))
+    costs.observe_write(alone, 2.0)
+    assert (alone.write_s, batch.write_s) == (0.0, 0.0)
+    costs.renew(costs.changed)
+    assert (alone.write_s, batch.write_s) == (2.0, 2.0)
+    costs.observe_write(batch, 2.1)
+    assert not costs.changed, "too little to reorder jobs for"
+
+
 def test_a_job_that_stays_moves_nothing():
     costs = CostModel()
     here, there = Layout.single(0), Layout.single(1)

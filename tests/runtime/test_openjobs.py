@@ -1,5 +1,6 @@
 """Sorted lists of open jobs are what sorting anew would give, whatever has happened in between."""
 
+import math
 from dataclasses import replace
 from operator import attrgetter
 
@@ -26,7 +27,7 @@ def view(number: int, arrival_s: float = 0.0, priority: int = 0) -> JobView:
     job = make_job(f"job-{number}", arrival_s=arrival_s, priority=priority)
     costs = CostModel()
     cost_class = costs.cost_class("m", "s", flops=job.flops, state_bytes=1)
-    return JobRecord(job, cost_class, arrival_s, None).view(costs)
+    return JobRecord(job, cost_class, arrival_s, math.inf).view(costs)
 
 
 changes = st.lists(

@@ -90,6 +90,22 @@ def test_a_run_leaves_times_of_steps_in_batches_apart_from_others_and_of_all_dec
     assert known.task_s(other, Stage.DENOISE, ONE) == 1.6, "batches say nothing about single jobs"
 
 
+def test_a_run_leaves_the_time_to_write_a_file_with_its_decode():
+    costs, job = CostModel(), make_job("a")
+    cost_class = costs.class_of(job)
+    for stage, degrees in ((Stage.DENOISE, ONE), (Stage.DECODE, (1, 2, 1))):
+        costs.observe(cost_class, stage, degrees, 1.0)
+    costs.observe_write(cost_class, 2.0)
+    keep(runs_path(), costs.classes)
+    found = load_profile(runs_path())
+    assert {each.stage: each.write_s for each in found.rows} == {Stage.DENOISE: None, Stage.DECODE: 2.0}
+    assert CostModel(found).class_of(job).write_s == 2.0
+    costs = CostModel()
+    costs.observe(costs.class_of(job), Stage.DECODE, (1, 2, 1), 1.0)
+    keep(runs_path(), costs.classes)
+    assert CostModel(load_profile(runs_path())).class_of(job).write_s == 2.0, "a run that wrote no file"
+
+
 def test_a_profile_of_batches_alone_predicts_single_jobs():
     costs, job = CostModel(), make_job("a")
     costs.observe(costs.class_of(job, batch=2), Stage.DENOISE, ONE, 1.0)

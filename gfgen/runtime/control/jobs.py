@@ -226,7 +226,7 @@ class JobRecord:
             tag=spec.tag,
             model=self.model,
             arrival_s=self.arrival_s,
-            deadline_s=self.deadline_s,
+            deadline_s=self.deadline_s - cost_class.write_s,
             precedence=-spec.priority,
             next_task=task,
             num_tasks=self.num_tasks,

@@ -193,7 +193,8 @@ class State:
                 transfers = self.ranks.transfers(latents, source=source, destination=layout)
         late_s = 0.0
         if task.stage is Stage.REUSE and record.job.trajectory.reusable:
-            late_s = start_s + self._job_costs.remaining_s(task, layout) - record.deadline_s
+            ends_s = start_s + self._job_costs.remaining_s(task, layout) + cost_class.write_s
+            late_s = ends_s - record.deadline_s
         dispatch = Dispatch(
             number=number,
             task=task,
@@ -368,6 +369,7 @@ class State:
                     record.time_out()
                 record.lose_frames(event.reason, is_lost=event.lost)
                 return self._settle(record)
+        self._costs.observe_write(record.cost_class, event.write_s)
         if event.size_bytes:  # simulations write nothing
             record.usage.written = Content(event.size_bytes, event.sha256)
             record.usage.files, record.usage.made = event.files, event.made

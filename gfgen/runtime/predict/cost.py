@@ -99,6 +99,10 @@ class CostClass:
     """Results of `remaining_s` for this version, by degrees and the same."""
     profiled: dict[tuple[Stage, Degrees], Estimate | None] = field(default_factory=dict)
     """The profile's estimates, looked up once."""
+    writes: Recent = field(default_factory=Recent)
+    """From the end of a decode to its file; shared by the classes of this model and shape."""
+    write_s: float = 0.0
+    """Their value as of the last renewal; 0 until one is known."""
     limits: Limits = field(default_factory=Limits)
     batch: int = 1
     """Jobs that take their steps together (control/batches.py). A step of one of them is an equal part."""
@@ -146,6 +150,8 @@ class CostModel:
         """Ratios of measured to profiled durations."""
         self._switches: dict[str, Recent] = {}
         """Seconds to merge other LoRAs, by model."""
+        self._writes: dict[tuple[str, str], Recent] = {}
+        """`CostClass.writes`, by model and shape."""
         self._doubts: set[UncertainEstimate] = set()
 
     def class_of(self, job: AdmittedJob, *, batch: int = 1) -> CostClass:
@@ -175,7 +181,13 @@ class CostModel:
         key = (model, _kind(shape, batch))
         if key not in self._classes:
             limits = limits or Limits()
-            self._classes[key] = CostClass(model, shape, flops, state_bytes, limits=limits, batch=batch)
+            found = CostClass(model, shape, flops, state_bytes, limits=limits, batch=batch)
+            if (model, shape) not in self._writes and self._table is not None:
+                written_s = self._table.write_s(model, shape, found.work(Stage.DECODE))
+                found.writes.add(written_s, written_s)
+            found.writes = self._writes.setdefault((model, shape), found.writes)
+            found.write_s = found.writes.value
+            self._classes[key] = found
         return self._classes[key]
 
     def known_class(self, model: str, kind: str) -> CostClass:
@@ -320,6 +332,7 @@ class CostModel:
             self._rise(each)
             each.alone.clear()
             each.rests.clear()
+            each.write_s = each.writes.value
             self.changed.discard(each)
             self.corrected.discard(each)
 
@@ -390,6 +403,13 @@ class CostModel:
         else:
             switch_s = max(0.0, duration_s - usual.value) * cost_class.batch
             self._switches.setdefault(cost_class.model, Recent()).add(switch_s, switch_s)
+
+    def observe_write(self, cost_class: CostClass, duration_s: float) -> None:
+        """Learn from a file that was written."""
+        cost_class.writes.add(duration_s, duration_s)
+        for each in self._of_model(cost_class.model):
+            if each.writes is cost_class.writes and _is_notable(each.writes.value, each.write_s):
+                self.changed.add(each)
 
     def observe(
         self,

@@ -77,6 +77,7 @@ class CostTable:
             if not (is_in_batch and self.has(row.model, single, row.stage, row.degrees)):
                 self._rows[row.model, row.stage].setdefault(row.degrees, []).append(row)
         self.models = profile.models
+        self._write_s = profile.write_s
 
     def has(self, model: str, shape: str, stage: Stage, degrees: Degrees) -> bool:
         """Whether exactly this was measured."""
@@ -103,14 +104,13 @@ class CostTable:
         factor = self._time_ratio(model, stage, math.prod(degrees), math.prod(base))
         return found.scaled(factor, Provenance.EXTRAPOLATED)
 
-    def write_s(self, model: str, shape: str, work: TaskWork) -> float | None:
-        """From the end of a decode to its file; None if no row of this model has it."""
-        rows = [
-            row for row in self._rows.get((model, Stage.DECODE), {}).get(_ONE, ()) if row.write_s is not None
-        ]
-        return (
-            _value_over_shapes(rows, shape, work, value=lambda row: row.write_s or 0.0)[0] if rows else None
-        )
+    def write_s(self, model: str, shape: str, work: TaskWork) -> float:
+        """From the end of a decode to its file; the profile's `write_s` if no row of this model has it."""
+        by_degrees = self._rows.get((model, Stage.DECODE), {})
+        rows = [row for own in by_degrees.values() for row in own if row.write_s is not None]
+        if not rows:
+            return self._write_s
+        return _value_over_shapes(rows, shape, work, value=lambda row: row.write_s or 0.0)[0]
 
     def _time_ratio(self, model: str, stage: Stage, num_ranks: int, num_base: int) -> float:
         """Time on `num_ranks` over time on `num_base`."""

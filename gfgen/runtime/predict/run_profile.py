@@ -66,6 +66,7 @@ def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[Profil
                 found.setdefault((each.model, shape, stage, degrees), (each, []))[1].extend(recent.samples)
     for (model, shape, stage, degrees), (cost_class, samples) in found.items():
         seconds = round(statistics.median(samples), 6)
+        written_s = cost_class.writes.value if stage is Stage.DECODE else 0.0
         yield ProfileRow(
             model=model,
             shape=shape,
@@ -77,6 +78,7 @@ def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[Profil
             loaded_s=seconds if share_cores else None,
             flops=cost_class.flops[stage],
             state_bytes=cost_class.state_bytes,
+            write_s=round(written_s, 6) if written_s else None,
             basis="runs",
         )
 
@@ -113,4 +115,5 @@ def _mean(old: ProfileRow, new: ProfileRow) -> ProfileRow:
         spread_s=round(old.spread_s + (new.spread_s - old.spread_s) * share, 6),
         num_samples=weight + new.num_samples,
         loaded_s=None if new.loaded_s is None else seconds,
+        write_s=old.write_s if new.write_s is None else new.write_s,
     )

@@ -108,7 +108,8 @@ def estimate(
     """The outcomes of a run from `everything_open`, in a tenth of the time that `simulate` takes, or less.
 
     The policy is called only when jobs arrive or end. Every task takes its median time; moves between ranks,
-    writing files and changing models take no time. `ended` is called for each job that ends.
+    writing files and changing models take no time, and deadlines are those of the decodes
+    (`JobView.deadline_s`). `ended` is called for each job that ends.
 
     None if the policy fails or leaves jobs waiting; a simulation shows the details.
     Raises: DecisionTimeout if the policy does not return.

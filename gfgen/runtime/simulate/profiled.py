@@ -82,9 +82,7 @@ class _Truth:
         cost_class = self._costs.class_of(self._jobs[dispatch.task.job_id])
         key = (cost_class.model, cost_class.shape)
         if key not in self._writes:
-            work = cost_class.work(dispatch.task.stage)
-            written_s = self._table.write_s(*key, work)
-            self._writes[key] = self._profile.write_s if written_s is None else written_s
+            self._writes[key] = self._table.write_s(*key, cost_class.work(dispatch.task.stage))
         return self._writes[key]
 
 
