@@ -50,8 +50,7 @@ class JobView:
     model: str
     arrival_s: float
     deadline_s: float
-    """When its decode has to end: the job's deadline, less the predicted time to write the file. Infinity
-    without a deadline."""
+    """When its file is due; infinity without a deadline."""
     precedence: int
     """Minus the job's priority: in a sort key, as everywhere in one, smaller goes first."""
     next_task: Task
@@ -86,6 +85,13 @@ class JobView:
     """How much less than `remaining_s` is left if all of these are reused."""
     may_reuse: bool = False
     """Whether `next_task` is one of them."""
+    write_s: float = 0.0
+    """Predicted time from the end of its decode to its file."""
+    due_s: float = field(init=False)
+    """When its decode is due: `deadline_s` less `write_s`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "due_s", self.deadline_s - self.write_s)
 
     @property
     def options(self) -> tuple[Option, ...]:

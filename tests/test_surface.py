@@ -489,4 +489,6 @@ def test_what_a_policy_sees():
         "num_reusable",
         "saving_s",
         "may_reuse",
+        "write_s",
+        "due_s",
     ]

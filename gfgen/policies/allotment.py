@@ -94,16 +94,17 @@ class _RankClaims:
         return [Decision(self._chosen(job, layout), layout)]
 
     def hold_for_busy(self, job: JobView, wanted: int) -> None:
-        """Hold free ranks so that a running job can use more of them from its next boundary.
+        """Hold ranks so that a running job has those that it wants from its next boundary.
 
-        Its own are held, too, if they can already be given a task.
+        They are its own, if they can already be given a task, and free ones. Nothing is held for a job that
+        is to go on with fewer.
         """
         running = self._running.get(job.job_id)
         if running is not None and self._num_left > 0:
             own = running.layout.ranks
             self._kept.update(own)
             num_more = self._claim(job, wanted) - len(own)
-            if num_more > 0:
+            if num_more >= 0:
                 island = next(each for each in self._snapshot.islands if own[0] in each)
                 self._held_until_s |= {rank: running.predicted_end_s for rank in self.unheld if rank in own}
                 self._hold(num_more, running.predicted_end_s, island)

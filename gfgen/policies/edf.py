@@ -65,11 +65,11 @@ def _ranks_for(snapshot: Snapshot, job: JobView, free: set[int]) -> tuple[int, .
         if not ranks:
             break
         choice = ranks
-        if job.deadline_s == math.inf:
+        if job.due_s == math.inf:
             break
         layout = job.layout(ranks)
         end_s = snapshot.now_s + snapshot.costs.remaining_s(job.next_task, layout)
-        if end_s + snapshot.costs.move_s(job.job_id, job.last_layout, layout) <= job.deadline_s:
+        if end_s + snapshot.costs.move_s(job.job_id, job.last_layout, layout) <= job.due_s:
             break
         degree *= 2
     return choice

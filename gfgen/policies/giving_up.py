@@ -19,9 +19,9 @@ def chosen_task(snapshot: Snapshot, job: JobView, layout: Layout, *, wait_s: flo
     wait_s: how much later the job ends because others go before it.
     """
     task = job.next_task
-    if not job.may_reuse or job.deadline_s == math.inf:
+    if not job.may_reuse or job.due_s == math.inf:
         return task
-    costs, left_s = snapshot.costs, job.deadline_s - snapshot.now_s
+    costs, left_s = snapshot.costs, job.due_s - snapshot.now_s
     margin = MARGIN if len(snapshot.open) + len(snapshot.busy) > 1 else 1.0
     if margin * costs.remaining_s(task, layout) <= left_s - wait_s:
         return task

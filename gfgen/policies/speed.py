@@ -57,10 +57,10 @@ def is_past_rescue(snapshot: Snapshot, job: JobView) -> bool:
 
     Optimistic, because it looks up no costs.
     """
-    if snapshot.now_s + job.remaining_s <= job.deadline_s:
+    if snapshot.now_s + job.remaining_s <= job.due_s:
         return False
     least_s = job.remaining_s - job.saving_s
-    return snapshot.now_s + least_s / widest(snapshot, job) > job.deadline_s
+    return snapshot.now_s + least_s / widest(snapshot, job) > job.due_s
 
 
 def power_of_two(number: int) -> int:

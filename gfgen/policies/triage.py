@@ -117,7 +117,7 @@ class _Queue:
                 others += itertools.islice(waiting, num_others)
                 num_others -= len(others)
             for job in busy.pop(precedence, ()):
-                if job.deadline_s < math.inf and not is_past_rescue(snapshot, job):
+                if job.due_s < math.inf and not is_past_rescue(snapshot, job):
                     insort(hopeful, job, key=_due)
                 else:
                     insort(others, job, key=_short)
@@ -130,7 +130,7 @@ class _Queue:
         hopeful = (
             job
             for job in by_deadline[:num_due]
-            if now_s + job.remaining_s <= job.deadline_s or not is_past_rescue(self._snapshot, job)
+            if now_s + job.remaining_s <= job.due_s or not is_past_rescue(self._snapshot, job)
         )
         return list(itertools.islice(hopeful, most))
 
@@ -198,7 +198,7 @@ def _most_in_time(
     """
     in_time = 0
     for job, work_s, least_s in by_deadline:
-        due_s = job.deadline_s
+        due_s = job.due_s
         if now_s + least_s > due_s or end_s + work_s > due_s:
             break
         in_time += 1
@@ -211,16 +211,16 @@ def _most_in_time(
     by_id = {case[0].job_id: case for case in by_deadline}
     for case in by_deadline[in_time:]:
         job, work_s, least_s = case
-        if now_s + least_s > job.deadline_s:
+        if now_s + least_s > job.due_s:
             given_up.append(case)
             continue
-        late_s = end_s + work_s - job.deadline_s
+        late_s = end_s + work_s - job.due_s
         if 0 < late_s <= job.saving_s * work_s / max(job.remaining_s, 1e-9):
             work_s -= late_s
             waits_s[job.job_id] = late_s
         heapq.heappush(taken, (-work_s, job.job_id))
         end_s += work_s
-        if end_s > job.deadline_s + _ROUNDING_S:
+        if end_s > job.due_s + _ROUNDING_S:
             minus_work_s, job_id = heapq.heappop(taken)
             end_s += minus_work_s
             given_up.append(by_id[job_id])
@@ -231,7 +231,7 @@ def _most_in_time(
 def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int) -> int:
     """The fewest ranks, at least `degree`, that are predicted to meet the deadline with MARGIN."""
     most = widest(snapshot, job)
-    while degree < most and snapshot.now_s + MARGIN * rest_s(snapshot, job, degree) > job.deadline_s:
+    while degree < most and snapshot.now_s + MARGIN * rest_s(snapshot, job, degree) > job.due_s:
         degree *= 2
     return min(degree, most)
 
@@ -247,7 +247,7 @@ class _Room:
         next(ends_s)
         self._due = saved
         self._room_s = [
-            (job.deadline_s - now_s) / ROOM - end_s for (job, _, _), end_s in zip(saved, ends_s, strict=True)
+            (job.due_s - now_s) / ROOM - end_s for (job, _, _), end_s in zip(saved, ends_s, strict=True)
         ]
         """By job of `_due`."""
         self.least_s = min(self._room_s, default=math.inf)

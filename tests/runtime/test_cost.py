@@ -3,6 +3,7 @@ import pytest
 from gfgen.graph import Stage, Trajectory
 from gfgen.layout import Layout, Limits
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile_file import Profile
 
 ONE = (1, 1, 1)
 
@@ -125,6 +126,14 @@ def test_the_time_to_write_a_file_is_learnt_and_counts_from_the_next_renewal():
     assert (alone.write_s, batch.write_s) == (2.0, 2.0)
     costs.observe_write(batch, 2.1)
     assert not costs.changed, "too little to reorder jobs for"
+
+
+def test_a_profile_without_times_of_files_does_not_count_as_a_measurement():
+    costs = CostModel(Profile("a machine", "2026-11-27", "a test", num_ranks=1, rows=()))
+    small = cost_class(costs)
+    costs.observe_write(small, 4.0)
+    costs.renew([small])
+    assert small.write_s == 4.0
 
 
 def test_a_job_that_stays_moves_nothing():

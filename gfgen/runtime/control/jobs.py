@@ -226,7 +226,7 @@ class JobRecord:
             tag=spec.tag,
             model=self.model,
             arrival_s=self.arrival_s,
-            deadline_s=self.deadline_s - cost_class.write_s,
+            deadline_s=self.deadline_s,
             precedence=-spec.priority,
             next_task=task,
             num_tasks=self.num_tasks,
@@ -245,6 +245,7 @@ class JobRecord:
             num_reusable=num_reusable,
             saving_s=saving_s,
             may_reuse=num_reusable > 0 and trajectory.may_reuse(task.index),
+            write_s=cost_class.write_s,
         )
         return self._view
 

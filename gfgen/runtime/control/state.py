@@ -369,7 +369,8 @@ class State:
                     record.time_out()
                 record.lose_frames(event.reason, is_lost=event.lost)
                 return self._settle(record)
-        self._costs.observe_write(record.cost_class, event.write_s)
+        if event.write_s:  # not where another machine writes it
+            self._costs.observe_write(record.cost_class, event.write_s)
         if event.size_bytes:  # simulations write nothing
             record.usage.written = Content(event.size_bytes, event.sha256)
             record.usage.files, record.usage.made = event.files, event.made

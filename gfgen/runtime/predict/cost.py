@@ -182,10 +182,7 @@ class CostModel:
         if key not in self._classes:
             limits = limits or Limits()
             found = CostClass(model, shape, flops, state_bytes, limits=limits, batch=batch)
-            if (model, shape) not in self._writes and self._table is not None:
-                written_s = self._table.write_s(model, shape, found.work(Stage.DECODE))
-                found.writes.add(written_s, written_s)
-            found.writes = self._writes.setdefault((model, shape), found.writes)
+            found.writes = self._writes_of(found)
             found.write_s = found.writes.value
             self._classes[key] = found
         return self._classes[key]
@@ -407,9 +404,22 @@ class CostModel:
     def observe_write(self, cost_class: CostClass, duration_s: float) -> None:
         """Learn from a file that was written."""
         cost_class.writes.add(duration_s, duration_s)
+        cost_class.writes.samples.append(duration_s)
         for each in self._of_model(cost_class.model):
             if each.writes is cost_class.writes and _is_notable(each.writes.value, each.write_s):
                 self.changed.add(each)
+
+    def _writes_of(self, cost_class: CostClass) -> Recent:
+        """Of all classes of this model and shape: at first the profile's time, if it has one."""
+        key = (cost_class.model, cost_class.shape)
+        if key not in self._writes:
+            writes = self._writes[key] = Recent()
+            profiled_s = 0.0
+            if self._table is not None:
+                profiled_s = self._table.write_s(*key, cost_class.work(Stage.DECODE))
+            if profiled_s:
+                writes.add(profiled_s, profiled_s)
+        return self._writes[key]
 
     def observe(
         self,

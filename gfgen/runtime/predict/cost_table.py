@@ -105,9 +105,12 @@ class CostTable:
         return found.scaled(factor, Provenance.EXTRAPOLATED)
 
     def write_s(self, model: str, shape: str, work: TaskWork) -> float:
-        """From the end of a decode to its file; the profile's `write_s` if no row of this model has it."""
-        by_degrees = self._rows.get((model, Stage.DECODE), {})
-        rows = [row for own in by_degrees.values() for row in own if row.write_s is not None]
+        """From the end of a decode to its file, which does not depend on the decode's degrees.
+
+        The profile's own `write_s`, or 0, if no row of this model has it.
+        """
+        by_degrees = sorted(self._rows.get((model, Stage.DECODE), {}).items())  # those of one rank first
+        rows = [row for _, own in by_degrees for row in own if row.write_s is not None]
         if not rows:
             return self._write_s
         return _value_over_shapes(rows, shape, work, value=lambda row: row.write_s or 0.0)[0]

@@ -72,6 +72,8 @@ def predict(
         starts_s[view.job_id] = free[0]
         ends_s[view.job_id] = free[0] + view.remaining_s
         heapq.heapreplace(free, ends_s[view.job_id])
+    for job_id, view in views.items():
+        ends_s[job_id] += view.write_s
     late = (job_id for job_id, view in views.items() if view.deadline_s < ends_s[job_id])
     return Forecast(ends_s, frozenset(late), starts_s)
 

@@ -409,7 +409,7 @@ class _Rollout:
         full_s = self._costs.remaining_s(decision.task, decision.layout)
         most = job.num_reusable
         most_s = full_s - self._costs.remaining_s(decision.task, decision.layout, num_given_up=most)
-        late_s, each_s = self._now_s + full_s - job.deadline_s, most_s / most
+        late_s, each_s = self._now_s + full_s - job.due_s, most_s / most
         return min(most_s, max(1, math.ceil(late_s / each_s)) * each_s) if each_s > 0 else 0.0
 
     def _snapshot(self) -> Snapshot:
@@ -445,7 +445,7 @@ class _Rollout:
         self._ends_s[job.job_id] = end_s
         self._ended()
         self._latencies_s.append(end_s - job.arrival_s)
-        self._num_late += end_s > job.deadline_s
+        self._num_late += end_s > job.due_s
         if not job.job_id.endswith(" again"):
             self._makespan_s = max(self._makespan_s, end_s - self._start.snapshot.now_s)
 

@@ -66,7 +66,7 @@ def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[Profil
                 found.setdefault((each.model, shape, stage, degrees), (each, []))[1].extend(recent.samples)
     for (model, shape, stage, degrees), (cost_class, samples) in found.items():
         seconds = round(statistics.median(samples), 6)
-        written_s = cost_class.writes.value if stage is Stage.DECODE else 0.0
+        writes = cost_class.writes.samples if stage is Stage.DECODE else ()
         yield ProfileRow(
             model=model,
             shape=shape,
@@ -78,7 +78,7 @@ def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[Profil
             loaded_s=seconds if share_cores else None,
             flops=cost_class.flops[stage],
             state_bytes=cost_class.state_bytes,
-            write_s=round(written_s, 6) if written_s else None,
+            write_s=round(statistics.median(writes), 6) if writes else None,
             basis="runs",
         )
 
