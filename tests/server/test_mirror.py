@@ -76,7 +76,7 @@ class Audience(Observer):
 
     def refreshed(self, snapshot):
         views = {**snapshot.open, **snapshot.busy}.values()
-        rows = tuple((v.job_id, v.next_task.index, v.remaining_s, v.last_layout) for v in views)
+        rows = tuple((v.job_id, v.next_task.index, v.remaining_s, v.write_s, v.last_layout) for v in views)
         self.mirror.apply(ProgressUpdate(rows))
         self.mirror.forecast()
 
@@ -208,19 +208,19 @@ def test_utilisation_is_the_share_of_the_last_minute(mirror):
 
 def test_a_running_task_is_shown_with_the_end_that_was_predicted_last(mirror):
     (record,) = serve(mirror, Part(job_info("a")), num_ranks=1)
-    mirror.apply(ProgressUpdate((("a", 3, 10.0, None),)))
+    mirror.apply(ProgressUpdate((("a", 3, 10.0, 2.0, None),)))
     mirror.apply(Dispatch(7, record.task(2), Layout.single(0), 1.0, 1.0, 5.0))
     seen = mirror.state()
     mirror.apply(PredictedEnds(((7, 25.0), (6, 99.0))))
     mirror.forecast()
     (rank,) = change_between(seen, mirror.state()).ranks
     assert rank.task.predicted_end_at == START + 25.0
-    assert record.job().predicted_completion_at == START + 35.0
+    assert record.job().predicted_completion_at == START + 37.0
 
 
 def test_a_front_that_comes_later_learns_where_a_job_stands(mirror):
     (record,) = serve(mirror, Part(job_info("a", steps=5)))
-    mirror.apply(ProgressUpdate((("a", 4, 3.0, None),)))
+    mirror.apply(ProgressUpdate((("a", 4, 3.0, 0.0, None),)))
     mirror.forecast()
     job = record.job()
     assert (job.status, job.step, job.stage, job.position) == ("in_progress", 2, "denoise", None)
@@ -248,7 +248,7 @@ def test_a_change_has_what_is_new_and_nothing_else(mirror):
     serve(mirror, Part(job_info("a")), Part(job_info("b")))
     seen = mirror.state()
     assert change_between(seen, mirror.state()) is None
-    mirror.apply(ProgressUpdate((("a", 0, 5.0, None),)))
+    mirror.apply(ProgressUpdate((("a", 0, 5.0, 0.0, None),)))
     mirror.forecast()
     change = change_between(seen, mirror.state())
     assert [job.id for job in change.open] == ["a"]

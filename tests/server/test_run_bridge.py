@@ -188,7 +188,7 @@ def test_everything_that_happens_is_told_in_its_order(bridge, front):
     assert [o.info.job_id for o in front.of(JobOutcome)] == recorder.end_order
     rows = [row for note in front.of(ProgressUpdate) for row in note.rows]
     assert {job_id for job_id, *_ in rows} == {"a", "b"}
-    remaining = [remaining_s for job_id, index, remaining_s, _ in rows if job_id == "b" and index > 3]
+    remaining = [remaining_s for job_id, index, remaining_s, *_ in rows if job_id == "b" and index > 3]
     assert remaining == sorted(remaining, reverse=True)
 
 

@@ -294,7 +294,8 @@ class RunBridge(Observer):
             changed = (view for job_id, view in views.items() if self._views.get(job_id) is not view)
             for view in itertools.islice(changed, MAX_ROWS - len(rows)):
                 self._views[view.job_id] = view
-                rows.append((view.job_id, view.next_task.index, view.remaining_s, view.last_layout))
+                index, remaining_s, write_s = view.next_task.index, view.remaining_s, view.write_s
+                rows.append((view.job_id, index, remaining_s, write_s, view.last_layout))
         if rows:
             self._note(ProgressUpdate(tuple(rows)))
         if ends := self._renewed_ends(snapshot.running):

@@ -186,7 +186,7 @@ class RunMirror:
             record.changed()
 
     def _update_progress(
-        self, job_id: str, next_index: int, remaining_s: float, layout: Layout | None
+        self, job_id: str, next_index: int, remaining_s: float, write_s: float, layout: Layout | None
     ) -> None:
         record = self.records.get(job_id)
         if record is None:
@@ -209,6 +209,7 @@ class RunMirror:
             remaining_s=remaining_s,
             last_layout=layout,
             owner=facts.owner,
+            write_s=write_s,
         )
         self._is_forecast_due = True
 
@@ -259,7 +260,8 @@ class RunMirror:
         if self.run_info is None or not (self._is_forecast_due or self.lanes.is_busy):
             return
         self._is_forecast_due = False
-        views = {job_id: r.view for job_id, r in self.records.items() if r.view is not None}
+        open_jobs = ((job_id, record) for job_id, record in self.records.items() if not record.is_writing)
+        views = {job_id: record.view for job_id, record in open_jobs if record.view is not None}
         now, running = self.now(), self.lanes.running()
         ranks = [lane.rank for lane in self.lanes.lanes if lane.status in ("idle", "busy")]
         predicted = predict(views, running=running, ranks=ranks, now_s=now, policy=self.policy.deciding)

@@ -84,8 +84,8 @@ class NodeGone:
     node: str
 
 
-JobProgress = tuple[str, int, float, Layout | None]
-"""An open job's id, next task, predicted remaining work on one rank, and last layout."""
+JobProgress = tuple[str, int, float, float, Layout | None]
+"""Of an open job: id, next task, predicted work left on one rank and time to write its file, last layout."""
 
 
 @dataclass(frozen=True, slots=True)
