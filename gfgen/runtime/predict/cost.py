@@ -101,7 +101,7 @@ class CostClass:
     """The profile's estimates, looked up once."""
     writes: Recent = field(default_factory=Recent)
     """From the end of a decode to its file; shared by the classes of this model and shape."""
-    write_s: float = 0.0
+    write_s: float = field(init=False)
     """Their value as of the last renewal; 0 until one is known."""
     limits: Limits = field(default_factory=Limits)
     batch: int = 1
@@ -115,6 +115,7 @@ class CostClass:
 
     def __post_init__(self) -> None:
         self.kind = _kind(self.shape, self.batch)
+        self.write_s = self.writes.value
 
     def work(self, stage: Stage) -> TaskWork:
         return TaskWork(self.flops[stage], self.state_bytes)
@@ -181,10 +182,10 @@ class CostModel:
         key = (model, _kind(shape, batch))
         if key not in self._classes:
             limits = limits or Limits()
-            found = CostClass(model, shape, flops, state_bytes, limits=limits, batch=batch)
-            found.writes = self._writes_of(found)
-            found.write_s = found.writes.value
-            self._classes[key] = found
+            writes = self._writes_of(model, shape, TaskWork(flops[Stage.DECODE], state_bytes))
+            self._classes[key] = CostClass(
+                model, shape, flops, state_bytes, limits=limits, batch=batch, writes=writes
+            )
         return self._classes[key]
 
     def known_class(self, model: str, kind: str) -> CostClass:
@@ -409,17 +410,14 @@ class CostModel:
             if each.writes is cost_class.writes and _is_notable(each.writes.value, each.write_s):
                 self.changed.add(each)
 
-    def _writes_of(self, cost_class: CostClass) -> Recent:
+    def _writes_of(self, model: str, shape: str, decode: TaskWork) -> Recent:
         """Of all classes of this model and shape: at first the profile's time, if it has one."""
-        key = (cost_class.model, cost_class.shape)
-        if key not in self._writes:
-            writes = self._writes[key] = Recent()
-            profiled_s = 0.0
-            if self._table is not None:
-                profiled_s = self._table.write_s(*key, cost_class.work(Stage.DECODE))
+        if (model, shape) not in self._writes:
+            writes = self._writes[model, shape] = Recent()
+            profiled_s = 0.0 if self._table is None else self._table.write_s(model, shape, decode)
             if profiled_s:
                 writes.add(profiled_s, profiled_s)
-        return self._writes[key]
+        return self._writes[model, shape]
 
     def observe(
         self,

@@ -13,7 +13,7 @@ from statistics import NormalDist
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.cost_table import CostTable, Estimate
+from gfgen.runtime.predict.cost_table import Estimate
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.backend import SimulatedTimes
 
@@ -47,10 +47,8 @@ class _Truth:
 
     def __init__(self, profile: Profile, jobs: Sequence[AdmittedJob]) -> None:
         self._profile = profile
-        self._table = CostTable(profile)
         self._costs = CostModel(profile)
         self._jobs = {job.job_id: job for job in jobs}
-        self._writes: dict[tuple[str, str], float] = {}
         self._estimates: dict[object, Estimate] = {}
 
     def estimate(self, dispatch: Dispatch) -> Estimate:
@@ -79,11 +77,7 @@ class _Truth:
         return self._profile.move_s + max(received.values()) / self._profile.move_bytes_per_s
 
     def write_s(self, dispatch: Dispatch) -> float:
-        cost_class = self._costs.class_of(self._jobs[dispatch.task.job_id])
-        key = (cost_class.model, cost_class.shape)
-        if key not in self._writes:
-            self._writes[key] = self._table.write_s(*key, cost_class.work(dispatch.task.stage))
-        return self._writes[key]
+        return self._costs.class_of(self._jobs[dispatch.task.job_id]).write_s
 
 
 def _luck(dispatch: Dispatch, estimate: Estimate) -> float:
