@@ -423,7 +423,7 @@ def test_constants_that_the_task_before_makes_are_waited_for(
         arrived.set()
         return Fields({"latents": torch.zeros(1, 4, 1, 2, 2)})
 
-    rank.device.endpoint = SimpleNamespace(recv=None)
+    rank.device.endpoint = SimpleNamespace(recv=None, abort_through=lambda _: None)
     monkeypatch.setattr(worker_device, "receive_state", receive)
     latents = Fields({"latents": torch.zeros(1, 4, 1, 2, 2)})
     rank.publish("prompt", 1, Fields(), producer=1)
