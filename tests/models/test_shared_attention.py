@@ -191,10 +191,10 @@ def logged(
     logs: list[list[tuple[str, int]]] = []
 
     def watch(parallel: Parallel) -> Parallel:
-        logs.append([])
+        log: list[tuple[str, int]] = []
+        logs.append(log)
         kinds: dict[str, Any] = {
-            name: Logged(getattr(parallel, name), logs[-1], room_bytes)
-            for name in ("sequence", "ulysses", "ring")
+            name: Logged(getattr(parallel, name), log, room_bytes) for name in ("sequence", "ulysses", "ring")
         }
         return replace(parallel, **kinds)
 
