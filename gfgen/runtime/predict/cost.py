@@ -71,10 +71,10 @@ class Recent:
         self._durations: deque[float] = deque(maxlen=_NUM_RECENT)
         self._first_ends: deque[float] = deque(maxlen=_NUM_RECENT)
 
-    def add(self, duration_s: float, first_end_s: float) -> None:
-        """Note the time until the task ended on its last rank, and on its first one."""
+    def add(self, duration_s: float, first_end_s: float | None = None) -> None:
+        """Note the time until the task ended on its last rank, and on its first one if that was earlier."""
         self._durations.append(duration_s)
-        self._first_ends.append(first_end_s)
+        self._first_ends.append(duration_s if first_end_s is None else first_end_s)
         self.value = statistics.median(self._durations)
         self.soonest_s = min(self._first_ends)
 
@@ -400,11 +400,11 @@ class CostModel:
             self.observe(cost_class, stage, degrees, max(0.0, duration_s - switch_s))
         else:
             switch_s = max(0.0, duration_s - usual.value) * cost_class.batch
-            self._switches.setdefault(cost_class.model, Recent()).add(switch_s, switch_s)
+            self._switches.setdefault(cost_class.model, Recent()).add(switch_s)
 
     def observe_write(self, cost_class: CostClass, duration_s: float) -> None:
         """Learn from a file that was written."""
-        cost_class.writes.add(duration_s, duration_s)
+        cost_class.writes.add(duration_s)
         cost_class.writes.samples.append(duration_s)
         for each in self._of_model(cost_class.model):
             if each.writes is cost_class.writes and _is_notable(each.writes.value, each.write_s):
@@ -416,7 +416,7 @@ class CostModel:
             writes = self._writes[model, shape] = Recent()
             profiled_s = 0.0 if self._table is None else self._table.write_s(model, shape, decode)
             if profiled_s:
-                writes.add(profiled_s, profiled_s)
+                writes.add(profiled_s)
         return self._writes[model, shape]
 
     def observe(
@@ -437,7 +437,7 @@ class CostModel:
             measured = cost_class.measured[key] = Recent()
             if profiled is not None and profiled.provenance is Provenance.PROFILED:
                 measured.add(profiled.loaded_s, max(0.0, profiled.seconds - profiled.spread_s))
-        measured.add(duration_s, duration_s if first_end_s is None else first_end_s)
+        measured.add(duration_s, first_end_s)
         measured.samples.append(duration_s)
         if profiled is not None and self._shows_drift(cost_class, stage, degrees, profiled):
             drift = self._drifts.setdefault((cost_class.model, stage), _Mean())

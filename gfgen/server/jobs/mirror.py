@@ -260,8 +260,11 @@ class RunMirror:
         if self.run_info is None or not (self._is_forecast_due or self.lanes.is_busy):
             return
         self._is_forecast_due = False
-        open_jobs = ((job_id, record) for job_id, record in self.records.items() if not record.is_writing)
-        views = {job_id: record.view for job_id, record in open_jobs if record.view is not None}
+        views = {
+            job_id: record.view
+            for job_id, record in self.records.items()
+            if record.view is not None and not record.is_writing
+        }
         now, running = self.now(), self.lanes.running()
         ranks = [lane.rank for lane in self.lanes.lanes if lane.status in ("idle", "busy")]
         predicted = predict(views, running=running, ranks=ranks, now_s=now, policy=self.policy.deciding)
