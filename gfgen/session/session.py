@@ -42,7 +42,7 @@ from gfgen.runtime.predict.profile_store import find_profile, runs_path
 from gfgen.runtime.predict.run_profile import keep_measured
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.workers import ProcessBackend, Requests
+from gfgen.runtime.processes.workers import ProcessBackend, Requests, WarmUps
 from gfgen.session.admission import Admission, warn_of_passed_deadlines
 from gfgen.session.kernels import choose_kernels
 from gfgen.session.live import LiveRun
@@ -168,7 +168,9 @@ class Session:
     def load(
         self, jobs: Sequence[AdmittedJob], *, models: Sequence[str] = (), are_all_needed: bool = False
     ) -> None:
-        """Start ranks with the models of these jobs and with `models`, and warm up.
+        """Start ranks with the models of these jobs and with `models`, and prepare the first job's tasks.
+
+        are_all_needed: no rank may be missing, and all tasks are prepared now, as in measurements.
 
         Raises: InputError when a model does not fit; InterruptedRunError when a signal comes first;
                 WorkerError when no rank starts, or when one does not and all are needed.
@@ -198,15 +200,17 @@ class Session:
             keep_fds=[self._lock],
         )
         self._pool = self._stack.enter_context(ready)
-        self.warm_up(jobs)
+        self.warm_up(jobs, are_all_needed=are_all_needed)
 
-    def warm_up(self, jobs: Sequence[AdmittedJob]) -> None:
-        """Run steps like those of the jobs on GPUs; only for models that ranks hold."""
-        ranks, residency = self.options.ranks, self.residency
-        if ranks.has_graphs:
-            held = [job for job in jobs if residency is None or job.spec.model in residency.resident]
-            policy = self.options.policy
-            warm_up(self.pool, held, devices=ranks.devices, policy=policy, signals=self.signals)
+    def warm_up(self, jobs: Sequence[AdmittedJob], *, are_all_needed: bool = False) -> None:
+        """Let GPUs prepare the tasks of these jobs, the first job's now; only of models that ranks hold."""
+        if (choose := self._warm_ups(self.options)) is not None:
+            held = [job for job in jobs if str(job.checkpoint) in self.pool.models.checkpoints]
+            warm_up(self.pool, choose(held), are_all_needed=are_all_needed, signals=self.signals)
+
+    def _warm_ups(self, options: SessionOptions) -> WarmUps | None:
+        ranks = options.ranks
+        return warm_ups_of(ranks.devices, options.policy) if not ranks.is_offloaded else None
 
     def run(
         self,
@@ -277,7 +281,7 @@ class Session:
             clock=setup.clock,
             signals=self.signals,
             requests=arrivals.requests,
-            warm_ups=warm_ups_of(ranks.devices, options.policy) if ranks.has_graphs else None,
+            warm_ups=self._warm_ups(options),
             waits_for_space=options.waits_for_space,
         )
         stack.callback(backend.close)

@@ -102,13 +102,26 @@ class ReplacePeer:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Prepare steps of jobs like this one, before any job of its model runs; answer `WarmedUp`."""
+    """Prepare tasks of jobs like this one, before any job of its model runs; answer `WarmedUp`."""
 
     number: int
     spec: JobSpec
     checkpoint: str
-    degrees: tuple[tuple[int, int, int], ...]
-    """(cfg, ulysses, ring) of the layouts to prepare, in any slot."""
+    degrees: tuple[tuple[int, int, int], ...] = ()
+    """(cfg, ulysses, ring) of the layouts whose steps to prepare, in any slot."""
+    decodes: tuple[int, ...] = ()
+    """The numbers of ranks that may share a decode."""
+    has_texts: bool = False
+    """Whether to prepare prompts of all lengths."""
+    in_own_slot: bool = False
+    """Only in the slot that the rank has if all layouts begin with rank 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpLater:
+    """Prepare these, in order, whenever no task is here; there is no answer."""
+
+    items: tuple[WarmUp, ...]
 
 
 @dataclass(frozen=True, slots=True)

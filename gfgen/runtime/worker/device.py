@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -122,8 +122,9 @@ class Device:
         gc.collect()
         give_back_freed_memory()
 
-    def warm_up(self, message: WarmUp) -> None:
-        """Prepare steps without other ranks. Raises: what the model raises."""
+    def warm_up(self, message: WarmUp) -> Iterator[None]:
+        """Prepare tasks in parts, without other ranks. Raises: what the model raises."""
+        return iter(())
 
     def take_in(self, fields: Fields) -> Fields:
         """Copies of fields of a slab on this device."""

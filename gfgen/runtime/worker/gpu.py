@@ -23,7 +23,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -221,9 +221,9 @@ class GpuDevice(Device):
         super().drop(paths)
         torch.cuda.empty_cache()  # otherwise other models would have to fit into the gaps
 
-    def warm_up(self, message: WarmUp) -> None:
+    def warm_up(self, message: WarmUp) -> Iterator[None]:
         try:
-            self.forwards.warm_up(message)
+            yield from self.forwards.warm_up(message)
         except Exception as error:
             self.exit_if_lost(error)
             torch.cuda.empty_cache()
