@@ -231,5 +231,10 @@ def ready_pool(
         started = WorkerPool(settings, sorted(checkpoints), worker_main=worker_main, keep_fds=keep_fds)
     with started as pool:
         wait_ready(pool, signals)
-        logger.info("ready after %.1f s", time.monotonic() - began_s)
+        total_s = time.monotonic() - began_s
+        rank_s, weights_s = max(
+            ((each.startup_s, each.weights_s) for each in pool.living), default=(0.0, 0.0)
+        )
+        text = "ready after %.1f s: imports %.1f, device %.1f, weights %.1f"
+        logger.info(text, total_s, total_s - rank_s, max(0.0, rank_s - weights_s), weights_s)
         yield pool

@@ -33,6 +33,7 @@ class NoPool:
 
     warmed: ClassVar = []
     """By pool: the steps that ranks were to get ready."""
+    living = ()
 
     def __init__(self, *_, **options):
         self.warmed.clear()

@@ -194,8 +194,12 @@ class RankProcess(Child):
     """It can pad texts."""
     startup_s: float = 0.0
     """How long it took to load its models."""
+    weights_s: float = 0.0
+    """The part of `startup_s` that it took to load them; before that it gets its device ready."""
     loading: str | None = None
     """The checkpoint that it loads now."""
+    loads_since_s: float | None = None
+    """When it began to load its first model."""
     requests: deque[SetModels | WarmUp] = field(default_factory=deque)
     """What it prepares before it takes tasks. It has the first of them if it is in that phase."""
     later: tuple[WarmUp, ...] = ()
@@ -221,8 +225,11 @@ class RankProcess(Child):
                 self.verdict = self.verdict or message.reason
             case Loading():
                 self.loading = message.checkpoint
+                if self.loads_since_s is None:
+                    self.loads_since_s = self.heard_s
             case WorkerReady():
                 self.startup_s, self.counts_tokens = message.startup_s, message.counts_tokens
+                self.weights_s = self.heard_s - (self.loads_since_s or self.heard_s)
                 self.loading = None
                 if self.phase is Phase.STARTING:
                     self.enter(Phase.INTRODUCING)
