@@ -264,7 +264,7 @@ def _from_log(path: Path, began_at: float) -> Record:
                 found["log"].append(f"{seconds:.2f} {message}")
             if message.startswith("ready after") and found["to_ready_s"] is None:
                 found["to_ready_s"] = seconds
-            if match := re.match(r"warmed up in ([\d.]+) s", message):
+            if match := re.match(r"warmed up for .* in ([\d.]+) s", message):
                 found["warm_up_s"] += float(match[1])
     return found
 

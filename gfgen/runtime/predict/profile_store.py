@@ -7,6 +7,7 @@ gfgen/models/profiles/*.json                           profiles that come with g
 gfgen/models/profiles/scaled/*.json                    times on one CPU core, to be scaled to others
 
 This machine's profile joins their rows: first those of `gfgen profile`, then those of runs, then scaled ones.
+For a GPU without a shipped profile, those of another GPU are scaled by what both compute.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from gfgen.errors import InputError
 from gfgen.models.families import registry
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
-from gfgen.runtime.predict.scaling import calibrated_speed, scaled_profile, speed_by_runs
+from gfgen.runtime.predict.scaling import calibrated_speed, of_another_gpu, scaled_profile, speed_by_runs
 from gfgen.system.machine import cache_dir, cpu_name, file_stem, versions
 
 logger = logging.getLogger(__name__)
 
 SHIPPED = Path(registry.__file__).parents[1] / "profiles"
 SCALED = SHIPPED / "scaled"
+NVIDIA = "NVIDIA "
+"""Names of GPUs begin with it."""
 BY_RUNS = "runs"
 """The source of a profile that runs measured, which has only task times."""
 MIN_SAMPLES = 3
@@ -60,6 +63,9 @@ def find_profile(device: str | None = None, *, calibrate: bool = False) -> tuple
     found = [each for each in (measured, by_runs) if each is not None]
     if device == cpu_name():
         found += _scaled(found, may_measure=calibrate)
+    elif measured is None and device.startswith(NVIDIA):
+        path = next(iter(sorted(SHIPPED.glob("*.json"))))
+        found.append((path, of_another_gpu(load_profile(path), device)))
     return (found[0][0], joined([profile for _, profile in found])) if found else None
 
 
