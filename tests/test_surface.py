@@ -388,6 +388,7 @@ def test_events_of_the_journal():
         "moved_s",
         "idle_s",
         "peak_bytes",
+        "is_first_use",
     )
     assert {
         kind.__name__: [field.name for field in dataclasses.fields(kind)]
