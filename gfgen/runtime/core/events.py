@@ -120,7 +120,7 @@ class TaskDone(Event):
     @property
     def is_first_use(self) -> bool:
         """Whether it was one on any of its ranks: its duration is not that of other such tasks."""
-        return any([each.is_first_use for each in self.times])
+        return any(each.is_first_use for each in self.times)
 
     @property
     def rank_s(self) -> float:

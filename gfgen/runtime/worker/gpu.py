@@ -329,7 +329,8 @@ class GpuDevice(Device):
     def _get_ready(self, works: Sequence[RankTask], forward: Kind | None, *, may_block: bool) -> bool:
         """Do what other ranks must not wait for inside the task; `forward` is the kind of a step.
 
-        Returns whether it recorded forwards. Recording may wait for the device, so it happens while no task runs here and no state is to be sent.
+        Returns whether it recorded forwards. Recording may wait for the device, so it happens while no task
+        runs here and no state is to be sent.
         """
         forwards, number = self.forwards, works[-1].number
         is_to_record = (
