@@ -69,6 +69,45 @@ def test_several_runs_are_averaged_by_samples_and_other_rows_stay():
     assert found.num_ranks == 4
 
 
+def test_a_row_that_is_far_from_what_a_run_measures_is_replaced_or_loses_half_of_its_weight():
+    def kept_after(*durations_s):
+        keep(runs_path(), observed(*durations_s))
+        (found,) = load_profile(runs_path()).rows
+        return found.seconds, found.num_samples
+
+    assert kept_after(10.0) == (10.0, 1)
+    assert kept_after(1.0) == (1.0, 1), "as much as was known"
+    assert kept_after(*[1.0] * 7) == (1.0, 8)
+    assert kept_after(10.0) == (1.0, 4)
+    assert kept_after(10.0, 10.0) == (1.0, 2)
+    assert kept_after(10.0, 10.0) == (10.0, 2)
+    assert kept_after(1.0, 1.0, 1.0) == (1.0, 3)
+
+
+def test_a_stored_duration_that_is_ten_times_too_long_is_healed_by_one_run():
+    keep(runs_path(), observed(*[10.0] * 64))
+    costs = CostModel(load_profile(runs_path()))
+    cost_class = costs.class_of(make_job("a"))
+    for _ in range(3):
+        costs.observe(cost_class, Stage.DENOISE, ONE, 1.0)
+    assert costs.task_s(cost_class, Stage.DENOISE, ONE) == 1.0
+    keep(runs_path(), costs.classes)
+    (found,) = load_profile(runs_path()).rows
+    assert (found.seconds, found.num_samples) == (1.0, 3)
+
+
+def test_a_run_leaves_no_first_uses():
+    costs = CostModel()
+    cost_class = costs.class_of(make_job("a"))
+    for stage, duration_s in ((Stage.DENOISE, 1.0), (Stage.DECODE, 0.1)):
+        costs.observe_first_use(cost_class, stage, ONE, 5.0, prepared_s=0.0)
+        if stage is Stage.DENOISE:
+            costs.observe(cost_class, stage, ONE, duration_s)
+    keep(runs_path(), costs.classes)
+    (found,) = load_profile(runs_path()).rows
+    assert (found.stage, found.seconds) == (Stage.DENOISE, 1.0)
+
+
 def test_a_run_leaves_times_of_steps_in_batches_apart_from_others_and_of_all_decodes_together():
     costs, job = CostModel(), make_job("a")
     for batch, step_s in ((1, 1.6), (2, 1.0)):

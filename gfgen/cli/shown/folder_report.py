@@ -46,10 +46,6 @@ class JobReport:
         return float(self._timings.get("busy_s") or 0.0)
 
     @property
-    def first_uses_s(self) -> float:
-        return float(self._timings.get("first_uses_s") or 0.0)
-
-    @property
     def latency_s(self) -> float:
         return float(self._timings.get("latency_s") or 0.0)
 
@@ -122,7 +118,7 @@ class FolderReport:
         first, last = min(job.started_at for job in self.jobs), max(job.ended_at for job in self.jobs)
         busy = in_words(sum(job.busy_s for job in self.jobs))
         yield f"made      {_clock(first)} to {_clock(last)}, with {busy} of rank time"
-        if first_uses_s := sum(job.first_uses_s for job in self.jobs):
+        if first_uses_s := sum((job.line.get("timings") or {}).get("first_uses_s", 0.0) for job in self.jobs):
             yield f"first use {in_words(first_uses_s)} of it in tasks that were the first of their kind"
         kinds = Counter(Path(str(job.line.get("file"))).suffix.lstrip(".").upper() for job in done)
         size = sum(job.line.get("size_bytes") or 0 for job in done)
@@ -203,8 +199,7 @@ def _card(job: JobReport, found: tuple[Path, str] | None, number: int) -> str:
     if negative := job.line.get("negative_prompt"):
         rows.append(f"<p>without: {html.escape(str(negative))}</p>")
     rows.append(f"<p><b>{html.escape(job.job_id)}</b> {html.escape(job.facts)}</p>")
-    first = f" ({in_words(job.first_uses_s)} in first uses)" if job.first_uses_s else ""
-    times = f"{in_words(job.busy_s)} of rank time{first}, done {in_words(job.latency_s)} after its arrival"
+    times = f"{in_words(job.busy_s)} of rank time, done {in_words(job.latency_s)} after its arrival"
     rows.append(
         f"<p>{times}</p>" if job.status == "done" else f'<p class="bad">{html.escape(job.status)}</p>'
     )

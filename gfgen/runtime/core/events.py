@@ -84,6 +84,8 @@ class RankTimes(NamedTuple):
     """Peak of torch's memory on its GPU."""
     is_first_use: bool = False
     """The task compiled, recorded graphs, or was the first of its kind in the rank's process."""
+    prepared_s: float = 0.0
+    """The part of `waited_s` in which the rank recorded graphs for it."""
 
     @property
     def busy_s(self) -> float:

@@ -33,7 +33,7 @@ SCALED = SHIPPED / "scaled"
 BY_RUNS = "runs"
 """The source of a profile that runs measured, which has only task times."""
 MIN_SAMPLES = 3
-"""Samples that a row of runs needs, because the first task of a kind is slow."""
+"""Samples that a row of runs needs, because one or two may be outliers."""
 
 
 def default_path(device: str | None = None, *, kind: str = "") -> Path:

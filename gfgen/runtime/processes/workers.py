@@ -283,6 +283,7 @@ class ProcessBackend:
             idle_s=report.idle_s,
             peak_bytes=report.peak_bytes,
             is_first_use=report.is_first_use,
+            prepared_s=report.prepared_s,
         )
         if not self._attempts.report(report.number, times):
             return

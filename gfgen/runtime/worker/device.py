@@ -70,6 +70,8 @@ class RankTask:
     """The most that was allocated on a GPU while the task was launched."""
     is_first_use: bool = False
     """Nothing of its kind ran in this process before, or its forwards were recorded for it."""
+    prepared_s: float = 0.0
+    """The part of `waited_s` in which forwards were recorded."""
 
     @property
     def number(self) -> int:

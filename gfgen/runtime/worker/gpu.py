@@ -294,7 +294,7 @@ class GpuDevice(Device):
         is_sure = not self._has_peers or (
             not self._settings.ranks.is_offloaded and self._memory.is_familiar(kinds)
         )
-        has_recorded = self._get_ready(works, forward, may_block=not is_sure)
+        prepared_s = self._get_ready(works, forward, may_block=not is_sure)
         ready_s = time.monotonic()
         with self._memory.launching(kinds, model=job.start.spec.model or ""):
             begun = self.event()
@@ -310,9 +310,9 @@ class GpuDevice(Device):
             sources = {transfer.source for transfer in message.transfers}
             outcome = self.endpoint.outcome(message.number, sources=sources)
         launch, is_there = _Launch(works, begun, entered, outcome, arrival), self.event()
-        is_first_use = self.note_used(kinds - lora_kinds(work)) or has_recorded
+        is_first_use = self.note_used(kinds - lora_kinds(work)) or prepared_s > 0
         for each in works:
-            each.is_first_use = is_first_use
+            each.is_first_use, each.prepared_s = is_first_use, prepared_s
             each.launch, each.is_there, each.peak_bytes = launch, is_there, self._memory.last_peak_bytes
             each.waited_s += ready_s - arrived_s
 
@@ -326,11 +326,11 @@ class GpuDevice(Device):
             return watch
         return stop_checks.DeviceWatch(watch.is_stopped, record=self.event)
 
-    def _get_ready(self, works: Sequence[RankTask], forward: Kind | None, *, may_block: bool) -> bool:
+    def _get_ready(self, works: Sequence[RankTask], forward: Kind | None, *, may_block: bool) -> float:
         """Do what other ranks must not wait for inside the task; `forward` is the kind of a step.
 
-        Returns whether it recorded forwards. Recording may wait for the device, so it happens while no task
-        runs here and no state is to be sent.
+        Returns the time of recording, which may wait for the device: it happens while no task runs here and
+        no state is to be sent.
         """
         forwards, number = self.forwards, works[-1].number
         is_to_record = (
@@ -346,12 +346,13 @@ class GpuDevice(Device):
             forwards.clear()
             torch.cuda.empty_cache()
         if forward is None:
-            return False
-        is_to_record = is_to_record and not self._dispatches.has_unsent
-        if is_to_record:
+            return 0.0
+        began_s = ended_s = time.monotonic()
+        if is_to_record and not self._dispatches.has_unsent:
             forwards.record(forward, works)
+            ended_s = time.monotonic()
         forwards.begin(forward, works)
-        return is_to_record
+        return ended_s - began_s
 
     def finish(self, work: RankTask) -> None:
         launch: _Launch = work.launch
