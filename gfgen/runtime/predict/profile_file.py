@@ -132,7 +132,7 @@ def load_profile(path: Path) -> Profile:
     except (ValueError, RecursionError) as error:
         raise InputError(f"--profile {path}: not JSON ({error})") from None
     try:
-        return _profile_of(content)
+        return profile_of(content)
     except ValueError as error:
         raise InputError(f"--profile {path}: not a profile ({error}); 'gfgen profile' makes one") from None
 
@@ -172,7 +172,8 @@ def _some(names: Sequence[str]) -> str:
     return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED} more"
 
 
-def _profile_of(content: object) -> Profile:
+def profile_of(content: object) -> Profile:
+    """The profile in a file's JSON. Raises: ValueError that says what is wrong with it."""
     head = dict(_fields_of(Profile, content, also=("format",)))
     if head.pop("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")
