@@ -272,6 +272,17 @@ def test_the_rest_of_a_job_has_the_price_of_first_uses_until_there_was_one():
     assert costs.first_use_s(small, Stage.DENOISE, both) == 0.0
 
 
+def test_a_step_of_a_batch_has_its_part_of_the_price_of_a_first_use():
+    costs = CostModel()
+    costs.price_first_uses(0.5, ())
+    alone, batch = (costs.cost_class("m", "x", flops=small_flops(), state_bytes=1, batch=n) for n in (1, 4))
+    prices_s = [costs.first_use_s(each, Stage.DENOISE, ONE) for each in (alone, batch)]
+    assert prices_s == [0.5, 0.125]
+    costs.observe_first_use(batch, Stage.DENOISE, ONE, 0.3, prepared_s=0.1)
+    costs.observe(batch, Stage.DENOISE, ONE, 0.1)
+    assert costs.first_use_s(alone, Stage.DENOISE, ONE) == pytest.approx(4 * 0.3)
+
+
 def test_equal_first_uses_on_one_rank_and_on_several_cancel_out():
     costs, task = CostModel(), Trajectory("job", num_steps=3).task(2)
     costs.price_first_uses(0.5, ())

@@ -339,7 +339,7 @@ class CostModel:
         if degrees in ways:
             return 0.0
         learned = self._first_uses.get(cost_class.model)
-        return default_s if learned is None else learned.value
+        return (default_s if learned is None else learned.value) / cost_class.batch
 
     def _rest_s(
         self, stage_s: Callable[[Stage], float], task: Task, num_tasks: int, *, num_reused: int
@@ -467,7 +467,7 @@ class CostModel:
         is_first = measured is None
         if measured is None:
             if (first_use := cost_class.first_uses.get(key)) is not None:
-                self._learn_price(model, sum(first_use) - duration_s)
+                self._learn_price(cost_class, sum(first_use) - duration_s)
             measured = cost_class.measured[key] = Recent()
             if profiled is not None and profiled.provenance is Provenance.PROFILED:
                 measured.add(profiled.loaded_s, max(0.0, profiled.seconds - profiled.spread_s))
@@ -490,13 +490,14 @@ class CostModel:
             if (pace := _pace(cost_class, stage, degrees, duration_s)) is not None:
                 self._first_paces[model, stage] = min(pace, self._first_paces.get((model, stage), pace))
         if (measured := cost_class.measured.get(key)) is not None:
-            self._learn_price(model, duration_s + prepared_s - measured.value)
+            self._learn_price(cost_class, duration_s + prepared_s - measured.value)
         estimate_s = self.estimate(cost_class, stage, degrees).loaded_s
         self._note_learned(cost_class, key, estimate_s, is_first=before is None, price_s=price_s)
 
-    def _learn_price(self, model: str, extra_s: float) -> None:
+    def _learn_price(self, cost_class: CostClass, extra_s: float) -> None:
         if self._default_first_use_s:
-            self._first_uses.setdefault(model, Recent()).add(max(0.0, extra_s))
+            model = cost_class.model
+            self._first_uses.setdefault(model, Recent()).add(max(0.0, extra_s) * cost_class.batch)
             self._correct(self._of_model(model))
 
     def _note_learned(

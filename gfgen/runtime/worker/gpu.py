@@ -312,7 +312,7 @@ class GpuDevice(Device):
         launch, is_there = _Launch(works, begun, entered, outcome, arrival), self.event()
         is_first_use = self.note_used(kinds - lora_kinds(work)) or prepared_s > 0
         for each in works:
-            each.is_first_use, each.prepared_s = is_first_use, prepared_s
+            each.is_first_use, each.prepared_s = is_first_use, prepared_s / len(works)
             each.launch, each.is_there, each.peak_bytes = launch, is_there, self._memory.last_peak_bytes
             each.waited_s += ready_s - arrived_s
 
