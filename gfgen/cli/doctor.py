@@ -23,10 +23,12 @@ from gfgen.gfc import native
 from gfgen.gfc.cuda.compiler import find_nvrtc, kept, kernels_dir
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
+from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
 from gfgen.session import caches
 from gfgen.session.packages import COMPUTING, LORAS, SERVING, VIDEOS
 from gfgen.system.machine import cache_dir
-from gfgen.system.wording import size_in_words
+from gfgen.system.wording import counted, size_in_words
 
 _CUDNN = "nvidia-cudnn-frontend"
 _INSTALL = "'pip install gfgen' installs it"
@@ -200,6 +202,30 @@ def clear(names: tuple[str, ...], *, yes: bool, as_json: bool) -> None:
         click.echo(json.dumps({"deleted": facts, "size_bytes": total}))
     else:
         click.echo(f"deleted {what}" if chosen else "nothing to delete")
+
+
+@cache.command("export")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+def export_command(file: Path) -> None:
+    """Write the task times that were measured here to FILE, for other machines with such GPUs.
+
+    'gfgen cache import FILE' takes them there.
+    """
+    for profile in export_times(file):
+        click.echo(f"wrote {_words(profile)}")
+
+
+@cache.command("import")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def import_command(file: Path) -> None:
+    """Take the task times of FILE, which 'gfgen cache export' wrote, unless those here are as new."""
+    for profile, reason in import_times(file):
+        click.echo(f"took {_words(profile)}" if reason is None else f"left {_words(profile)}: {reason}")
+
+
+def _words(profile: Profile) -> str:
+    source = "runs" if profile.source == BY_RUNS else "gfgen profile"
+    return f"{counted(len(profile.rows), 'time')} on {profile.device}, of {source}, {profile.date}"
 
 
 def _facts(cache: caches.Cache) -> dict[str, Any]:

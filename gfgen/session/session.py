@@ -17,6 +17,7 @@ from typing import Any
 
 from gfgen.errors import InputError, JobFileError, ModelError
 from gfgen.job.reader import read_job_stream
+from gfgen.layout import Degrees
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.control import Control, Intake, Steering
@@ -33,7 +34,7 @@ from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, j
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
 from gfgen.runtime.files.ownership import STDIN, claim_files, with_dates
-from gfgen.runtime.files.start import GRACE_S, RunStart
+from gfgen.runtime.files.start import FIRST_USE_S, GRACE_S, RunStart
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.job_bounds import JobBounds
@@ -115,6 +116,8 @@ class Session:
         self._pool = pool
         self._stack = contextlib.ExitStack()
         self._lock = -1
+        self._warm: set[tuple[str, str, Degrees]] = set()
+        """Models, shapes and degrees that ranks have prepared before a run."""
         self.stop_signal: int | None = None
         """The signal that stopped the last run, if jobs were left."""
 
@@ -206,7 +209,11 @@ class Session:
         """Let GPUs prepare the tasks of these jobs, the first job's now; only of models that ranks hold."""
         if (choose := self._warm_ups(self.options)) is not None:
             held = [job for job in jobs if str(job.checkpoint) in self.pool.models.checkpoints]
-            warm_up(self.pool, choose(held), are_all_needed=are_all_needed, signals=self.signals)
+            items = choose(held)
+            now, later = (items, ()) if are_all_needed else (items[:1], items[1:])
+            warm_up(self.pool, now, later, signals=self.signals)
+            kinds = {job.job_id: (job.spec.model or "", job.shape) for job in held}
+            self._warm |= {(*kinds[item.spec.id], degrees) for item in now for degrees in item.degrees}
 
     def _warm_ups(self, options: SessionOptions) -> WarmUps | None:
         ranks = options.ranks
@@ -339,6 +346,8 @@ class Session:
             resident=None if self.residency is None else self.residency.resident,
             islands=pool.islands,
             batch=options.batch,
+            first_use_s=FIRST_USE_S if options.ranks.are_on_gpus else 0.0,
+            warm=self._warm,
         )
 
     def _journal(

@@ -43,10 +43,9 @@ ONE_DEGREE: Mapping[str, int] = {"fcfs": 1, "srtf": 1, "legacy": 0}
 
 
 def warm_up(
-    pool: WorkerPool, items: Sequence[WarmUp], *, are_all_needed: bool, signals: SignalPipe | None = None
+    pool: WorkerPool, now: Sequence[WarmUp], later: Sequence[WarmUp], *, signals: SignalPipe | None = None
 ) -> None:
-    """Let all ranks prepare the first of these now and the others between tasks; or all of them now."""
-    now, later = (items, ()) if are_all_needed else (items[:1], items[1:])
+    """Let all ranks prepare some of this now, and the rest between tasks."""
     began_s = time.monotonic()
     for item, answer in starting.warm_up(pool, now, signals):
         if answer.reason is not None:

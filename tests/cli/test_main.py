@@ -14,7 +14,10 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from gfgen.cli.main import cli, main
+from gfgen.graph import Stage
+from gfgen.runtime.predict import profile_file, profile_store
 from gfgen.session.packages import COMPUTING, LORAS, SERVING, VIDEOS
+from gfgen.system.machine import versions
 
 
 def gfgen(capsys, *arguments):
@@ -245,6 +248,21 @@ def test_clearing_asks_first_and_deletes_only_files_of_gfgen(capsys, filled_cach
     deleted = json.loads(gfgen(capsys, "cache", "clear", "--yes", "--json")[1])
     assert [each["name"] for each in deleted["deleted"]] == ["profiles"]
     assert files_in(filled_caches) == ["a", "notes.txt"]
+
+
+def test_measured_times_are_exported_and_imported(capsys, monkeypatch, tmp_path):
+    row = profile_file.ProfileRow("fake", "small", Stage.DENOISE, (1, 1, 1), 0.5)
+    measured = profile_file.Profile("GPU", "2026-11-28", "runs", 1, (row,), versions=versions())
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path / "here"))
+    profile_store.save_profile(measured, profile_store.runs_path("GPU"))
+    words, file = "1 time on GPU, of runs, 2026-11-28", str(tmp_path / "times.json")
+    assert gfgen(capsys, "cache", "export", file)[:2] == (0, f"wrote {words}\n")
+    assert gfgen(capsys, "cache", "import", file)[1] == f"left {words}: the one here is of 2026-11-28\n"
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path / "there"))
+    assert gfgen(capsys, "cache", "import", file)[1] == f"took {words}\n"
+    (tmp_path / "times.json").write_text("{")
+    code, _, err = gfgen(capsys, "cache", "import", file)
+    assert (code, err.count("\n")) == (2, 1)
 
 
 def in_shell(redirection, *arguments):

@@ -84,9 +84,9 @@ def test_other_shapes_and_degrees_of_a_profiled_model_are_no_mistake():
     [
         (profile(model="wan"), 2, "has no fake, which 2 of 2 jobs use; it has wan: measure with 'gfgen"),
         (
-            profile(stages=(Stage.ENCODE, Stage.DENOISE)),
+            profile(stages=(Stage.ENCODE, Stage.DECODE)),
             2,
-            "no row of fake for prepare, decode in any layout",
+            "no row of fake for denoise in any layout",
         ),
         (profile(), 4, "--ranks 4: the profile of '2 cores' knows 1 to 2 ranks; use at most 2, or measure"),
     ],

@@ -319,20 +319,14 @@ def test_a_rank_is_told_what_to_prepare_later_when_it_serves() -> None:
     ]  # fmt: skip
 
 
-def test_only_the_first_job_is_prepared_before_a_run_unless_it_is_a_measurement() -> None:
-    for are_all_needed, number in ((False, 1), (True, 3)):
-        ranks = [Rank(0), Rank(1)]
-        later: list[Any] = []
-        for rank in ranks:
-            rank.has_joined = True
-            rank.prepare_later = later.append  # type: ignore[method-assign]
-        told: list[WarmUp] = []
-        ranks[0].tell = lambda message, fds=(), told=told, rank=ranks[0]: (  # type: ignore[method-assign, misc]
-            told.append(message), Rank.tell(rank, message),
-        )  # fmt: skip
-        warming.warm_up(pool_of(*ranks), ITEMS, are_all_needed=are_all_needed)
-        assert told == list(ITEMS[:number])
-        assert [items for items in later if items] == [ITEMS[number:]] * (2 if ITEMS[number:] else 0)
+def test_some_of_it_is_prepared_now_and_the_rest_between_tasks() -> None:
+    ranks = [Rank(0), Rank(1)]
+    later: list[Any] = []
+    for rank in ranks:
+        rank.has_joined = True
+        rank.prepare_later = later.append  # type: ignore[method-assign]
+    warming.warm_up(pool_of(*ranks), ITEMS[:2], ITEMS[2:])
+    assert [items for items in later if items] == [ITEMS[2:]] * 2
 
 
 def test_nothing_to_warm_up_takes_no_time() -> None:

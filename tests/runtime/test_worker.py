@@ -18,6 +18,7 @@ from builders import make_job
 
 from gfgen.errors import AbortedError, JobError, ModelError, Problem
 from gfgen.gfc.descriptor import Descriptor
+from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
@@ -168,6 +169,17 @@ def test_a_job_runs_from_its_prompt_to_its_frames(rank: Rank) -> None:
     assert rank.answer() == FramesStored(7)
     assert os.pread(frames, 1000, 0) == bytes([9]) * 768
     os.close(frames)
+
+
+def test_the_first_task_of_a_kind_is_marked_unless_a_warm_up_had_its_kind(rank: Rank) -> None:
+    reports = [rank.run_to_end(index + 1, index) for index in range(4)]
+    assert [report.is_first_use for report in reports] == [True, True, True, False], "the second step"
+    assert not rank.run_to_end(5, 0).is_first_use, "another attempt"
+    rank.device.drop([])
+    assert rank.run_to_end(6, 0).is_first_use, "its model was loaded again"
+    rank.device.drop([])
+    rank.device.note_used({("fake", Stage.ENCODE, "", (1, 1, 1), 0, 1)})
+    assert not rank.run_to_end(7, 0).is_first_use
 
 
 @pytest.mark.parametrize("number", [2, 1])

@@ -229,6 +229,10 @@ class TaskReport(NamedTuple):
     """On a GPU, by its clock: from the end of the previous task to the start of this one."""
     peak_bytes: int | None = None
     """On a GPU: the most that torch had allocated while the task was launched."""
+    is_first_use: bool = False
+    """Nothing of its kind had run in the process, or the process recorded graphs for it."""
+    prepared_s: float = 0.0
+    """The part of `waited_s` in which it recorded them."""
 
 
 @dataclass(frozen=True, slots=True)

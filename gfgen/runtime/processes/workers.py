@@ -294,6 +294,8 @@ class ProcessBackend:
             moved_s=report.moved_s,
             idle_s=report.idle_s,
             peak_bytes=report.peak_bytes,
+            is_first_use=report.is_first_use,
+            prepared_s=report.prepared_s,
         )
         if not self._attempts.report(report.number, times):
             return

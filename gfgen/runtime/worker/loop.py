@@ -395,6 +395,8 @@ class Worker:
             do_frames_follow="frames" in work.made,
             idle_s=work.idle_s,
             peak_bytes=work.peak_bytes,
+            is_first_use=work.is_first_use,
+            prepared_s=work.prepared_s,
         )
         self._channel.send(report)
         self._dispatches.leave(work.number)
