@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # so that machine code can be made without torch (models/ahea
 
 NUM_WARPS = 8
 MANY_ROWS = 2048
-"""From this number of rows, a program takes `ROWS_EACH` rows with the same weights, which it loads once. Their
+"""From this number of rows, a program takes `ROWS_EACH` rows with the same weights, which it loads once. The
 number is no constant: unrolled, each row waits for the stores of the row before it, too."""
 ROWS_EACH = 4
 FEATURES_EACH = 32
