@@ -86,6 +86,7 @@ def put(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
+    os.chmod(file.name, 0o644)  # other users read what an image holds
     os.replace(file.name, path)
 
 

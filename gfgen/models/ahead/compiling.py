@@ -46,8 +46,9 @@ def main() -> None:
     lifeline.bind_forks()
     pin_compilers()
     os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
+    calls = (None, *request["calls"])
     items: list[Item] = [
-        (each, call) for each in request["architectures"] for call in (None, *request["calls"])
+        (each, call) for each in request["architectures"] for call in calls if _is_for(each, call)
     ]
     with _library_to_link():
         report = prepare(items, is_there=_is_there, make=_make if request["compiles"] else None)
@@ -83,6 +84,11 @@ def prepare(
             if error is not None:
                 problems.append(f"{_name_of(item)}: {in_one_line(error)}")
     return {"kinds": counts, "problems": problems}
+
+
+def _is_for(architecture: str, call: Any) -> bool:
+    """Runs with fp8 need the kernels with fp8, and GPUs that have it."""
+    return call is None or int(architecture.removeprefix("sm_")) >= 89 or "float8_e4m3fn" not in call[1]
 
 
 def kind_of(item: Item) -> str:
@@ -121,12 +127,11 @@ def _make(item: Item) -> None:
 
 def _warm(architecture: str, call: Sequence[Any]) -> Any:
     """A kernel as Triton's launch finds or compiles it."""
-    import triton
-
     name, arguments, keywords = call
     module, _, attribute = name.partition(":")
     kernel = getattr(importlib.import_module(module), attribute)
-    triton.runtime.driver.set_active(_Driver(int(architecture.removeprefix("sm_"))))
+    driver = importlib.import_module("triton.runtime").driver
+    driver.set_active(_Driver(int(architecture.removeprefix("sm_"))))
     given = [_Address(each) if isinstance(each, str) else each for each in arguments]
     return kernel.warmup(*given, grid=(1,), **keywords)
 
@@ -144,9 +149,8 @@ class _Driver:
         return 0
 
     def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self._architecture, 32)
+        backends = importlib.import_module("triton.backends.compiler")
+        return backends.GPUTarget("cuda", self._architecture, 32)
 
 
 class _Address:

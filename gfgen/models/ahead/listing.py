@@ -64,18 +64,24 @@ def decode(dtype: str, output: str) -> str:
     return f"decode {dtype} {output}"
 
 
-def needed(checkpoint: Path, uses: Uses) -> Sequence[Call]:
-    """The kernels that a model takes on GPUs, each once. The list knows full-size models only."""
-    files = read_checkpoint(checkpoint, with_weights=False)
+def needed(models: Mapping[Path, Uses]) -> Sequence[Call]:
+    """The kernels that these models take on GPUs, each once. The list knows full-size models only."""
     listed = json.loads(LIST.read_text())
-    parts = [part for part in listed["parts"] if any(_has(x, part["config"]) for x in files.configs.values())]
-    numbers = [
-        number
-        for name in uses.names(files.pipeline_class)
-        for part in parts
-        for number in part["uses"].get(name, ())
-    ]
-    return [tuple(listed["kernels"][number]) for number in dict.fromkeys(numbers)]
+    numbers: dict[int, None] = {}
+    for checkpoint, uses in models.items():
+        files = read_checkpoint(checkpoint, with_weights=False)
+        parts = [
+            part for part in listed["parts"] if any(_has(x, part["config"]) for x in files.configs.values())
+        ]
+        for name in uses.names(files.pipeline_class):
+            numbers |= dict.fromkeys(number for part in parts for number in part["uses"].get(name, ()))
+    return [listed["kernels"][number] for number in numbers]
+
+
+def all_calls() -> Sequence[Call]:
+    """The whole list."""
+    calls: Sequence[Call] = json.loads(LIST.read_text())["kernels"]
+    return calls
 
 
 def _has(config: Mapping[str, Any], values: Mapping[str, Any]) -> bool:

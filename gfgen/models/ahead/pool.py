@@ -55,7 +55,10 @@ class Report:
 
 
 class Compiling:
-    """Processes that compile. They end at `close`, and with the thread that started them."""
+    """Processes that compile. They end at `close`, and with the thread that started them.
+
+    compiles: otherwise they only count what is there.
+    """
 
     def __init__(self, calls: Sequence[Call], architectures: Sequence[str], *, compiles: bool = True) -> None:
         pin_compilers()

@@ -1,8 +1,8 @@
 """Triton's cache on disk, where one process makes an entry while others wait for it.
 
 Triton has no lock: n ranks would compile the same kernels n times. It believes every entry, and its entries
-hold absolute paths. Here a damaged entry counts as missing, and a folder may have been moved. Triton takes this
-class by TRITON_CACHE_MANAGER (places.py).
+hold absolute paths. Here a damaged entry counts as missing, and a folder may have been moved. Triton takes
+this class by TRITON_CACHE_MANAGER (places.py).
 """
 
 # mypy: ignore-errors

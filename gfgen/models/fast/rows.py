@@ -164,8 +164,9 @@ def heads(
 
         cos, sin = turns or (None, None)
         rows = into.view(len(into), batch * length, channels)
-        sizes = {"head_dim": head_dim, "eps": eps, "copied": VALUE_SCALE}
-        row_kernels.heads(_rows(projected), tuple(weights), cos, sin, rows, **sizes)
+        row_kernels.heads(
+            _rows(projected), tuple(weights), cos, sin, rows, head_dim=head_dim, eps=eps, copied=VALUE_SCALE
+        )
     assert projected.shape[2] >= into.shape[0] * channels
     return into
 
