@@ -201,6 +201,7 @@ class Session:
             kernels=kernels,
             lora_copies_on_host=self.admission.lora_copies_on_host(checkpoints),
             keep_fds=[self._lock],
+            jobs=jobs,
         )
         self._pool = self._stack.enter_context(ready)
         self.warm_up(jobs, are_all_needed=are_all_needed)

@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 
 from gfgen.errors import WorkerError
 from gfgen.gfc.cuda.selector import tuned_tables
+from gfgen.models.ahead.places import pin_compilers
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.system import descriptors, forkserver
@@ -46,6 +47,7 @@ class Launcher:
         preload: Sequence[str] | None,
         keep_fds: Sequence[int],
     ) -> None:
+        pin_compilers()
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # users cannot act on their warnings
         os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
         os.environ.setdefault("HF_ENABLE_PARALLEL_LOADING", "YES")  # diffusers reads files of a model at once
