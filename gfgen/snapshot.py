@@ -181,6 +181,13 @@ class Costs(Protocol):
         """
         ...
 
+    def first_use_s(self, task: Task, layout: Layout) -> float:
+        """Extra time of `task` if it is the run's first such step or decode on these degrees; else 0.
+
+        It counts in `remaining_s`, and not in `task_s`.
+        """
+        ...
+
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float: ...
 
     def spread(self, task: Task, layout: Layout) -> float:

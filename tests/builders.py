@@ -32,7 +32,8 @@ STEP_S = 0.1
 def make_job(
     job_id: str, *, steps: int = 4, shape: str = "small", uses_cfg: bool = False, **fields: Any
 ) -> AdmittedJob:
-    spec = JobSpec(id=job_id, prompt=f"prompt of {job_id}", model="fake", steps=steps, **fields)
+    fields.setdefault("prompt", f"prompt of {job_id}")
+    spec = JobSpec(id=job_id, model="fake", steps=steps, **fields)
     spec = replace(spec, width=16, height=16, frames=1)
     artifacts = (
         Artifact("prompt", (("embeds", (1, 4, 8), "float32"),)),

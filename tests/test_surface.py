@@ -388,6 +388,8 @@ def test_events_of_the_journal():
         "moved_s",
         "idle_s",
         "peak_bytes",
+        "is_first_use",
+        "prepared_s",
     )
     assert {
         kind.__name__: [field.name for field in dataclasses.fields(kind)]

@@ -16,6 +16,7 @@ from gfgen.system.signals import SignalPipe
 @pytest.fixture(autouse=True)
 def nothing_is_awaited(monkeypatch):
     monkeypatch.setattr(ranks, "wait_ready", lambda pool, signals: None)
+    monkeypatch.setattr(ranks, "compile_ahead", lambda *_: contextlib.nullcontext())
 
 
 def test_workers_are_told_how_many_gpus_they_share_and_what_each_may_use(monkeypatch):

@@ -27,6 +27,9 @@ class WorkCosts:
     def remaining_s(self, task, layout):
         return self.work_s[task.job_id] / layout.degree
 
+    def first_use_s(self, task, layout):
+        return 0.0
+
     def move_s(self, job_id, source, layout):
         return 0.0
 

@@ -137,7 +137,7 @@ def load_profile(path: Path) -> Profile:
     except (ValueError, RecursionError) as error:
         raise InputError(f"--profile {path}: not JSON ({error})") from None
     try:
-        return _profile_of(content)
+        return profile_of(content)
     except ValueError as error:
         raise InputError(f"--profile {path}: not a profile ({error}); 'gfgen profile' makes one") from None
 
@@ -145,8 +145,8 @@ def load_profile(path: Path) -> Profile:
 def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> None:
     """Check that a profile can predict these jobs on this many ranks.
 
-    Shapes and degrees that the profile lacks are allowed: the cost model extrapolates and reports them
-    (`CostModel.doubts`).
+    Other shapes, degrees and stages than those of the profile are allowed: the cost model extrapolates and
+    reports them (`CostModel.doubts`).
 
     Raises: InputError that says what the profile has, what is missing, and what to do.
     """
@@ -159,12 +159,10 @@ def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: i
             f"'gfgen profile JOBS' or 'gfgen profile --model {missing[0]}', or choose another with --profile"
         )
     for model in dict.fromkeys(job.model_in(models) for job in jobs):
-        stages = {row.stage for row in profile.rows if row.model == model}
-        lacking = [str(stage) for stage in Stage if stage not in (*stages, Stage.REUSE)]
-        if lacking:
+        if not any(row.model == model and row.stage is Stage.DENOISE for row in profile.rows):
             raise InputError(
-                f"the profile of {profile.device!r} has no row of {model} for {_some(lacking)} in any "
-                "layout: measure it again with 'gfgen profile JOBS'"
+                f"the profile of {profile.device!r} has no row of {model} for denoise in any layout: measure "
+                "it again with 'gfgen profile JOBS'"
             )
     if num_ranks > profile.num_ranks:
         raise InputError(
@@ -179,7 +177,8 @@ def _some(names: Sequence[str]) -> str:
     return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED} more"
 
 
-def _profile_of(content: object) -> Profile:
+def profile_of(content: object) -> Profile:
+    """The profile in a file's JSON. Raises: ValueError that says what is wrong with it."""
     head = dict(_fields_of(Profile, content, also=("format",)))
     if head.pop("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")

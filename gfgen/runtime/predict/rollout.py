@@ -97,6 +97,10 @@ class RolloutCosts:
             total_s += costs.stages_s[stage]
         return total_s
 
+    def first_use_s(self, task: Task, layout: Layout) -> float:
+        """A part of the tasks' times."""
+        return 0.0
+
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
         """Moves are left out: they take a few milliseconds, a few times per job."""
         return 0.0
@@ -128,7 +132,10 @@ def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
     """
 
     def task_s(index: int, layout: Layout) -> float:
-        return snapshot.costs.task_s(_task(job, index), layout)
+        """With the price of a first step spread over all steps."""
+        task, num_tasks = _task(job, index), max(1, job.num_tasks - 3) if index == 2 else 1
+        first_use_s = snapshot.costs.first_use_s(task, layout)
+        return snapshot.costs.task_s(task, layout) + first_use_s / num_tasks
 
     def rank_sets(most: int) -> list[tuple[int, ...]]:
         numbers = itertools.takewhile(lambda n: n <= min(snapshot.max_degree, most), (1, 2, 4, 8))
