@@ -99,7 +99,8 @@ _Kinds = Mapping[tuple[str, str], tuple[JobView, int]]
 
 
 def _jobs(snapshot: Snapshot) -> Iterable[JobView]:
-    return itertools.chain(snapshot.open.values(), snapshot.busy.values(), snapshot.recent)
+    present = snapshot.open, snapshot.busy, snapshot.parked
+    return itertools.chain(*[jobs.values() for jobs in present], snapshot.recent)
 
 
 def _kinds(snapshot: Snapshot) -> _Kinds:

@@ -267,7 +267,8 @@ class Control:
             self.record(PolicyChanged(self.clock.now_s, choice.policy, choice.reason))
         has_ready = any(rank.is_ready for rank in self.state.ranks.records)
         if self.state.jobs.records and has_ready and self.decider.is_choice_due():
-            chooser.consider(self.state.snapshot_of_traffic())
+            residency = self._steering.residency
+            chooser.consider(self.state.snapshot_of_traffic(residency.load_times if residency else None))
 
     def change_models(self, residency: Residency) -> None:
         """Let ranks hold other models, where not all fit and the turn of others has come."""

@@ -36,7 +36,13 @@ def everything_open(
     """The snapshot from which estimates start: all jobs are open, including those that arrive later."""
     state = State(
         jobs,
-        RunStart(num_ranks=num_ranks, lookahead_s=LOOKAHEAD_S, started_at=started_at, batch=batch),
+        RunStart(
+            num_ranks=num_ranks,
+            num_writers=profile.num_writers(num_ranks),
+            lookahead_s=LOOKAHEAD_S,
+            started_at=started_at,
+            batch=batch,
+        ),
         clock=Clock(virtual=True),
         costs=CostModel(profile),
     )
@@ -44,7 +50,7 @@ def everything_open(
         state.apply(RankReady(0.0, rank, 1, 0.0))
     for job in jobs:
         state.apply(JobArrived(job.spec.arrival_s, job.job_id))
-    return state.snapshot()
+    return state.snapshot_of_traffic()
 
 
 def decides_first(policy: NamedPolicy, snapshot: Snapshot) -> Policy:
@@ -107,8 +113,8 @@ def estimate(
 ) -> Sequence[JobOutcome] | None:
     """The outcomes of a run from `everything_open`, in a tenth of the time that `simulate` takes, or less.
 
-    The policy is called only when jobs arrive or end. Every task takes its median time; moves between ranks,
-    changing models take no time, and a writer is always free. `ended` is called for each job that ends.
+    The policy is called only when jobs arrive or end. Every task takes its median time; moves between ranks
+    take no time. `ended` is called for each job that ends.
 
     None if the policy fails or leaves jobs waiting; a simulation shows the details.
     Raises: DecisionTimeout if the policy does not return.
@@ -122,10 +128,7 @@ def estimate(
     if len(ends_s) < len(jobs):
         return None
     views = snapshot.open
-    outcomes = [
-        _outcome(job, ends_s[job.job_id] + views[job.job_id].write_s, views[job.job_id].deadline_s)
-        for job in jobs
-    ]
+    outcomes = [_outcome(job, ends_s[job.job_id], views[job.job_id].deadline_s) for job in jobs]
     return sorted(outcomes, key=lambda outcome: outcome.ended_s)
 
 

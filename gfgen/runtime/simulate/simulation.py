@@ -60,6 +60,7 @@ def simulate(
         jobs,
         RunStart(
             num_ranks=num_ranks,
+            num_writers=times.num_writers,
             lookahead_s=LOOKAHEAD_S,
             resident=residency.resident if residency else None,
             **start,
