@@ -322,6 +322,8 @@ class _Rollout:
         self._latencies_s: list[float] = []
         self._spreads: list[float] = []
         self._ends_s: dict[str, float] = {}
+        self._num_ended = 0
+        """Jobs that have ended, or begun a decode, since the policy was last asked for all."""
         self._parked = list(snapshot.parked.values())
         self._writers_free_s = list(snapshot.writers_free_s or (snapshot.now_s,))
         self._num_late = 0
@@ -376,6 +378,8 @@ class _Rollout:
         self._settle()
         for _ in itertools.count() if most is None else range(most):
             self._decide()
+            if self._num_ended > len(self._segments) or (self._num_ended and self._num_idle):
+                self._cut()
             is_at_rest = not self._segments and not self._decoding_until_s
             if is_at_rest and not self._arrivals and not self._load_next():
                 break
@@ -407,14 +411,14 @@ class _Rollout:
         due_s = self._now_s + _SAME_S
         for rank in [rank for rank, end_s in self._decoding_until_s.items() if end_s <= due_s]:
             del self._decoding_until_s[rank]
-        has_changed = False
         for segment in [segment for segment in self._segments.values() if segment.end_s <= due_s]:
-            has_changed |= self._end(segment)
+            self._num_ended += self._end(segment)
+        has_arrived = False
         while self._arrivals and self._arrivals[-1].arrival_s <= due_s:
             job = self._arrivals.pop()
             self._open.put(job)
-            has_changed = True
-        if has_changed:
+            has_arrived = True
+        if has_arrived:
             self._cut()
 
     def _end(self, segment: _Segment) -> bool:
@@ -436,9 +440,16 @@ class _Rollout:
 
     def _cut(self) -> None:
         """Cut every segment at its next boundary, so that the policy decides again."""
+        self._num_ended = 0
         for segment in self._segments.values():
             segment.num_tasks = segment.num_done(self._now_s)
         self._settle()
+
+    @property
+    def _num_idle(self) -> int:
+        num_taken = len(self._decoding_until_s)
+        num_taken += sum([segment.layout.degree for segment in self._segments.values()])
+        return len(self._start.snapshot.ranks) - num_taken
 
     def _settle(self) -> None:
         ends_s = [segment.end_s for segment in self._segments.values() if segment.job.next_task.index > 1]
