@@ -25,7 +25,7 @@ MAX_POLICY_FAULTS = 3
 FALLBACK = "fcfs"
 CHANGES_PER_CHOICE = 24
 """A policy is chosen again after this many arrivals and ends of jobs, or an eighth of the jobs left; at the
-start of a run sooner, when each of them changes the picture. More often gained nothing in the study of policies."""
+start of a run sooner, when each changes the picture. More often gained nothing in the study of policies."""
 
 
 class Chooser(Protocol):
