@@ -62,7 +62,8 @@ class NodePlanner:
         look = self._estimated if is_coarse else self._in_full
         here = best_first(self._options(look, policies, self.nodes.number, 1 / looks))
         while is_coarse and here and here[0].is_estimated:
-            here = (*self._options(self._in_full, [here[0].policy], self.nodes.number, 0.0), *here[1:])
+            full = self._options(self._in_full, [here[0].policy], self.nodes.number, 0.0)
+            here = best_first([*full, *here[1:]])
         if not here:
             raise RunError(self.refused[0])
         found = {self.nodes.number: here[0]}

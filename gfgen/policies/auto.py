@@ -67,15 +67,15 @@ def _candidates(snapshot: Snapshot) -> dict[str, tuple[Policy, bool]]:
     Triage with groups of each degree; the shortest job first on all ranks, with the shortest steps and thus
     the shortest waits for a boundary; `edf` with deadlines; and without, the orders that end some files
     sooner: they look at no deadline, so any error of a prediction would make jobs late. While as many jobs
-    wait as there are ranks, a degree that takes more rank time than one rank is a waste; with deadlines only
-    on ranks that share cores, whose gain by sharing is in doubt.
+    wait as there are ranks, a degree that takes more rank time than one rank is a waste. Only ranks that
+    share cores need this in files and with deadlines, since their gain by sharing is in doubt.
     """
     jobs = (*snapshot.open.values(), *snapshot.busy.values(), *snapshot.parked.values(), *snapshot.recent)
     most = power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))
     has_deadlines = any(job.deadline_s < math.inf for job in jobs)
     is_full = len(snapshot.open) + len(snapshot.busy) >= 2 * len(snapshot.ranks)
     wasteful: set[int] = set()
-    if is_full and (snapshot.shares_cores or not has_deadlines):
+    if is_full and (snapshot.shares_cores or (snapshot.expects_more and not has_deadlines)):
         rank_s = _rank_s(snapshot, jobs)
         wasteful = {n for n in DEGREES if rank_s[n] > THRIFT * rank_s[1]}
     found: dict[str, tuple[Policy, bool]] = {
