@@ -219,14 +219,21 @@ def _by_ranks(
 
 
 def best_first(options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
-    """Sorted by late and failed jobs, then by end; among about equal ends, by mean latency."""
+    """Sorted by late and failed jobs, then by end; among about equal ends, by mean latency.
+
+    An estimate leaves out moves, so its mean latency must be less by more than that.
+    """
+
+    def latency_s(option: PlanOption) -> float:
+        return option.mean_latency_s * (1.0 if option.is_estimated else 1 / SAME_END)
+
     left, ordered = list(options), []
     while left:
         fewest = min(option.num_missed for option in left)
         candidates = [option for option in left if option.num_missed == fewest]
         soonest_s = min(option.end_s for option in candidates)
         as_soon = [option for option in candidates if option.end_s <= SAME_END * soonest_s]
-        best = min(as_soon, key=lambda option: option.mean_latency_s)
+        best = min(as_soon, key=latency_s)
         ordered.append(best)
         left.remove(best)
     return tuple(ordered)
