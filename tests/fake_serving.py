@@ -236,9 +236,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         lookahead_s=0.002,
         host="127.0.0.1",
         port=port,
-        front=FrontSettings(
-            (folder / "out").absolute(), key, is_loopback=True, limits=limits, version="1", api=api, keys=keys
-        ),
+        front=FrontSettings((folder / "out").absolute(), key, limits=limits, version="1", api=api, keys=keys),
     )
     chosen.output_dir.mkdir(parents=True, exist_ok=True)
     (folder / "faults").mkdir(exist_ok=True)

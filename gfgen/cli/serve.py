@@ -192,12 +192,6 @@ _limit_options = taken_as(
     ServerLimits,
     _most("--max-open", "open_jobs", DEFAULTS.open_jobs, "Most jobs open at once."),
     _most("--max-streams", "streams", DEFAULTS.streams, "Most event streams open at once."),
-    _most(
-        "--max-per-address",
-        "connections_per_address",
-        DEFAULTS.connections_per_address,
-        "Most connections of one address, for example of a proxy.",
-    ),
     click.option(
         "--max-body",
         "body_bytes",
@@ -349,7 +343,6 @@ def serve(
             output_dir=output.absolute(),
             api_key=api_key,
             keys=keys,
-            is_loopback=_is_loopback(host),
             limits=limits,
             version=versions().get("gfgen", "unknown"),
             api=api,

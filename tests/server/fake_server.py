@@ -59,7 +59,7 @@ class FakeServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
         config = uvicorn.Config(
-            RequestGuard(self._app(), keys=self._keys, limits=ServerLimits(), is_loopback=True),
+            RequestGuard(self._app(), keys=self._keys, limits=ServerLimits()),
             log_level="error",
             timeout_graceful_shutdown=1,
         )

@@ -124,8 +124,9 @@ def forget_text_results(model: Any) -> None:
         kept.clear()
 
 
-def _keep_results(layer: Any) -> WeakTensorKeyDictionary:
-    kept, forward = WeakTensorKeyDictionary(), layer.forward
+def _keep_results(layer: Any) -> Any:
+    kept: Any = WeakTensorKeyDictionary()
+    forward = layer.forward
 
     def kept_or_computed(x: Tensor) -> Tensor:
         found = kept.get(x)

@@ -2,16 +2,14 @@
 
 API key         `Authorization: Bearer KEY`, or the cookie of POST /v1/session; wrong keys wait (keys.py)
 request id      X-Request-ID of the client, or a new one, in every response and the access log
-cross-site      requests from pages of other sites are refused (Origin, Sec-Fetch-Site); a loopback server
-                without a key also refuses foreign Host headers, against DNS rebinding; two Host headers
+cross-site      requests from pages of other sites are refused (Origin, Sec-Fetch-Site); two Host headers
                 are refused, because a proxy may have looked at the other one
-bodies          limits on size and time
+bodies          a limit on their size; slow clients belong to a proxy
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import re
 import secrets
@@ -57,7 +55,6 @@ class RequestGuard:
         *,
         keys: ApiKeys,
         limits: ServerLimits,
-        is_loopback: bool,
         api: ApiOptions | None = None,
         metrics: ServerMetrics | None = None,
     ) -> None:
@@ -66,11 +63,9 @@ class RequestGuard:
         self._app = app
         self._keys = keys
         self._limits = limits
-        self._checks_host = is_loopback and not keys.is_needed
         self._has_access_log = api.access_log
         self._root_path = api.root_path
         public = urlsplit(api.public_url or "")
-        self._hosts = {public.netloc} - {""}
         self._origins = {*api.allowed_origins, f"{public.scheme}://{public.netloc}"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,8 +111,6 @@ class RequestGuard:
         if len(hosts := headers.getlist("host")) > 1:
             raise ApiError(400, f"{len(hosts)} Host headers; send one", headers={"Connection": "close"})
         host = headers.get("host", "")
-        if self._checks_host and not (host in self._hosts or _is_of_this_machine(host)):
-            raise ApiError(403, f"host {host[:80]!r} is not this machine; use localhost, or serve with a key")
         if scope["method"] not in _SAFE_METHODS and self._is_of_another_site(headers, host):
             raise ApiError(403, "requests from pages of other sites are refused")
 
@@ -173,28 +166,15 @@ class _BoundedBody:
         self._receive = receive
         self._left = limits.body_bytes
         self._limits = limits
-        self._is_complete = False
-        self._deadline_s: float | None = None
         length = headers.get("content-length", "0")
         if not (length.isascii() and length.isdigit()) or int(length[:20]) > limits.body_bytes:
             raise _too_large(limits)
 
     async def __call__(self) -> Message:
-        if self._is_complete:
-            return await self._receive()
-        loop = asyncio.get_running_loop()
-        self._deadline_s = self._deadline_s or loop.time() + self._limits.body_s
-        try:
-            async with asyncio.timeout_at(self._deadline_s):
-                message = await self._receive()
-        except TimeoutError:
-            raise ApiError(
-                408, f"the request body was incomplete after {self._limits.body_s:g} s", code="too_slow"
-            ) from None
+        message = await self._receive()
         self._left -= len(message.get("body", b""))
         if self._left < 0:
             raise _too_large(self._limits)
-        self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
         return message
 
 
@@ -220,16 +200,3 @@ class _Secured:
 def _request_id(headers: Headers) -> str:
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-
-
-def _is_of_this_machine(host: str) -> bool:
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:  # a host name; it may start with "127."
-        return False

@@ -47,7 +47,7 @@ ROUTERS = (router,)
 
 _TEXT = {"schema": {"type": "string", "description": "A job file."}}
 _JOB_FILES = dict.fromkeys(JOB_FILE_KINDS, _TEXT)
-_CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
+_CREATE = responses(400, 404, 413, 422, 429, 503, 507)
 _BODY: dict[str, Any] = {
     "parameters": [IDEMPOTENCY_KEY],
     "requestBody": {

@@ -39,7 +39,7 @@ _FORM = {
 @router.post(
     "",
     response_model=batch_schemas.UploadedFile,
-    responses=responses(400, 408, 413, 507),
+    responses=responses(400, 413, 507),
     openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
     summary="Upload a file of requests",
 )

@@ -32,7 +32,7 @@ from gfgen.server.protocol.validation import opened
 router = APIRouter(prefix="/v1", tags=["images"])
 ROUTERS = (router,)
 
-_ERRORS = responses(400, 404, 408, 409, 413, 422, 429, 500, 503, 504, 507)
+_ERRORS = responses(400, 404, 409, 413, 422, 429, 500, 503, 504, 507)
 _EVENTS: dict[int | str, dict[str, Any]] = {**_ERRORS, 200: {"content": {"text/event-stream": {}}}}
 
 
@@ -67,11 +67,6 @@ async def edit_images(request: Request, service: Service) -> Response:
     if body.picture is None:
         raise ApiError(400, "image: missing", param="image")
     return await _images(request, service, body, of="image_edit")
-
-
-@router.post("/images/variations", include_in_schema=False)
-async def vary_image() -> Response:
-    raise ApiError(501, "send a picture and a prompt to /v1/images/edits", code="not_supported")
 
 
 async def _images(request: Request, service: JobService, body: Body, *, of: EventKind) -> Response:

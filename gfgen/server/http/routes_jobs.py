@@ -48,7 +48,7 @@ Variant = Annotated[
 
 Purge = Annotated[bool, Query(description="Remove the job even if it was cancelled.")]
 
-_CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
+_CREATE = responses(400, 404, 413, 422, 429, 503, 507)
 
 
 @videos.post(
@@ -82,15 +82,6 @@ async def create_video_and_wait(request: Request, service: Service) -> Response:
     ids, _ = await _take_video(request, service, body)
     await results(request, service, ids)
     return _file(service, _completed(service, ids[0]))
-
-
-@videos.post("/{job_id}/remix", include_in_schema=False)
-@videos.post("/edits", include_in_schema=False)
-@videos.post("/extensions", include_in_schema=False)
-@videos.post("/characters", include_in_schema=False)
-@videos.get("/characters/{job_id}", include_in_schema=False)
-async def change_video() -> Response:
-    raise ApiError(501, "videos are made from text and a picture: POST /v1/videos", code="not_supported")
 
 
 @videos.get("", response_model=schemas.VideoList, responses=responses(400), summary="List videos")
@@ -208,7 +199,7 @@ _CANCEL = responses(400, 404, 503, 507)
 @jobs.post(
     "/{job_id}",
     response_model=schemas.Job,
-    responses=responses(400, 404, 408, 409, 413, 503, 507),
+    responses=responses(400, 404, 409, 413, 503, 507),
     openapi_extra=json_body(schemas.JobChange),
     summary="Change the priority of a job",
 )

@@ -124,7 +124,7 @@ async def get_policy(service: Service) -> Response:
 @router.post(
     "/v1/policy",
     response_model=server_schemas.PolicyState,
-    responses=responses(400, 408, 413, 503),
+    responses=responses(400, 413, 503),
     openapi_extra=json_body(server_schemas.PolicyRequest),
     summary="Change the policy",
 )
@@ -168,7 +168,7 @@ async def follow_state(request: Request, service: Service) -> Response:
     "/v1/session",
     status_code=204,
     response_class=Response,
-    responses=responses(400, 408, 413),
+    responses=responses(400, 413),
     openapi_extra=json_body(server_schemas.SessionRequest),
     summary="Exchange the key for a cookie",
 )

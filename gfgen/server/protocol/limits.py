@@ -18,17 +18,11 @@ class ServerLimits:
     streams: int = 256
     """Concurrent event streams; beyond it: 429."""
     connections: int = 2048
-    """Beyond it: 503; far beyond it connections are closed. Lower if the system grants fewer descriptors."""
-    connections_per_address: int = 512
-    """Beyond it new connections of the same address are closed."""
+    """Beyond it: 503. Lower if the system grants fewer descriptors."""
     body_bytes: int = 64_000_000
     """Size of one request with its picture; beyond it: 413."""
     json_bytes: int = 2**20
     """Size of one request without its picture, except for job files; beyond it: 413."""
-    header_s: float = 15.0
-    body_s: float = 120.0
-    unread_s: float = 60.0
-    """Timeout for a client that does not read what it was sent."""
     wrong_key_s: float = 1.0
     link_s: float = 86400.0
     waiting_s: float = 3600.0
