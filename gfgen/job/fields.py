@@ -291,9 +291,9 @@ def _parse_sigmas(value: object) -> list[float]:
         raise Refused("")
     if not 1 <= len(value) <= MAX_STEPS:
         raise Refused(f"this list has {len(value):,}")
-    numbers = [float(_number(item)) for item in value]
-    if not all(0 <= number <= MAX_SIGMA for number in numbers):
+    if not all(0 <= _number(item) <= MAX_SIGMA for item in value):
         raise Refused("")
+    numbers = [float(item) for item in value]
     if any(later >= number for number, later in itertools.pairwise(numbers)):
         raise Refused("each is smaller than the one before it")
     return numbers

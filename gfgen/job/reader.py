@@ -2,7 +2,7 @@
 
     bytes -> objects (inputs.py) -> fields (fields.py) -> ids and file names (spec.py)
 
-Jobs and problems are bounded, like lines and files.
+Jobs and problems are bounded, like files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, TypeVar
 
-from gfgen.errors import InputError, JobError, Problem
+from gfgen.errors import InputError, JobError, Problem, at
 from gfgen.job.fields import FIELDS, parse_fields, shown
 from gfgen.job.images import ImageReader
 from gfgen.job.inputs import (
@@ -243,11 +243,10 @@ class _JobList:
     specs: list[JobSpec] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     occurrences: Counter[str] = field(default_factory=Counter)
-    num_entries: int = 0
     num_varied: int = 0
-    id_takers: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By id: the number of the entry that uses it, and its line, which entries of an array may share."""
-    file_takers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    id_takers: dict[str, int] = field(default_factory=dict)
+    """By id: the line that uses it."""
+    file_takers: dict[str, int] = field(default_factory=dict)
 
     def add_file(
         self, entries: Iterable[Entry], source: str, *, folder: Path, images: ImageReader | None = None
@@ -260,7 +259,7 @@ class _JobList:
                 self._add(line, entry, is_first=place == 0)
         except ReadingEnded as end:
             # A problem of the file, not of a line: sorting by lines puts it first, where everyone sees it.
-            self.problems.append(Problem(None, None, None, f"line {end.line}: {end.accepted}"))
+            self.problems.append(Problem(None, None, None, f"{at(end.line)}: {end.accepted}"))
             raise _ListEnded from None
         if len(self.specs) + len(self.problems) == num_before:
             accepted = f"no jobs in {source}; write one job per line, such as {EXAMPLE}"
@@ -276,7 +275,6 @@ class _JobList:
         elif is_first and is_defaults(entry):
             self._take_defaults(line, entry["defaults"])
         else:
-            self.num_entries += 1
             given = over(over(self.fallbacks, self.defaults), entry)
             self._add_line_of_jobs(line, over(given, self._overrides_of(entry)))
 
@@ -336,12 +334,11 @@ class _JobList:
 
     def _take_names(self, line: int, values: Mapping[str, Any]) -> Iterator[Problem]:
         """Record the names that an entry's job uses; yields a problem for each that an earlier one uses."""
-        own = (self.num_entries, line)
         job_id, output = values.get("id"), values.get("output")
         if job_id is not None:
-            taken_by = self.id_takers.setdefault(name_key(job_id), own)
-            if taken_by != own:
-                accepted = f"line {taken_by[1]} already uses it (case is ignored); each job needs its own"
+            taken_by = self.id_takers.setdefault(name_key(job_id), line)
+            if taken_by != line:
+                accepted = f"{at(taken_by)} already uses it (case is ignored); each job needs its own"
                 yield Problem(line, "id", shown(job_id), accepted)
                 return
         if job_id is None and output is None:
@@ -349,7 +346,7 @@ class _JobList:
         field_name, value = ("id", job_id) if output is None else ("output", output)
         names = file_names(job_id or "", output, values.get("format"))
         for name in numbered_names(names, values.get("args")):
-            taken_by = self.file_takers.setdefault(name_key(name), own)
-            if taken_by != own:
-                accepted = f"line {taken_by[1]} already writes {name}; rename one of them"
+            taken_by = self.file_takers.setdefault(name_key(name), line)
+            if taken_by != line:
+                accepted = f"{at(taken_by)} already writes {name}; rename one of them"
                 yield Problem(line, field_name, shown(value), accepted)
