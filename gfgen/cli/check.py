@@ -16,7 +16,6 @@ import click
 
 from gfgen.cli.run_files import STATUSES, KnownJobs, RunOptions, check_records, has_bar
 from gfgen.cli.shown.prediction import known_here, machine
-from gfgen.cluster.session import cluster_admission
 from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.inputs import FileLine
 from gfgen.job.source import JobSource
@@ -48,6 +47,8 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
         if cluster is None:
             admission = options.ranks.admission(options.model, bounds=options.job_bounds)
         else:
+            from gfgen.cluster.session import cluster_admission
+
             admission = cluster_admission(options, cluster)
         found = judge(source, admission, has_bar=has_bar(options), done=known.done, claim=known.claim)
         tell_of_rounding(found.jobs)

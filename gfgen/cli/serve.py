@@ -38,10 +38,9 @@ from gfgen.cli.options import (
     taken_as,
     trust_code_option,
 )
-from gfgen.cli.run_files import ClusterOptions, cluster_options
+from gfgen.cli.run_files import ClusterOptions, cluster_options, session_of
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.cluster.ray_cluster import RayCluster
-from gfgen.cluster.session import ClusterSession
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import DEFAULT_MODEL
@@ -371,9 +370,7 @@ def serve_models(options: ServeOptions) -> None:
         listener = listen(options.host, options.port)
         stack.callback(listener.close)
         cluster = options.cluster
-        session = stack.enter_context(
-            Session(options) if cluster is None else ClusterSession(options, cluster)
-        )
+        session = stack.enter_context(session_of(options, cluster))
         _ = session.signals  # caught from here on, so that the HTTP process is always stopped
         chooser = stack.enter_context(contextlib.closing(SwitchableChooser(options.policy.choose)))
         bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
