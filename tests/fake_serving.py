@@ -57,7 +57,7 @@ from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.link import FrontSettings
-from gfgen.server.protocol.served_model import served_model
+from gfgen.server.protocol.server_schemas import served_model
 from gfgen.session.ranks import AskedRanks, Ranks
 from gfgen.session.session import Session
 

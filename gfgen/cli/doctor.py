@@ -24,8 +24,7 @@ from gfgen.gfc.cuda.compiler import find_nvrtc, kept, kernels_dir
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
 from gfgen.session import caches
-from gfgen.session.packages import COMPUTING, LORAS, SERVING, VIDEOS
-from gfgen.system.machine import cache_dir
+from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, cache_dir
 from gfgen.system.wording import size_in_words
 
 _CUDNN = "nvidia-cudnn-frontend"

@@ -36,7 +36,7 @@ from gfgen.runtime.files.manifest import (
 from gfgen.runtime.files.ownership import claim_files, job_file_name, with_dates
 from gfgen.session.admission import Admission, jobs_to_run, judge
 from gfgen.session.hooks import FileHook
-from gfgen.session.provenance import differences, made_with
+from gfgen.session.ranks import differences, made_with
 from gfgen.session.session import Session, SessionOptions
 
 if TYPE_CHECKING:

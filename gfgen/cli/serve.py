@@ -56,16 +56,13 @@ from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.jobs.webhooks import secret_bytes
-from gfgen.server.protocol.keys import check_key, read_keys
-from gfgen.server.protocol.limits import ApiOptions, ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, ServerLimits, check_key, read_keys
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
-from gfgen.server.protocol.served_model import served_model
-from gfgen.server.protocol.server_schemas import ServedModel
+from gfgen.server.protocol.server_schemas import ServedModel, served_model
 from gfgen.session.loras import ServedLora, find_loras
-from gfgen.session.packages import SERVING, check_packages
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import descriptors
-from gfgen.system.machine import versions
+from gfgen.system.machine import SERVING, check_packages, versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 

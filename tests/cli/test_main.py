@@ -14,7 +14,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from gfgen.cli.main import cli, main
-from gfgen.session.packages import COMPUTING, LORAS, SERVING, VIDEOS
+from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS
 
 
 def gfgen(capsys, *arguments):

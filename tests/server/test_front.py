@@ -23,12 +23,12 @@ from gfgen.job.spec import JobSpec
 from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server.bridge import supervisor
 from gfgen.server.http import front
+from gfgen.server.http.routes_batches import NO_DETAILS, manifest
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import follower
 from gfgen.server.jobs.folder import JobFolder
 from gfgen.server.jobs.follower import RunFollower
 from gfgen.server.jobs.job_requests import RequestedJob
-from gfgen.server.jobs.manifests import NO_DETAILS, manifest
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store

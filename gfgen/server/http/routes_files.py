@@ -12,8 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.http.bodies import read_file
-from gfgen.server.http.picture_stream import image_content
-from gfgen.server.http.routes_images import chat_completion, images
+from gfgen.server.http.routes_images import chat_completion, image_content, images
 from gfgen.server.http.routes_jobs import JobId, Service
 from gfgen.server.jobs.job_requests import RequestedJob, admitted, batch_lines, line_failure
 from gfgen.server.jobs.service import JobService
