@@ -14,8 +14,7 @@ import pytest
 from gfgen.errors import InputError
 from gfgen.job import inputs
 from gfgen.job.inputs import FileLine
-from gfgen.job.reader import ParsedJobs, read_jobs
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource, ParsedJobs, read_jobs
 
 
 def read(folder: Path, name: str, text: str | bytes) -> ParsedJobs:

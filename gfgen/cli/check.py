@@ -18,7 +18,7 @@ from gfgen.cli.run_files import STATUSES, KnownJobs, RunOptions, check_records, 
 from gfgen.cli.shown.prediction import known_here, machine
 from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.inputs import FileLine
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource
 from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of, tell_of_rounding
 from gfgen.runtime.core.devices import CUDA
 from gfgen.runtime.core.memory_check import gpu_work_bytes, job_bytes

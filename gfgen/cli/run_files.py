@@ -20,7 +20,7 @@ from gfgen.cli.shown.board import has_cursor
 from gfgen.errors import InputError, Problem
 from gfgen.job.formats import SUFFIXES
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files.inbox import WATCHED_NAME

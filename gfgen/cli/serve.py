@@ -61,7 +61,7 @@ from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.server_schemas import ServedModel, served_model
 from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.session import Arrivals, Session, SessionOptions
-from gfgen.system import descriptors
+from gfgen.system import machine
 from gfgen.system.machine import SERVING, check_packages, versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
@@ -361,7 +361,7 @@ def serve_models(options: ServeOptions) -> None:
     Raises: InputError when the address or a model is unavailable; LockedError when another run holds
             the output folder; InterruptedRunError when a second signal did not let steps end.
     """
-    descriptors.allow_most()
+    machine.allow_most()
     check_addresses()
     with contextlib.ExitStack() as stack:
         listener = listen(options.host, options.port)

@@ -20,8 +20,7 @@ from typing import Any
 
 from gfgen.errors import Problem, nearest
 from gfgen.job.formats import NAMES, PLACEHOLDER, SUFFIXES
-from gfgen.job.images import IMAGE_FORMATS, VIDEO_FORMATS, ImageError, ImageReader
-from gfgen.job.loras import LoraError
+from gfgen.job.images import IMAGE_FORMATS, VIDEO_FORMATS, ImageError, ImageReader, LoraError
 
 MIN_SIDE, MAX_SIDE = 16, 8192
 """Pixels of a side; the largest is six times what the models were trained on."""

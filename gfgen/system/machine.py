@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 import platform
 import re
+import resource
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -86,3 +88,15 @@ def check_packages(packages: Mapping[str, str]) -> None:
     for module in packages.values():
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+def allow_most() -> float:
+    """Raise this process's limit to what the system allows, and return it.
+
+    A run holds a few files for each started job, a server one for each connection. Child processes inherit
+    it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return math.inf if hard == resource.RLIM_INFINITY else hard

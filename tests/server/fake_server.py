@@ -20,8 +20,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gfgen.server.http import routes_server
 from gfgen.server.http.app import install_errors
-from gfgen.server.http.guard import COOKIE, RequestGuard
-from gfgen.server.http.keys import ApiKeys
+from gfgen.server.http.guard import COOKIE, ApiKeys, RequestGuard
 from gfgen.server.protocol import batch_schemas, schemas, server_schemas
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.problems import ApiError

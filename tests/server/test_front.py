@@ -35,7 +35,7 @@ from gfgen.server.jobs.store import KEPT_REQUESTS_S, STORE_NAME, Ending, Request
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.link import FrontSettings, OpenJobIds, OutcomesStored, RunInfo, pack
 from gfgen.server.protocol.problems import ApiError
-from gfgen.system import descriptors
+from gfgen.system import machine
 
 SERVING = RunInfo(lambda specs: ([], []), lambda specs: ([], []), (), "cpu", 2, "srtf", 100.0)
 
@@ -69,7 +69,7 @@ def test_there_are_no_more_connections_than_descriptors(monkeypatch, hard, expec
         getrlimit=lambda what: (64, hard),
         setrlimit=lambda what, pair: limits.append((what, pair)),
     )
-    monkeypatch.setattr(descriptors, "resource", fake)
+    monkeypatch.setattr(machine, "resource", fake)
     assert front.within_descriptors(ServerLimits()).connections == expected
     assert limits == [(7, (hard, hard))]
 

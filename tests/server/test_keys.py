@@ -12,7 +12,7 @@ import pytest
 from serving import fake_server
 
 from gfgen.errors import InputError
-from gfgen.server.http.keys import Access, ApiKeys
+from gfgen.server.http.guard import Access, ApiKeys
 from gfgen.server.protocol.limits import read_keys
 
 KEY = "a key of 20 letters."

@@ -17,7 +17,7 @@ from serving import ROOT
 
 from gfgen.cli.remote.target import find_target
 from gfgen.errors import InputError
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource
 
 LIGHTHOUSE = (ROOT / "jobs/lighthouse.png").read_bytes()
 SLOW = {"flow_shift": 0.05, "num_inference_steps": 1000}

@@ -18,13 +18,11 @@ from starlette.responses import Response
 
 from gfgen.errors import OutputError
 from gfgen.server.http import routes_batches, routes_files, routes_images, routes_jobs, routes_server
-from gfgen.server.http.guard import RequestGuard
-from gfgen.server.http.keys import ApiKeys
+from gfgen.server.http.guard import ApiKeys, RequestGuard
 from gfgen.server.http.streams import StateFeeds
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas, server_schemas
-from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import invalid
+from gfgen.server.protocol.problems import ApiError, invalid, responses
 
 logger = logging.getLogger(__name__)
 

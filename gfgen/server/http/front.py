@@ -25,7 +25,7 @@ import uvicorn
 from gfgen import log
 from gfgen.errors import GfgenError, OutputError
 from gfgen.server.http.app import make_app
-from gfgen.server.http.keys import ApiKeys
+from gfgen.server.http.guard import ApiKeys
 from gfgen.server.http.streams import FEED_S, StateFeeds
 from gfgen.server.jobs.folder import JobFolder
 from gfgen.server.jobs.follower import RunFollower
@@ -35,7 +35,7 @@ from gfgen.server.jobs.store import STORE_NAME, Store
 from gfgen.server.jobs.webhooks import Webhooks
 from gfgen.server.protocol.limits import BACKLOG, ServerLimits
 from gfgen.server.protocol.link import HEADER_BYTES, FrontSettings, message_bytes, pack
-from gfgen.system import descriptors
+from gfgen.system import machine
 from gfgen.system.allocator import give_back_large_blocks
 from gfgen.system.signals import leave_to_the_run
 
@@ -179,7 +179,7 @@ def _configure_log(settings: FrontSettings) -> None:
 
 def within_descriptors(limits: ServerLimits) -> ServerLimits:
     """Raise this process's descriptor limit; returns the limits with as many connections as fit it."""
-    room = descriptors.allow_most() - OWN_DESCRIPTORS
+    room = machine.allow_most() - OWN_DESCRIPTORS
     return replace(limits, connections=int(max(1, min(limits.connections, room))))
 
 

@@ -41,8 +41,7 @@ from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import BatchRow, Ended, Store, StoredJob
 from gfgen.server.protocol import batch_schemas, schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import checked
+from gfgen.server.protocol.problems import ApiError, checked, responses
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
 ROUTERS = (router,)

@@ -20,8 +20,7 @@ from gfgen.server.jobs.store import BatchRow, RequestKey, StoredJob
 from gfgen.server.jobs.uploads import no_file
 from gfgen.server.protocol import batch_schemas, picture_schemas, schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import checked
+from gfgen.server.protocol.problems import ApiError, checked, responses
 
 router = APIRouter(prefix="/v1/files", tags=["batches"])
 ROUTERS = (router,)

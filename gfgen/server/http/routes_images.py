@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from gfgen.server.http.bodies import IDEMPOTENCY_KEY, MESSAGES, Body, documented, read_body, request_key
-from gfgen.server.http.keys import Access
+from gfgen.server.http.guard import Access
 from gfgen.server.http.routes_jobs import Service, log_ignored, results
 from gfgen.server.http.streams import QUIET_S, check_streams, event_bytes, event_stream
 from gfgen.server.jobs import files
@@ -23,8 +23,7 @@ from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import StoredJob
 from gfgen.server.protocol import picture_schemas
-from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import opened
+from gfgen.server.protocol.problems import ApiError, opened, responses
 
 router = APIRouter(prefix="/v1", tags=["images"])
 ROUTERS = (router,)

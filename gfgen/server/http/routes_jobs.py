@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from gfgen.server.http.bodies import Body, documented, json_body, read_body, read_model, request_key
-from gfgen.server.http.keys import Access
+from gfgen.server.http.guard import Access
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import RequestedJob, video_job
@@ -20,8 +20,7 @@ from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import JobFacts, StoredJob
 from gfgen.server.protocol import schemas
-from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import opened
+from gfgen.server.protocol.problems import ApiError, opened, responses
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", ServedJob, StoredJob)

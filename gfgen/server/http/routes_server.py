@@ -10,8 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from gfgen.errors import OutputError, PolicyError
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.server.http.bodies import json_body, read_model
-from gfgen.server.http.guard import COOKIE
-from gfgen.server.http.keys import slow_down
+from gfgen.server.http.guard import COOKIE, slow_down
 from gfgen.server.http.routes_jobs import Service
 from gfgen.server.http.streams import state_stream
 from gfgen.server.jobs.prometheus import CONTENT_TYPE
