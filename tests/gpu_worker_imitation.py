@@ -23,8 +23,7 @@ from faulty_worker import FAULTS, FaultyAdapter
 from gfgen.errors import ProtocolError
 from gfgen.gfc import native
 from gfgen.gfc.descriptor import Descriptor
-from gfgen.gfc.endpoint import Endpoint
-from gfgen.gfc.group import CpuGroup
+from gfgen.gfc.endpoint import CpuGroup, Endpoint
 from gfgen.layout import Layout
 from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.channel import Channel

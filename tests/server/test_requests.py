@@ -15,7 +15,7 @@ from fake_serving import MOVIE, SIDE
 from PIL import Image
 from serving import ROOT
 
-from gfgen.cli.remote.target import find_target
+from gfgen.cli.remote.commands import find_target
 from gfgen.errors import InputError
 from gfgen.job.reader import JobSource
 

@@ -21,15 +21,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from gfgen.runtime.control.ranks import Ranks
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event, LoadFailed, ModelsChanged, RankLoaded, RankReady
 from gfgen.runtime.core.observer import Observer
-
-if TYPE_CHECKING:
-    from gfgen.runtime.control.state import State
 
 SHARE, URGENT_SHARE = 0.01, 0.1
 """Of the time: what changes may take that are made for the sake of jobs that wait."""
@@ -103,7 +101,7 @@ class ModelTurns:
         self._unloadable |= dict.fromkeys(models, (until_s, doom))
         return doom
 
-    def doom_of(self, model: str, *, now_s: float) -> str | None:
+    def failure_of(self, model: str, *, now_s: float) -> str | None:
         """Why a job of this model that arrives now fails; None if its model can be loaded, or tried again."""
         until_s, doom = self._unloadable.get(model, (-math.inf, None))
         return doom if now_s < until_s else None
@@ -122,6 +120,17 @@ class _Need:
     checkpoint: Path
     work_bytes: list[int] = field(default_factory=list)
     """Of the largest of its jobs, as many as may run at once, beside the weights."""
+
+
+class _RunState(Protocol):
+    """What a residency looks at of the state (state.py)."""
+
+    models: ModelTurns
+    ranks: Ranks
+    jobs: Any
+
+    @property
+    def is_at_rest(self) -> bool: ...
 
 
 class Residency(Observer):
@@ -184,7 +193,7 @@ class Residency(Observer):
             sizes = [*need.work_bytes, self._work_bytes(job)]
             need.work_bytes = heapq.nlargest(self._jobs_at_once, sizes)
 
-    def change(self, state: State, *, now_s: float) -> ModelsChanged | None:
+    def change(self, state: _RunState, *, now_s: float) -> ModelsChanged | None:
         turns = state.models
         is_crowded = len(self.resident) > 1 and not self._fits(self.resident)
         if any(rank.is_loading for rank in state.ranks.records) or not (is_crowded or turns.parked):
@@ -218,7 +227,7 @@ class Residency(Observer):
             case _:
                 pass
 
-    def _reason(self, state: State, now_s: float) -> str | None:
+    def _reason(self, state: _RunState, now_s: float) -> str | None:
         if state.is_at_rest:
             return "nothing is left to do with the others"
         share = URGENT_SHARE if state.models.urgent else SHARE

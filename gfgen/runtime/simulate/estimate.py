@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from gfgen.errors import PolicyError
 from gfgen.graph import STEPS
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.control.jobs import timed_out_after
+from gfgen.runtime.control.job_record import timed_out_after
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
