@@ -47,9 +47,9 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "gfgen"
 
 
-def prepared_dir() -> Path | None:
+def prepared_dirs() -> list[Path]:
     """$GFGEN_PREPARED, which is only read: a folder that `gfgen cache fill` filled, as for a container."""
-    return Path(own).expanduser() if (own := os.environ.get("GFGEN_PREPARED")) else None
+    return [Path(own).expanduser()] if (own := os.environ.get("GFGEN_PREPARED")) else []
 
 
 def file_stem(device: str) -> str:

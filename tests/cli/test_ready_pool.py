@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_workers_are_told_how_many_gpus_they_share_and_what_each_may_use(monkeyp
 
     def note(settings, checkpoints, **options):
         told.append(settings)
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(SimpleNamespace(living=[]))
 
     monkeypatch.setattr(ranks, "WorkerPool", note)
     monkeypatch.setattr(ranks.compiler, "kept", list)
