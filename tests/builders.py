@@ -92,10 +92,11 @@ def simulated_control(
     intake: Callable[[Clock], Any] = lambda _: None,
     chooser: Any = None,
     batch: int = 1,
+    shares_cores: bool = False,
 ) -> tuple[Control, Recorder]:
     """A control loop over simulated ranks, not yet run, and what will watch it."""
     clock, recorder = Clock(virtual=True), Recorder()
-    costs = CostModel()
+    costs = CostModel(shares_cores=shares_cores)
     state = State(
         jobs,
         RunStart(

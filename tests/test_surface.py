@@ -463,6 +463,8 @@ def test_what_a_policy_sees():
         "costs",
         "orders",
         "recent",
+        "expects_more",
+        "shares_cores",
         "foresee",
         "served_s",
         "kept",

@@ -282,7 +282,7 @@ class Session:
     ) -> Control:
         """The control loop; `records` are options of `Control`. `stack` is closed after the run."""
         options, arrivals, ranks = setup.options, setup.arrivals, setup.options.ranks
-        costs = CostModel(setup.profile)
+        costs = CostModel(setup.profile, shares_cores=_share_cores(ranks))
         backend = ProcessBackend(
             self.pool,
             JobMemory(jobs, options.output_dir, setup.start.resume),
@@ -317,7 +317,7 @@ class Session:
                 costs.classes,
                 device=ranks.profiled_as,
                 num_ranks=max(map(len, self.pool.islands)),
-                share_cores=not ranks.are_on_gpus and ranks.num_ranks > 1,
+                share_cores=_share_cores(ranks),
             )
 
     def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
@@ -373,6 +373,10 @@ def _chooser(policy: NamedPolicy, stack: contextlib.ExitStack) -> Chooser | None
     if policy.choose is None:
         return None
     return stack.enter_context(contextlib.closing(ThreadedChooser(policy.choose)))
+
+
+def _share_cores(ranks: Ranks) -> bool:
+    return not ranks.are_on_gpus and ranks.num_ranks > 1
 
 
 def known_profile(ranks: Ranks) -> Profile | None:

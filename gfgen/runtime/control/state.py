@@ -146,6 +146,8 @@ class State:
             self.snapshot(),
             costs=_JobCosts(records, self._costs, are_handed_out=False),
             recent=tuple([view for _, view in recent]),
+            expects_more=self.expects_more or not all(job.arrived for job in self.jobs.records.values()),
+            shares_cores=self._costs.shares_cores,
             kept={},
         )
 
@@ -476,3 +478,6 @@ class _JobCosts:
 
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
         return self._costs.move_s(self._jobs[job_id].cost_class, source, layout)
+
+    def spread(self, task: Task, layout: Layout) -> float:
+        return self._costs.spread(self._jobs[task.job_id].cost_class, task.stage, layout.degrees)

@@ -25,7 +25,7 @@ from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
-from gfgen.runtime.predict.profile_file import IN_BATCHES, Profile
+from gfgen.runtime.predict.profile_file import IN_BATCHES, Profile, interquartile_range
 from gfgen.snapshot import Arrangement
 
 _ONE: Degrees = (1, 1, 1)
@@ -45,6 +45,8 @@ _NOTABLE = 0.1
 """A smaller relative change of an estimate does not reorder jobs."""
 _MAX_NAMED = 3
 """The most uncertain shapes per provenance, and layouts per shape, that a line names."""
+_SPREADS = (0.0, 0.0, 0.05, 0.1, 0.5)
+"""By provenance: how far an estimate may be off at least, as a share of it."""
 _CLEAR_GAIN = 0.98
 """Other degrees replace the usual ones if a step on them takes less than this share of the time."""
 
@@ -135,7 +137,9 @@ class UncertainEstimate:
 class CostModel:
     """Durations of tasks and moves, refined by every completed task."""
 
-    def __init__(self, profile: Profile | None = None) -> None:
+    def __init__(self, profile: Profile | None = None, *, shares_cores: bool = False) -> None:
+        self.shares_cores = shares_cores or (profile is not None and profile.shares_cores)
+        """Whether ranks slow each other down, so that durations depend on what else ran."""
         self.changed: set[CostClass] = set()
         """Classes of which an estimate has changed notably since their last renewal."""
         self.corrected: set[CostClass] = set()
@@ -249,6 +253,15 @@ class CostModel:
         if profiled is not None:
             return profiled.scaled(self._drift(cost_class.model, stage), profiled.provenance)
         return self._by_pace(cost_class, stage, degrees)
+
+    def spread(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
+        """How far the estimate may be off, as a share of it: the interquartile range, or more if it is not
+        measured."""
+        measured = cost_class.measured.get((stage, degrees))
+        if measured is not None:
+            return interquartile_range(measured.samples) / max(measured.value, OVERHEAD_S)
+        found = self.estimate(cost_class, stage, degrees)
+        return max(_SPREADS[found.provenance], found.spread_s / max(found.seconds, OVERHEAD_S))
 
     @property
     def classes(self) -> Collection[CostClass]:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,11 @@ class Profile:
         return self.write_s > 0 or any(row.write_s is not None for row in self.rows)
 
     @property
+    def shares_cores(self) -> bool:
+        """Whether ranks slow each other down, as those of a CPU do."""
+        return any(row.loaded_s is not None for row in self.rows)
+
+    @property
     def hash(self) -> str:
         return hashlib.sha256(self.as_json().encode()).hexdigest()
 
@@ -111,7 +116,7 @@ class Profile:
         return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
-def interquartile_range(values: Sequence[float]) -> float:
+def interquartile_range(values: Collection[float]) -> float:
     if len(values) < 2:
         return 0.0
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
