@@ -32,8 +32,7 @@ from gfgen.models.families.registry import find_configs
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
 from gfgen.session import caches
-from gfgen.session.packages import COMPUTING, LORAS, SERVING, VIDEOS
-from gfgen.system.machine import cache_dir
+from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, cache_dir
 from gfgen.system.wording import counted, size_in_words
 
 _CUDNN = "nvidia-cudnn-frontend"

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import click
 
 from gfgen import log
-from gfgen.cli.check import check_jobs
 from gfgen.cli.options import (
     Duration,
     JobOptions,
@@ -47,9 +46,9 @@ from gfgen.cli.run_files import (
     check_written,
     cluster_options,
     resolved,
+    session_of,
 )
 from gfgen.cli.shown.progress import make_file_progress, make_progress
-from gfgen.cluster.session import ClusterSession
 from gfgen.errors import GfgenError, InputError, InterruptedRunError, LockedError, Problem
 from gfgen.job.moments import closing_at
 from gfgen.policies.catalog import load_policy
@@ -60,8 +59,6 @@ from gfgen.runtime.files.inbox import Inbox
 from gfgen.runtime.files.live import write_live
 from gfgen.runtime.files.ownership import default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
-from gfgen.runtime.report.trace import TraceWriter
-from gfgen.runtime.simulate.comparison import numbers
 from gfgen.session.admission import with_time
 from gfgen.session.hooks import FileHook, run_done_hook
 from gfgen.session.session import Arrivals, Session, try_to_write
@@ -209,9 +206,11 @@ def run(
         )
         if dry_run:
             assert source is not None
+            from gfgen.cli.check import check_jobs
+
             return check_jobs(source, options)
         problems: Sequence[Problem] = ()
-        with Session(options) if found is None else ClusterSession(options, found) as session:
+        with session_of(options, found) as session:
             if output is None and default_folder(Path("outputs"), name, first) != output_dir:
                 raise LockedError(f"another job file has just taken {output_dir}: run the same command again")
             check_records(output_dir)
@@ -391,6 +390,8 @@ def _observers(options: RunOptions) -> list[Observer]:
     if options.on_file is not None:
         observers.append(options.on_file)
     if options.trace:
+        from gfgen.runtime.report.trace import TraceWriter
+
         observers.append(TraceWriter(options.trace))
     return observers
 
@@ -417,6 +418,8 @@ def _report(summary: Summary, options: RunOptions) -> None:
 def _tell_of_end(summary: Summary, options: RunOptions, *, stopped_by: str | None = None) -> None:
     """Write the event `run_ended` to standard output and the log file; `stopped_by` names a signal."""
     ended = {"event": "run_ended", "output": str(options.output_dir), "stopped_by": stopped_by}
+    from gfgen.runtime.simulate.comparison import numbers
+
     ended |= numbers(summary)
     message = "the run has ended" if stopped_by is None else f"the run was stopped by {stopped_by}"
     logger.info("%s", message, extra={**log.FILE_ONLY, **log.fields(**ended)})

@@ -11,18 +11,16 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from gfgen.cli.options import LogOptions, RankOptions, taken_as
 from gfgen.cli.shown.board import has_cursor
-from gfgen.cluster.member import MemberOptions
-from gfgen.cluster.ray_cluster import LOCAL, RayCluster
-from gfgen.cluster.ray_node import RayOptions
 from gfgen.errors import InputError, Problem
 from gfgen.job.formats import SUFFIXES
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files.inbox import WATCHED_NAME
@@ -38,10 +36,15 @@ from gfgen.runtime.files.manifest import (
 from gfgen.runtime.files.ownership import claim_files, job_file_name, with_dates
 from gfgen.session.admission import Admission, jobs_to_run, judge
 from gfgen.session.hooks import FileHook
-from gfgen.session.provenance import differences, made_with
-from gfgen.session.session import SessionOptions
+from gfgen.session.ranks import differences, made_with
+from gfgen.session.session import Session, SessionOptions
+
+if TYPE_CHECKING:
+    from gfgen.cluster.ray_cluster import RayCluster
 
 logger = logging.getLogger(__name__)
+LOCAL = "local"
+"""The value of --ray that starts a cluster on this machine."""
 
 
 def check_written(files: Sequence[Path], written: Mapping[str, Path | None]) -> None:
@@ -185,6 +188,15 @@ def admit_jobs(
     return admitted, known.done_ids, problems
 
 
+def session_of(options: SessionOptions, cluster: RayCluster | None) -> Session:
+    """A run on this machine, or on a cluster."""
+    if cluster is None:
+        return Session(options)
+    from gfgen.cluster.session import ClusterSession
+
+    return ClusterSession(options, cluster)
+
+
 def has_bar(options: RunOptions) -> bool:
     return has_cursor(sys.stderr) and not (options.logs.quiet or options.logs.log_json)
 
@@ -236,6 +248,10 @@ class ClusterOptions:
             raise InputError(
                 f"--policy {policy}: nodes have no such file; with --ray, one of {', '.join(BUILT_IN)}"
             )
+        from gfgen.cluster.member import MemberOptions  # only here: a run on one machine has no use for Ray
+        from gfgen.cluster.ray_cluster import RayCluster
+        from gfgen.cluster.ray_node import RayOptions
+
         options = RayOptions(
             address=self.ray,
             member=MemberOptions(

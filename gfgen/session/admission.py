@@ -15,8 +15,7 @@ from pathlib import Path
 
 from gfgen.errors import InputError, JobError, JobFileError, ModelError, Problem, listed
 from gfgen.gfc.cuda.device_arena import arena_bytes
-from gfgen.job.reader import ParsedJobs, passed_deadlines, with_bar
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource, ParsedJobs, passed_deadlines, with_bar
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import (
     ATTENTION,

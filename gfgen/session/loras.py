@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError, JobError, ModelError, Problem
-from gfgen.job.loras import LoraError, LoraFiles
+from gfgen.job.images import LoraError, LoraFiles
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.weights import TEXT_ENCODER
 from gfgen.models.lora.fit import LoraFits

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import math
 import os
 import platform
 import re
+import resource
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,3 +58,50 @@ def prepared_dirs() -> list[Path]:
 def file_stem(device: str) -> str:
     """A device's name as part of a file's name."""
     return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-")
+
+
+COMPUTING: Mapping[str, str] = {
+    "torch": "torch",
+    "diffusers": "diffusers",
+    "transformers": "transformers",
+    "accelerate": "accelerate",
+    "safetensors": "safetensors",
+    "huggingface_hub": "huggingface_hub",
+    "numpy": "numpy",
+    "pillow": "PIL",
+    "tqdm": "tqdm",
+}
+"""Every run needs these: package name -> module name."""
+
+VIDEOS: Mapping[str, str] = {"ftfy": "ftfy", "imageio": "imageio", "imageio-ffmpeg": "imageio_ffmpeg"}
+
+LORAS: Mapping[str, str] = {"peft": "peft"}
+
+SERVING: Mapping[str, str] = {
+    "fastapi": "fastapi",
+    "uvicorn": "uvicorn",
+    "pydantic": "pydantic",
+    "httptools": "httptools",
+    "httpx": "httpx",
+    "python-multipart": "python_multipart",
+    "prometheus_client": "prometheus_client",
+}
+
+
+def check_packages(packages: Mapping[str, str]) -> None:
+    """Raises ModuleNotFoundError for the first missing package, before processes fail; imports nothing."""
+    for module in packages.values():
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+def allow_most() -> float:
+    """Raise this process's limit to what the system allows, and return it.
+
+    A run holds a few files for each started job, a server one for each connection. Child processes inherit
+    it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return math.inf if hard == resource.RLIM_INFINITY else hard

@@ -20,8 +20,7 @@ from gfgen.errors import RunError
 from gfgen.graph import Stage
 from gfgen.models.ahead.pool import Report
 from gfgen.runtime.predict import profile_file, profile_store
-from gfgen.session.packages import COMPUTING, LORAS, SERVING, VIDEOS
-from gfgen.system.machine import versions
+from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, versions
 
 
 def gfgen(capsys, *arguments):

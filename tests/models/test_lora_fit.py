@@ -12,7 +12,7 @@ import torch
 from one_job import parse_job
 from safetensors.torch import save_file
 
-from gfgen.cli.shown.simulated_memory import SimulatedMemory
+from gfgen.cli.shown.prediction import SimulatedMemory
 from gfgen.errors import InputError, ModelError
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import NoImages

@@ -86,7 +86,7 @@ def test_on_a_cpu_texts_are_as_long_as_they_are(fused_qwen: Any) -> None:
 
 
 def test_one_text_without_padding_is_itself() -> None:
-    """What a transformer remembers of a prompt it remembers of this tensor (prompt_memory.py)."""
+    """What a transformer keeps for a prompt it keeps for this tensor."""
     inputs = qwen_inputs(5)
     text = inputs["encoder_hidden_states"]
     given = with_texts(inputs, [text])

@@ -20,8 +20,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gfgen.server.http import routes_server
 from gfgen.server.http.app import install_errors
-from gfgen.server.http.guard import COOKIE, RequestGuard
-from gfgen.server.http.keys import ApiKeys
+from gfgen.server.http.guard import COOKIE, ApiKeys, RequestGuard
 from gfgen.server.protocol import batch_schemas, schemas, server_schemas
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.problems import ApiError
@@ -59,7 +58,7 @@ class FakeServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
         config = uvicorn.Config(
-            RequestGuard(self._app(), keys=self._keys, limits=ServerLimits(), is_loopback=True),
+            RequestGuard(self._app(), keys=self._keys, limits=ServerLimits()),
             log_level="error",
             timeout_graceful_shutdown=1,
         )

@@ -17,8 +17,7 @@ from typing import Any
 from gfgen.cli.remote.standing import Standing
 from gfgen.cli.remote.target import Cancelled, Submitted
 from gfgen.errors import InputError, JobFileError, RunError
-from gfgen.job.reader import ParsedJobs, to_mapping
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource, ParsedJobs, to_mapping
 from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S, WATCHED_NAME
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.live import read_live, send_request

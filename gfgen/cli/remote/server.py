@@ -19,8 +19,7 @@ from gfgen.cli.remote.standing import Standing
 from gfgen.cli.remote.target import Cancelled, Submitted
 from gfgen.errors import GfgenError, InputError, RunError
 from gfgen.job.images import is_video
-from gfgen.job.reader import to_mapping
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource, to_mapping
 from gfgen.job.spec import JobSpec, default_seed
 from gfgen.system.wording import counted
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from gfgen.cli.remote.standing import Standing
 from gfgen.errors import InputError
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource
 from gfgen.runtime.files.live import read_live
 from gfgen.runtime.files.lock import holder_of
 

@@ -22,8 +22,7 @@ from gfgen.gfc import native
 from gfgen.gfc.cuda.device_arena import ControlPage, DeviceArena
 from gfgen.gfc.cuda.device_group import CudaGroup, DispatchState, GroupSlot
 from gfgen.gfc.cuda.driver import driver
-from gfgen.gfc.cuda.kernels import Kernels
-from gfgen.gfc.cuda.launch import Launch
+from gfgen.gfc.cuda.kernels import Kernels, Launch
 from gfgen.gfc.cuda.selector import load_selector
 from gfgen.gfc.cuda.structs import AWAIT, COPY, FLAGGED_BYTES, NUM_BANKS, PUBLISH, Chunk, Context, Edges
 from gfgen.gfc.descriptor import Descriptor

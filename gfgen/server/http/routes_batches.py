@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -13,6 +14,8 @@ from starlette.responses import Response
 from gfgen.errors import JobFileError, Problem, listed
 from gfgen.job.shared import VARIATION_FIELDS, value_of
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.observer import OutcomeStatus
+from gfgen.runtime.files.manifest import SCHEMA_VERSION, ManifestLine
 from gfgen.server.http.bodies import (
     IDEMPOTENCY_KEY,
     JOB_FILE_KINDS,
@@ -34,20 +37,18 @@ from gfgen.server.jobs.job_requests import (
     plain_job,
     taken_uploads,
 )
-from gfgen.server.jobs.manifests import manifest
 from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import BatchRow
+from gfgen.server.jobs.store import BatchRow, Ended, Store, StoredJob
 from gfgen.server.protocol import batch_schemas, schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import checked
+from gfgen.server.protocol.problems import ApiError, checked, responses
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
 ROUTERS = (router,)
 
 _TEXT = {"schema": {"type": "string", "description": "A job file."}}
 _JOB_FILES = dict.fromkeys(JOB_FILE_KINDS, _TEXT)
-_CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
+_CREATE = responses(400, 404, 413, 422, 429, 503, 507)
 _BODY: dict[str, Any] = {
     "parameters": [IDEMPOTENCY_KEY],
     "requestBody": {
@@ -258,3 +259,39 @@ def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = No
 
 def _no_batch(batch_id: str) -> ApiError:
     return ApiError(404, f"there is no batch {batch_id}", param="batch_id", code="batch_not_found")
+
+
+NO_DETAILS = "the run's details of this job are lost"
+_STATUS: dict[Ended, OutcomeStatus] = {"completed": "done", "failed": "failed", "cancelled": "cancelled"}
+
+
+def manifest(store: Store, batch_id: str) -> bytes:
+    """The manifest as JSON lines, in the order of the job file."""
+    lines = [_line(stored, entry) for stored, entry in store.manifest(batch_id)]
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "replace")
+
+
+def _line(stored: StoredJob, entry: ManifestLine | None) -> ManifestLine:
+    """The run's entry, or what is known without it; `file` becomes a URL path."""
+    facts = stored.facts
+    entry = _without_run(stored) if entry is None else entry
+    file = f"/v1/jobs/{facts.id}/content" if entry["status"] == "done" else None
+    return {**entry, "id": facts.custom_id, "job": facts.id, "file": file}
+
+
+def _without_run(stored: StoredJob) -> ManifestLine:
+    """The entry of a job without an outcome from the run, which was killed or never started the job."""
+    facts, ending = stored.facts, stored.ending
+    assert ending is not None
+    return {
+        "version": SCHEMA_VERSION,
+        "status": _STATUS[ending.status],
+        "size_bytes": ending.size_bytes,
+        **{name: getattr(facts, name) for name in ("prompt", "model", "tag", "priority", "seed", "steps")},
+        "shape": None,
+        "timings": None,
+        "met_deadline": ending.met_deadline,
+        "error": ending.error_message,
+        "warnings": [NO_DETAILS],
+        "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ending.completed_at)),
+    }

@@ -12,8 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.http.bodies import read_file
-from gfgen.server.http.picture_stream import image_content
-from gfgen.server.http.routes_images import chat_completion, images
+from gfgen.server.http.routes_images import chat_completion, image_content, images
 from gfgen.server.http.routes_jobs import JobId, Service
 from gfgen.server.jobs.job_requests import RequestedJob, admitted, batch_lines, line_failure
 from gfgen.server.jobs.service import JobService
@@ -21,8 +20,7 @@ from gfgen.server.jobs.store import BatchRow, RequestKey, StoredJob
 from gfgen.server.jobs.uploads import no_file
 from gfgen.server.protocol import batch_schemas, picture_schemas, schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import checked
+from gfgen.server.protocol.problems import ApiError, checked, responses
 
 router = APIRouter(prefix="/v1/files", tags=["batches"])
 ROUTERS = (router,)
@@ -39,7 +37,7 @@ _FORM = {
 @router.post(
     "",
     response_model=batch_schemas.UploadedFile,
-    responses=responses(400, 408, 413, 507),
+    responses=responses(400, 413, 507),
     openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
     summary="Upload a file of requests",
 )

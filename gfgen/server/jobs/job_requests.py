@@ -27,8 +27,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.jobs.store import JobFacts, NewJob
 from gfgen.server.protocol import batch_schemas, picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import ApiError, refused
-from gfgen.server.protocol.validation import checked, opened
+from gfgen.server.protocol.problems import ApiError, checked, opened, refused
 
 _NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos or /v1/jobs"
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"

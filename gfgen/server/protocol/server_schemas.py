@@ -6,10 +6,14 @@ docs/serving.md describes them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
+from gfgen.errors import JobError
+from gfgen.job.spec import JobSpec
+from gfgen.runtime.core.admission import ResolvedModel
 from gfgen.server.protocol.schemas import (
     Job,
     JobFailure,
@@ -203,3 +207,40 @@ class JobEvent(ResponseModel):
     will_meet_deadline: bool | None = None
     error: JobFailure | None = None
     content_url: str | None = None
+
+
+_PLAIN = JobSpec(id="plain", prompt="plain", seed=0)
+
+
+def served_model(model: ResolvedModel, *, created: int) -> ServedModel:
+    """The model with its geometry's defaults for jobs that leave fields out."""
+    run = _resolved(model, _PLAIN)
+    with_image = _resolved(model, replace(_PLAIN, image="image"))
+    known = run or with_image
+    return ServedModel(
+        id=model.name,
+        created=created,
+        root=None,
+        kind="image" if model.geometry.kind == "image" else "video",
+        takes_image="no" if with_image is None else "yes" if run is not None else "always",
+        defaults=None if known is None else _defaults(known),
+    )
+
+
+def _resolved(model: ResolvedModel, spec: JobSpec) -> JobSpec | None:
+    try:
+        return model.geometry.resolve(spec)
+    except JobError:
+        return None
+
+
+def _defaults(run: JobSpec) -> Defaults:
+    is_video = (run.frames or 1) > 1
+    return Defaults(
+        size=f"{run.width}x{run.height}",
+        frames=run.frames if is_video else None,
+        fps=run.fps if is_video else None,
+        steps=run.steps or 1,
+        guidance_scale=run.guidance_scale,
+        true_cfg_scale=run.true_cfg_scale,
+    )
