@@ -181,7 +181,18 @@ class Costs(Protocol):
         """
         ...
 
+    def first_use_s(self, task: Task, layout: Layout) -> float:
+        """Extra time of `task` if it is the run's first such step or decode on these degrees; else 0.
+
+        It counts in `remaining_s`, and not in `task_s`.
+        """
+        ...
+
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float: ...
+
+    def spread(self, task: Task, layout: Layout) -> float:
+        """How far `task_s` may be off, as a share of it."""
+        ...
 
 
 class Orders(Protocol):
@@ -214,6 +225,10 @@ class Snapshot:
 
     recent: tuple[JobView, ...] = ()
     """The jobs that arrived last, as they were then: what may be expected to come."""
+    expects_more: bool = False
+    """Whether further jobs may come; if not, the end of the last present job is the end of all."""
+    shares_cores: bool = False
+    """Whether ranks slow each other down."""
     foresee: Callable[[Policy], Outlook] | None = None
     """Simulates ahead from here under a policy; None where nobody chooses between policies."""
     served_s: Mapping[str | None, float] = field(default_factory=dict)
@@ -257,6 +272,10 @@ class Outlook:
     mean_latency_s: float
     makespan_s: float
     """Until the last of the jobs that are here now."""
+    spread: float = 0.0
+    """How far these times may be off, as a share of them."""
+    late_spread: float = 0.0
+    """How far `num_late` may be off: its standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +285,7 @@ class Choice:
     policy: str
     reason: str
     losses: Mapping[str, float] = field(default_factory=dict)
-    """How badly each policy did that was compared, in whatever terms: for who chooses the next time."""
+    """A number for each compared policy, which `choose` finds in its last choice the next time."""
 
 
 @dataclass(frozen=True, slots=True)

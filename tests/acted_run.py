@@ -35,6 +35,9 @@ class NoCosts(Costs):
     def remaining_s(self, task: Task, layout: Layout) -> float:
         return 1.0
 
+    def first_use_s(self, task: Task, layout: Layout) -> float:
+        return 0.0
+
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
         return 0.0
 

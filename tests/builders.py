@@ -32,7 +32,8 @@ STEP_S = 0.1
 def make_job(
     job_id: str, *, steps: int = 4, shape: str = "small", uses_cfg: bool = False, **fields: Any
 ) -> AdmittedJob:
-    spec = JobSpec(id=job_id, prompt=f"prompt of {job_id}", model="fake", steps=steps, **fields)
+    fields.setdefault("prompt", f"prompt of {job_id}")
+    spec = JobSpec(id=job_id, model="fake", steps=steps, **fields)
     spec = replace(spec, width=16, height=16, frames=1)
     artifacts = (
         Artifact("prompt", (("embeds", (1, 4, 8), "float32"),)),
@@ -91,10 +92,11 @@ def simulated_control(
     intake: Callable[[Clock], Any] = lambda _: None,
     chooser: Any = None,
     batch: int = 1,
+    shares_cores: bool = False,
 ) -> tuple[Control, Recorder]:
     """A control loop over simulated ranks, not yet run, and what will watch it."""
     clock, recorder = Clock(virtual=True), Recorder()
-    costs = CostModel()
+    costs = CostModel(shares_cores=shares_cores)
     state = State(
         jobs,
         RunStart(

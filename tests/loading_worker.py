@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from gfgen.runtime.ipc.messages import WarmedUp, WarmUp
+from gfgen.runtime.ipc.messages import WarmUpLater
 from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker import entry, loop
 
@@ -36,13 +36,13 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return SimpleNamespace(loras=SimpleNamespace())
 
-    def warm_up(worker: loop.Worker, message: WarmUp, _: object) -> None:
-        name = f"warm {message.number} on {settings.rank} with {len(worker.device.adapters)} models"
-        Path(message.checkpoint).with_name(name).touch()
-        worker._channel.send(WarmedUp(message.number, 100.0))
+    def warm_up_later(worker: loop.Worker, message: WarmUpLater, _: object) -> None:
+        for item in message.items:
+            name = f"warm {item.number} on {settings.rank} with {len(worker.device.adapters)} models"
+            Path(item.checkpoint).with_name(name).touch()
 
     entry.load_adapter = load_name
-    loop.Worker._warm_up = warm_up  # type: ignore[assignment, method-assign]
+    loop.Worker._warm_up_later = warm_up_later  # type: ignore[assignment, method-assign]
     entry.main(channel_socket, settings)
 
 

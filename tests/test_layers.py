@@ -22,6 +22,7 @@ ORDER = [
     "gfgen.models.fast",
     "gfgen.models.loading",
     "gfgen.models.lora",
+    "gfgen.models.ahead",
     "gfgen.models.families",
     "gfgen.models.stepping",
     "gfgen.policies",

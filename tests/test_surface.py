@@ -387,6 +387,8 @@ def test_events_of_the_journal():
         "moved_s",
         "idle_s",
         "peak_bytes",
+        "is_first_use",
+        "prepared_s",
     )
     assert {
         kind.__name__: [field.name for field in dataclasses.fields(kind)]
@@ -460,6 +462,8 @@ def test_what_a_policy_sees():
         "costs",
         "orders",
         "recent",
+        "expects_more",
+        "shares_cores",
         "foresee",
         "served_s",
         "kept",

@@ -8,24 +8,32 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
+from gfgen.cli.options import A_MODEL
 from gfgen.errors import InputError, RunError
 from gfgen.errors import nearest as nearest_name
 from gfgen.gfc import native
 from gfgen.gfc.cuda.compiler import find_nvrtc, kept, kernels_dir
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
+from gfgen.models.ahead.listing import Uses, all_calls, needed
+from gfgen.models.ahead.pool import Compiling
+from gfgen.models.families.registry import find_configs
+from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
 from gfgen.session import caches
 from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, cache_dir
-from gfgen.system.wording import size_in_words
+from gfgen.system.wording import counted, size_in_words
 
 _CUDNN = "nvidia-cudnn-frontend"
 _INSTALL = "'pip install gfgen' installs it"
@@ -131,7 +139,12 @@ def _links(cuda: Driver, missing: list[str]) -> Iterator[str]:
 
 
 def _caches() -> Iterator[str]:
-    yield f"compiled kernels: {len(kept())} in {_short(kernels_dir())} (compiled at first use)"
+    yield f"compiled exchanges: {len(kept())} in {_short(kernels_dir())}"
+    if find_spec("triton") is not None and (architectures := _architectures()):
+        with Compiling(all_calls(), architectures, compiles=False) as counting:
+            report = counting.wait()
+        ready = f"{report.number('present')} of {report.counts.total()} are compiled"
+        yield f"kernels for {', '.join(architectures)}: {ready} (`gfgen cache fill` compiles the others)"
     tables = [path.name for path in caches.own_caches()["tables"].paths]
     example = _short(table_path("name"))
     yield f"tuned tables: {', '.join(tables) or f'none (`gfgen bench gfc --tune` writes {example})'}"
@@ -139,6 +152,15 @@ def _caches() -> Iterator[str]:
     nearest = next(folder for folder in (hub, *hub.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(nearest).free / _GIB
     yield f"models: {_short(hub)}{'' if hub.is_dir() else ' (does not exist yet)'}, {free:.0f} GiB free"
+
+
+def _architectures() -> list[str]:
+    """Of the GPUs here."""
+    try:
+        cuda = driver()
+    except RunError:
+        return []
+    return sorted({cuda.architecture(device) for device in range(cuda.num_devices)})
 
 
 @click.group(invoke_without_command=True)
@@ -150,14 +172,14 @@ def cache(ctx: click.Context, *, as_json: bool) -> None:
         return
     own = caches.own_caches().values()
     models = {name: caches.size_of(path) for name, path in caches.hub_models()}
-    compilers = {name: caches.size_of(path) for name, path in caches.compiler_dirs().items()}
+    compilers = {name: caches.size_of(path) for name, path in caches.other_compiler_dirs().items()}
     if as_json:
         click.echo(json.dumps({
             "folder": str(cache_dir()),
             "caches": [_facts(each) for each in own],
             "hub": {"folder": str(caches.hub_dir()), "size_bytes": models},
             "compilers": [{"name": name, "folder": str(path), "size_bytes": compilers[name]}
-                          for name, path in caches.compiler_dirs().items()],
+                          for name, path in caches.other_compiler_dirs().items()],
         }))  # fmt: skip
         return
     click.echo(f"of gfgen, in {_short(cache_dir())} ('gfgen cache clear' deletes them)")
@@ -167,8 +189,39 @@ def cache(ctx: click.Context, *, as_json: bool) -> None:
     for name, size in models.items():
         click.echo(f"  {size_in_words(size):>11}  {name}")
     click.echo("of PyTorch's compilers, also for other programs")
-    for name, path in caches.compiler_dirs().items():
+    for name, path in caches.other_compiler_dirs().items():
         click.echo(f"  {name:<12}{size_in_words(compilers[name]):>11}  {_short(path)}")
+
+
+@cache.command()
+@click.argument("models", nargs=-1, type=A_MODEL)
+@click.option(
+    "--arch",
+    "architectures",
+    multiple=True,
+    metavar="sm_90",
+    help="Compile for such GPUs; may be repeated. By default for those of this machine.",
+)
+def fill(models: tuple[str, ...], *, architectures: tuple[str, ...]) -> int:
+    """Compile the kernels of MODELS for GPUs, so that no run has to; by default of all that gfgen knows.
+
+    This needs no GPU. The exit code is 1 if a kernel cannot be compiled.
+    """
+    if find_spec("triton") is None:
+        raise RunError("Triton is missing: install a CUDA build of PyTorch, which brings it")
+    for each in architectures:
+        if not re.fullmatch(r"sm_\d{2,3}", each):
+            raise InputError(f"--arch {each}: a name like sm_90 is accepted")
+    if not (found := list(dict.fromkeys(architectures)) or _architectures()):
+        raise InputError("there is no GPU here: name the architecture, as with --arch sm_90")
+    calls = needed({find_configs(name): Uses() for name in models}) if models else all_calls()
+    with Compiling(calls, found) as compiling:
+        report = compiling.wait()
+    for kind in dict.fromkeys(kind for kind, _ in report.counts):
+        numbers = (f"{report.counts[kind, each]} {each}" for each in ("compiled", "present", "missing"))
+        click.echo(f"{kind:<12}{', '.join(numbers)}")
+    click.echo(f"for {', '.join(found)}, in {report.duration_s:.1f} s")
+    return int(report.number("missing") > 0 or not report.counts)
 
 
 @cache.command()
@@ -199,6 +252,30 @@ def clear(names: tuple[str, ...], *, yes: bool, as_json: bool) -> None:
         click.echo(json.dumps({"deleted": facts, "size_bytes": total}))
     else:
         click.echo(f"deleted {what}" if chosen else "nothing to delete")
+
+
+@cache.command("export")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+def export_command(file: Path) -> None:
+    """Write the task times that were measured here to FILE, for other machines with such GPUs.
+
+    'gfgen cache import FILE' takes them there.
+    """
+    for profile in export_times(file):
+        click.echo(f"wrote {_words(profile)}")
+
+
+@cache.command("import")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def import_command(file: Path) -> None:
+    """Take the task times of FILE, which 'gfgen cache export' wrote, unless those here are as new."""
+    for profile, reason in import_times(file):
+        click.echo(f"took {_words(profile)}" if reason is None else f"left {_words(profile)}: {reason}")
+
+
+def _words(profile: Profile) -> str:
+    source = "runs" if profile.source == BY_RUNS else "gfgen profile"
+    return f"{counted(len(profile.rows), 'time')} on {profile.device}, of {source}, {profile.date}"
 
 
 def _facts(cache: caches.Cache) -> dict[str, Any]:

@@ -307,8 +307,7 @@ def rank_options(*more: Option, ranks_help: str = RANKS_HELP) -> Option:
             "--graphs/--no-graphs",
             default=True,
             show_default=True,
-            help="On GPUs: run warm-up steps first, and use CUDA graphs where they are faster "
-            "(docs/models.md).",
+            help="On GPUs: use CUDA graphs where they are faster (docs/models.md).",
         ),
     )
 

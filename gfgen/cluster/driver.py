@@ -53,6 +53,7 @@ class Driver(Control):
                 outcome,
                 layouts=found.layouts,
                 timings=found.timings,
+                first_uses_s=found.first_uses_s,
                 warnings=tuple(dict.fromkeys((*outcome.warnings, *found.warnings))),
             )
         super().conclude(outcome)

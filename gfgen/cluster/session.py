@@ -123,7 +123,7 @@ class ClusterSession(Session):
         with self.signals.interrupting("nodes were starting; nothing was started"):
             self._cluster.load(names)
 
-    def warm_up(self, jobs: Sequence[AdmittedJob]) -> None:
+    def warm_up(self, jobs: Sequence[AdmittedJob], *, are_all_needed: bool = False) -> None:
         """No effect: that is up to nodes."""
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.policies.speed import power_of_two, step_s, widest
+from gfgen.policies.speed import power_of_two, step_s, widest, worth_preparing
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 WAIT_SHARE = 0.25
@@ -146,7 +146,7 @@ class _RankClaims:
     def _claim(self, job: JobView, wanted: int) -> int:
         """The number of ranks for the job, of those that earlier jobs left."""
         wanted = min(wanted, widest(self._snapshot, job), max(1, self._num_left))
-        claimed = power_of_two(wanted)
+        claimed = worth_preparing(self._snapshot, job, power_of_two(wanted))
         self._num_left -= claimed
         return claimed
 

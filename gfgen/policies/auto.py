@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from gfgen.graph import Stage, Task
+from gfgen.policies.edf import edf
+from gfgen.policies.fcfs import fcfs
+from gfgen.policies.makespan import makespan
 from gfgen.policies.speed import power_of_two
 from gfgen.policies.srtf import srtf
 from gfgen.policies.triage import triage
-from gfgen.snapshot import Choice, Decision, Outlook, Policy, Snapshot
+from gfgen.snapshot import Choice, Decision, JobView, Outlook, Policy, Snapshot
 
-LATENCY_WEIGHT = 0.03
-"""A third more mean latency counts as much as one missed deadline in a hundred."""
+SAME_END = 1.02
+"""Files whose ends differ by less are equally long: the mean latency decides."""
+SAME_LATE = 0.5
+"""A smaller number of late jobs is none: earlier looks add fractions."""
 MEMORY = 0.7
-"""Weight of earlier looks ahead."""
-NOTABLE = 3.0
-"""Another policy must have this many fewer late jobs than the present one, summed over looks ahead:
-changing back and forth costs more than either policy."""
-NOTABLE_WAIT = 0.3
-"""The same if no job has a deadline: latency alone rarely adds up to NOTABLE. In 186 simulated workloads on
-2 to 8 ranks the mean latency fell in 10, by 11% at most, and rose in one, by 0.8%; with 0.15 it rose by up to
-18%."""
-FIRST_JOBS = 40
-"""A first look over this many jobs needs no notable evidence, since a batch is known as a whole. In simulated
-batches of 60 and 150 jobs of Qwen-Image on four H200 the makespan is 3% shorter for it."""
+"""Weight of earlier looks ahead, in the number of late jobs."""
+NUM_SPREADS = 2.0
+"""The present policy is left for a gain of more than twice the spread of the predictions."""
 THRIFT = 1.04
-"""A degree is a candidate if the next larger one takes more than this factor of its work. Two GPUs share the
-branches of guidance with a loss of one or two percent, which is within the variation of measurements."""
+"""A degree saves rank time if another one takes more than this factor of it. Two GPUs share the branches of
+guidance with a loss of one or two percent, which is within the variation of measurements."""
 DEGREES = (2, 1, 4, 8)
 """The first wins a tie: pairs share a step with guidance almost without loss."""
 
@@ -36,94 +34,136 @@ DEGREES = (2, 1, 4, 8)
 def auto(snapshot: Snapshot) -> list[Decision]:
     """Simulates several policies ahead when jobs arrive or end, and follows the best one.
 
-    For any workload, above all for changing loads and deadlines. It chooses between `triage` with
-    different group sizes and `srtf` on all ranks: by deadlines met, then by mean latency. The log and the
-    journal record each change.
+    For any workload. It compares the number of late jobs, then the end of the last job unless more jobs may
+    come, then the mean latency. It chooses between `triage` with different group sizes, `srtf` on all ranks,
+    `edf`, and for files `makespan` and `fcfs`. The log and the journal record each change.
     """
-    return triage(snapshot)
+    return triage(snapshot, degree=1)
 
 
 def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None:
     """The candidate with the best outlook; None if there is no choice."""
-    foresee = snapshot.foresee
-    candidates = _candidates(snapshot, None if last is None else last.policy)
-    if foresee is None or len(candidates) < 2:
+    present = None if last is None else last.policy
+    candidates = _candidates(snapshot, present)
+    if snapshot.foresee is None or len(candidates) < 2:
         return None
-    outlooks = {name: foresee(policy) for name, policy in candidates.items()}
-    losses = _smoothed(_losses(outlooks), last)
-    best = min(losses, key=losses.__getitem__)
-    present = next(iter(losses))
-    if last is not None:
-        present = last.policy if last.policy in losses else best
-    elif outlooks[best].num_jobs >= FIRST_JOBS:
-        present = best
-    if losses[best] > losses[present] - (NOTABLE if _has_deadlines(snapshot) else NOTABLE_WAIT):
+    ahead = {name: snapshot.foresee(policy) for name, (policy, _) in candidates.items()}
+    late = _smoothed(ahead, last)
+    wasteful = {name for name, (_, is_wasteful) in candidates.items() if is_wasteful}
+    best = _best(snapshot, ahead, late, wasteful)
+    if present in ahead and not (
+        (present in wasteful and best not in wasteful and late[best] <= late[present])
+        or _is_clear(snapshot, ahead[best], ahead[present], late[present] - late[best])
+    ):
         best = present
-    found = outlooks[best]
+    found = ahead[best]
     reason = f"{found.num_late} of {found.num_jobs} late, mean latency {found.mean_latency_s:.1f} s ahead"
-    return Choice(best, reason, losses)
+    return Choice(best, reason, late)
 
 
-def _candidates(snapshot: Snapshot, present: str | None) -> dict[str, Policy]:
-    """The candidates by name; the first wins a tie.
+def _candidates(snapshot: Snapshot, present: str | None) -> dict[str, tuple[Policy, bool]]:
+    """The candidates by name, and whether they waste ranks; the first wins a tie.
 
     Triage with groups of each degree that saves work for some job compared with twice the degree, and with
-    all ranks; and the shortest job first on all ranks, with the shortest steps and thus the shortest waits
-    for a boundary. The present degree always stays a candidate: a change of a few percent in the costs learnt
-    for one degree could otherwise drop it without notable evidence.
+    all ranks; the shortest job first on all ranks, with the shortest steps and thus the shortest waits for a
+    boundary; `edf` with deadlines; and without, the orders that end some files sooner: they look at no
+    deadline, so any error of a prediction would make jobs late. The present degree always stays a candidate:
+    a change of a few percent in the costs learnt for one degree could otherwise drop it without evidence.
+    While as many jobs wait as there are ranks, a degree that takes more rank time than one rank is a waste;
+    with deadlines only on ranks that share cores, whose gain by sharing is in doubt.
     """
-    most = power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))
-    degrees = [n for n in DEGREES if n < most and (_triage_on(n) == present or _saves_work(snapshot, n))]
-    found: dict[str, Policy] = {
-        _triage_on(n): functools.partial(triage, degree=n)
-        for n in sorted((*degrees, most), key=DEGREES.index)
-    }
+    kinds, most = _kinds(snapshot), power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))
+    has_deadlines = any(job.deadline_s < math.inf for job in _jobs(snapshot))
+    is_full = len(snapshot.open) + len(snapshot.busy) >= 2 * len(snapshot.ranks)
+    is_to_save = is_full and (snapshot.shares_cores or not has_deadlines)
+
+    def is_wasteful(degree: int) -> bool:
+        return is_to_save and _rank_s(snapshot, kinds, degree) > THRIFT * _rank_s(snapshot, kinds, 1)
+
+    found: dict[str, tuple[Policy, bool]] = {}
+    for n in (n for n in DEGREES if n <= most):
+        name = f"triage,degree={n}"
+        if n == most or name == present or _saves_work(snapshot, kinds, n):
+            found[name] = functools.partial(triage, degree=n), is_wasteful(n)
     if most > 1:
-        found[f"srtf,degree={most}"] = functools.partial(srtf, degree=most)
+        found[f"srtf,degree={most}"] = functools.partial(srtf, degree=most), is_wasteful(most)
+    if has_deadlines:
+        found["edf"] = edf, False
+    elif not snapshot.expects_more:
+        found |= {"makespan": (makespan, False), "fcfs": (fcfs, False)}
     return found
 
 
-def _triage_on(degree: int) -> str:
-    return f"triage,degree={degree}"
+_Kinds = Mapping[tuple[str, str], tuple[JobView, int]]
+"""An example of each model and shape, and the steps left of all such jobs."""
 
 
-def _has_deadlines(snapshot: Snapshot) -> bool:
-    jobs = (*snapshot.open.values(), *snapshot.busy.values(), *snapshot.recent)
-    return any(job.deadline_s < math.inf for job in jobs)
+def _jobs(snapshot: Snapshot) -> Iterable[JobView]:
+    return itertools.chain(snapshot.open.values(), snapshot.busy.values(), snapshot.recent)
 
 
-def _saves_work(snapshot: Snapshot, degree: int) -> bool:
+def _kinds(snapshot: Snapshot) -> _Kinds:
+    """A hundred thousand jobs have a few kinds."""
+    found: dict[tuple[str, str], tuple[JobView, int]] = {}
+    for job in _jobs(snapshot):
+        if (num_left := job.num_tasks - 1 - max(2, job.next_task.index)) > 0:
+            kind = job.model, job.shape
+            example, number = found.get(kind, (job, 0))
+            found[kind] = example, number + num_left
+    return found
+
+
+def _rank_s(snapshot: Snapshot, kinds: _Kinds, degree: int) -> float:
+    """Rank time of all steps that are left, on `degree` ranks each."""
+    return sum(number * _step_rank_s(snapshot, job, degree) for job, number in kinds.values())
+
+
+def _saves_work(snapshot: Snapshot, kinds: _Kinds, degree: int) -> bool:
     """Whether some job takes notably less rank time on `degree` ranks than on twice as many."""
-    kinds = set()  # a hundred thousand jobs have a few kinds
-    for job in (*snapshot.open.values(), *snapshot.busy.values(), *snapshot.recent):
-        kind = (job.model, job.shape)
-        if kind in kinds or job.next_task.index >= job.num_tasks - 1:
-            continue
-        kinds.add(kind)
-        if job.step_degree < 2 * degree:
-            continue
-        step = Task(job.job_id, 2, Stage.DENOISE, 0)
-        narrow, wide = (job.step_layout(tuple(range(n))) for n in (degree, 2 * degree))
-        costs = snapshot.costs
-        if costs.task_s(step, narrow) * THRIFT < 2 * costs.task_s(step, wide):
-            return True
-    return False
+    return any(
+        _step_rank_s(snapshot, job, degree) * THRIFT < _step_rank_s(snapshot, job, 2 * degree)
+        for job, _ in kinds.values()
+        if job.step_degree >= 2 * degree
+    )
 
 
-def _losses(outlooks: Mapping[str, Outlook]) -> dict[str, float]:
-    """The late jobs of each outlook, plus a small term for mean latency above the best one."""
-    quickest_s = min(outlook.mean_latency_s for outlook in outlooks.values())
+def _step_rank_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
+    layout = job.step_layout(tuple(range(min(degree, power_of_two(job.step_degree)))))
+    return layout.degree * snapshot.costs.task_s(Task(job.job_id, 2, Stage.DENOISE, 0), layout)
+
+
+def _smoothed(ahead: Mapping[str, Outlook], last: Choice | None) -> dict[str, float]:
+    """The late jobs of each outlook, plus the decayed ones of earlier looks.
+
+    One look covers few jobs and varies by chance.
+    """
+    before = {} if last is None else last.losses
     return {
-        policy: outlook.num_late
-        + outlook.num_jobs
-        * LATENCY_WEIGHT
-        * (outlook.mean_latency_s / quickest_s - 1 if quickest_s > 0 else 0.0)
-        for policy, outlook in outlooks.items()
+        name: each.num_late + MEMORY * before.get(name, each.num_late if before else 0.0)
+        for name, each in ahead.items()
     }
 
 
-def _smoothed(losses: Mapping[str, float], last: Choice | None) -> dict[str, float]:
-    """Add the decayed losses of earlier looks, because one look covers few jobs and varies by chance."""
-    if last is None:
-        return dict(losses)
-    return {policy: loss + MEMORY * last.losses.get(policy, loss) for policy, loss in losses.items()}
+def _best(
+    snapshot: Snapshot, ahead: Mapping[str, Outlook], late: Mapping[str, float], wasteful: Collection[str]
+) -> str:
+    """The fewest late jobs; then no waste; then, unless more jobs may come, the soonest end; then the least
+    mean latency."""
+    fewest = min(late.values())
+    left = [name for name in ahead if late[name] < fewest + SAME_LATE]
+    left = [name for name in left if name not in wasteful] or left
+    if not snapshot.expects_more:
+        soonest_s = min(ahead[name].makespan_s for name in left)
+        left = [name for name in left if ahead[name].makespan_s <= SAME_END * soonest_s]
+    return min(left, key=lambda name: ahead[name].mean_latency_s)
+
+
+def _is_clear(snapshot: Snapshot, best: Outlook, present: Outlook, num_fewer: float) -> bool:
+    """Whether the best policy is better than the present one by more than predictions may be off."""
+    if num_fewer > NUM_SPREADS * max(best.late_spread, present.late_spread, SAME_LATE):
+        return True
+    factor = 1 + NUM_SPREADS * best.spread
+    if num_fewer < 0:
+        return False
+    is_sooner = not snapshot.expects_more and present.makespan_s > factor * SAME_END * best.makespan_s
+    return is_sooner or present.mean_latency_s > factor * best.mean_latency_s

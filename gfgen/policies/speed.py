@@ -33,6 +33,18 @@ def step_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
     return snapshot.costs.task_s(job.next_task, job.step_layout(_SOME[:degree]))
 
 
+def worth_preparing(snapshot: Snapshot, job: JobView, degree: int) -> int:
+    """`degree`, or fewer ranks if the rest on so many saves less time than their first step costs."""
+    is_step = job.next_task.stage is not Stage.DECODE
+    while degree > 1:
+        layout = (job.step_layout if is_step else job.decode_layout)(_SOME[:degree])
+        price_s = snapshot.costs.first_use_s(job.next_task, layout)
+        if not price_s or rest_s(snapshot, job, degree) < rest_s(snapshot, job, degree // 2):
+            break
+        degree //= 2
+    return degree
+
+
 def widest(snapshot: Snapshot, job: JobView) -> int:
     """The most ranks for a step of the job, or for its decode if no step is left.
 

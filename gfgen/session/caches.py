@@ -5,20 +5,20 @@ Only files with the names that gfgen gives are gfgen's; other files in its folde
 
 from __future__ import annotations
 
-import getpass
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gfgen.errors import RunError
+from gfgen.models.ahead.places import compiler_dirs
 from gfgen.system.machine import cache_dir
 
 _PATTERNS: Mapping[str, tuple[str, Sequence[str]]] = {
     "profiles": ("measured task times", ("profiles/*.json", "profiles/.*.part")),
-    "kernels": ("compiled exchanges between GPUs", ("kernels/*.cubin", "kernels/tmp*")),
+    "kernels": ("compiled exchanges between GPUs", ("kernels/*.cubin", "kernels/tmp*", "kernels/*.lock")),
+    "inductor": ("compiled blocks (`--compile`)", ("inductor",)),
     "tables": ("choices of `gfgen bench gfc --tune`", ("gfc-*.json",)),
     "tiny-models": ("built-in models for tests", ("tiny-*",)),
     "single-files": ("links to files of weights", ("single-files",)),
@@ -70,21 +70,10 @@ def hub_models() -> Iterator[tuple[str, Path]]:
         yield path.name.removeprefix("models--").replace("--", "/"), path
 
 
-def compiler_dirs() -> dict[str, Path]:
-    """Caches of PyTorch's compilers, which other programs use, too.
-
-    Source: torch/_inductor/runtime/cache_dir_utils.py and triton/knobs.py.
-    """
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container may run under a number without a name
-        user = f"uid_{os.getuid()}"
-    inductor = Path(tempfile.gettempdir()) / f"torchinductor_{user}"
-    triton = Path(os.environ.get("TRITON_HOME") or "~") / ".triton" / "cache"
-    return {
-        "inductor": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductor),
-        "triton": Path(os.environ.get("TRITON_CACHE_DIR") or triton).expanduser(),
-    }
+def other_compiler_dirs() -> dict[str, Path]:
+    """Caches of PyTorch's compilers that are not in gfgen's folder."""
+    folder = cache_dir()
+    return {name: path for name, path in compiler_dirs().items() if not path.is_relative_to(folder)}
 
 
 def size_of(path: Path) -> int:

@@ -7,12 +7,15 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from gfgen.errors import JobFileError
 from gfgen.gfc.cuda import compiler
 from gfgen.job.spec import JobSpec
+from gfgen.models.ahead.listing import Uses, needed
+from gfgen.models.ahead.pool import Compiling
 from gfgen.models.families.precision import ATTENTION, AUTO, FP8, check_precision, precision_of
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.checkpoint import model_name
@@ -188,11 +191,13 @@ def ready_pool(
     kernels: KernelChoice = "own",
     lora_copies_on_host: Collection[Path] = (),
     keep_fds: Sequence[int] = (),
+    jobs: Sequence[AdmittedJob] = (),
 ) -> Iterator[WorkerPool]:
     """Start workers with these models.
 
     The pool goes on without a rank that cannot start, unless all are needed, as in measurements. Workers and
-    writers keep `keep_fds` open until they end. `worker_main` replaces the program of the workers.
+    writers keep `keep_fds` open until they end. `worker_main` replaces the program of the workers. Kernels
+    are compiled for `jobs`, or if there are none, for whatever these models can do.
     """
     check_addresses()
     if worker_main is None:
@@ -228,12 +233,56 @@ def ready_pool(
         are_all_needed=are_all_needed,
     )
     began_s = time.monotonic()
-    with signals.interrupting("the models were loading; nothing was started"):
-        started = WorkerPool(settings, sorted(checkpoints), worker_main=worker_main, keep_fds=keep_fds)
-    with started as pool:
-        wait_ready(pool, signals)
-        logger.info("ready after %.1f s", time.monotonic() - began_s)
-        yield pool
+    compiling = compile_ahead(ranks, checkpoints, jobs) if worker_main is None else contextlib.nullcontext()
+    with compiling as ahead:
+        with signals.interrupting("the models were loading; nothing was started"):
+            started = WorkerPool(settings, sorted(checkpoints), worker_main=worker_main, keep_fds=keep_fds)
+        with started as pool:
+            wait_ready(pool, signals)
+            total_s = time.monotonic() - began_s
+            rank_s, weights_s = max(
+                ((each.startup_s, each.weights_s) for each in pool.living), default=(0.0, 0.0)
+            )
+            if ahead is not None:
+                with signals.interrupting("kernels were being compiled; nothing was started"):
+                    ahead.wait()
+            kernels_s = time.monotonic() - began_s - total_s
+            text = "ready after %.1f s: imports %.1f, device %.1f, weights %.1f, other kernels %.1f"
+            device_s = max(0.0, rank_s - weights_s)
+            logger.info(text, total_s + kernels_s, total_s - rank_s, device_s, weights_s, kernels_s)
+            yield pool
+
+
+def compile_ahead(
+    ranks: Ranks, checkpoints: Collection[Path], jobs: Sequence[AdmittedJob]
+) -> contextlib.AbstractContextManager[Compiling | None]:
+    """Start to compile the kernels that ranks on GPUs will need; None for CPU ranks."""
+    architectures = sorted({gpu.architecture for gpu in ranks.devices.gpus})
+    if not architectures or find_spec("triton") is None:
+        return contextlib.nullcontext()
+    of_jobs: dict[Path, list[AdmittedJob]] = {path: [] for path in checkpoints}
+    for job in jobs:
+        of_jobs.setdefault(job.checkpoint, []).append(job)
+    calls = needed({path: _uses(ranks, path, own) for path, own in of_jobs.items()})
+    return Compiling(calls, architectures)
+
+
+def _uses(ranks: Ranks, checkpoint: Path, jobs: Sequence[AdmittedJob]) -> Uses:
+    """What these jobs do with their model, or everything that it can do in this run."""
+    uses = Uses(
+        layers=(precision_of(ranks.precision, checkpoint),),
+        attention=(precision_of(ranks.attention, checkpoint),),
+        vae_dtypes=(ranks.vae_dtype,),
+    )
+    if not jobs:
+        return uses
+    specs = [job.spec for job in jobs]
+    return replace(
+        uses,
+        outputs={"video" if (spec.frames or 1) > 1 else "picture" for spec in specs},
+        has_images=any(spec.image is not None for spec in specs),
+        has_loras=any(spec.lora is not None for spec in specs),
+    )
 
 
 def made_with(ranks: Ranks, checkpoint: Path, *, kernels: KernelChoice = "own") -> dict[str, Any]:

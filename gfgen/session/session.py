@@ -17,6 +17,7 @@ from typing import Any
 
 from gfgen.errors import InputError, JobFileError, ModelError
 from gfgen.job.reader import read_job_stream
+from gfgen.layout import Degrees
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.control import Control, Intake, Steering
@@ -33,7 +34,7 @@ from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, j
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
 from gfgen.runtime.files.ownership import STDIN, claim_files, with_dates
-from gfgen.runtime.files.start import GRACE_S, RunStart
+from gfgen.runtime.files.start import FIRST_USE_S, GRACE_S, RunStart
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.job_bounds import JobBounds
@@ -42,7 +43,7 @@ from gfgen.runtime.predict.profile_store import find_profile, runs_path
 from gfgen.runtime.predict.run_profile import keep_measured
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.workers import ProcessBackend, Requests
+from gfgen.runtime.processes.workers import ProcessBackend, Requests, WarmUps
 from gfgen.session.admission import Admission, warn_of_passed_deadlines
 from gfgen.session.kernels import choose_kernels
 from gfgen.session.live import LiveRun
@@ -114,6 +115,8 @@ class Session:
         self._pool = pool
         self._stack = contextlib.ExitStack()
         self._lock = -1
+        self._warm: set[tuple[str, str, Degrees]] = set()
+        """Models, shapes and degrees that ranks have prepared before a run."""
         self.stop_signal: int | None = None
         """The signal that stopped the last run, if jobs were left."""
 
@@ -167,7 +170,9 @@ class Session:
     def load(
         self, jobs: Sequence[AdmittedJob], *, models: Sequence[str] = (), are_all_needed: bool = False
     ) -> None:
-        """Start ranks with the models of these jobs and with `models`, and warm up.
+        """Start ranks with the models of these jobs and with `models`, and prepare the first job's tasks.
+
+        are_all_needed: no rank may be missing, and all tasks are prepared now, as in measurements.
 
         Raises: InputError when a model does not fit; InterruptedRunError when a signal comes first;
                 WorkerError when no rank starts, or when one does not and all are needed.
@@ -195,17 +200,24 @@ class Session:
             kernels=kernels,
             lora_copies_on_host=self.admission.lora_copies_on_host(checkpoints),
             keep_fds=[self._lock],
+            jobs=jobs,
         )
         self._pool = self._stack.enter_context(ready)
-        self.warm_up(jobs)
+        self.warm_up(jobs, are_all_needed=are_all_needed)
 
-    def warm_up(self, jobs: Sequence[AdmittedJob]) -> None:
-        """Run steps like those of the jobs on GPUs; only for models that ranks hold."""
-        ranks, residency = self.options.ranks, self.residency
-        if ranks.has_graphs:
-            held = [job for job in jobs if residency is None or job.spec.model in residency.resident]
-            policy = self.options.policy
-            warm_up(self.pool, held, devices=ranks.devices, policy=policy, signals=self.signals)
+    def warm_up(self, jobs: Sequence[AdmittedJob], *, are_all_needed: bool = False) -> None:
+        """Let GPUs prepare the tasks of these jobs, the first job's now; only of models that ranks hold."""
+        if (choose := self._warm_ups(self.options)) is not None:
+            held = [job for job in jobs if str(job.checkpoint) in self.pool.models.checkpoints]
+            items = choose(held)
+            now, later = (items, ()) if are_all_needed else (items[:1], items[1:])
+            warm_up(self.pool, now, later, signals=self.signals)
+            kinds = {job.job_id: (job.spec.model or "", job.shape) for job in held}
+            self._warm |= {(*kinds[item.spec.id], degrees) for item in now for degrees in item.degrees}
+
+    def _warm_ups(self, options: SessionOptions) -> WarmUps | None:
+        ranks = options.ranks
+        return warm_ups_of(ranks.devices, options.policy) if not ranks.is_offloaded else None
 
     def run(
         self,
@@ -269,14 +281,14 @@ class Session:
     ) -> Control:
         """The control loop; `records` are options of `Control`. `stack` is closed after the run."""
         options, arrivals, ranks = setup.options, setup.arrivals, setup.options.ranks
-        costs = CostModel(setup.profile)
+        costs = CostModel(setup.profile, shares_cores=_share_cores(ranks))
         backend = ProcessBackend(
             self.pool,
             JobMemory(jobs, options.output_dir, setup.start.resume),
             clock=setup.clock,
             signals=self.signals,
             requests=arrivals.requests,
-            warm_ups=warm_ups_of(ranks.devices, options.policy) if ranks.has_graphs else None,
+            warm_ups=self._warm_ups(options),
             waits_for_space=options.waits_for_space,
         )
         stack.callback(backend.close)
@@ -304,7 +316,7 @@ class Session:
                 costs.classes,
                 device=ranks.profiled_as,
                 num_ranks=max(map(len, self.pool.islands)),
-                share_cores=not ranks.are_on_gpus and ranks.num_ranks > 1,
+                share_cores=_share_cores(ranks),
             )
 
     def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
@@ -334,6 +346,8 @@ class Session:
             resident=None if self.residency is None else self.residency.resident,
             islands=pool.islands,
             batch=options.batch,
+            first_use_s=FIRST_USE_S if options.ranks.are_on_gpus else 0.0,
+            warm=self._warm,
         )
 
     def _journal(
@@ -358,6 +372,10 @@ def _chooser(policy: NamedPolicy, stack: contextlib.ExitStack) -> Chooser | None
     if policy.choose is None:
         return None
     return stack.enter_context(contextlib.closing(ThreadedChooser(policy.choose)))
+
+
+def _share_cores(ranks: Ranks) -> bool:
+    return not ranks.are_on_gpus and ranks.num_ranks > 1
 
 
 def known_profile(ranks: Ranks) -> Profile | None:

@@ -1,68 +1,62 @@
-"""Which steps ranks on GPUs warm up before a run, and when its models change.
+"""What ranks on GPUs prepare before and during a run, and when their models change.
 
-The first step of a kind loads or compiles kernels and is launched slowly. Scheduling does not depend on
+The first task of a kind loads kernels, plans convolutions and is launched slowly. Ranks prepare the first
+job's tasks before the run begins, and all others between tasks, in the order in which jobs need them. A
+task that comes earlier is prepared just before it runs (runtime/worker/forwards.py). Results do not depend on
 whether a kind was warmed up.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gfgen.graph import Stage
+from gfgen.job.spec import JobSpec
+from gfgen.layout import Degrees
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, Devices
 from gfgen.runtime.ipc.messages import WarmUp
 from gfgen.runtime.processes import starting
 from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.workers import WarmUps
 from gfgen.system.signals import SignalPipe
-from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 
-MAX_WARM_UPS = 16
-"""Kinds of jobs; each takes up to some seconds. Kinds with less work are loaded in the run."""
+MAX_KINDS = 16
+"""Kinds of jobs; each takes up to some seconds. Other kinds are prepared by their own tasks."""
 MAX_FLOPS = 2e15
 """Operations of a step on each of its ranks. A larger step computes for seconds (two forwards of Wan2.2-5B at
 1280x704x81, 586e12 together, took 1.0 s on an H200: benchmarks/results/2026-11-22-forward.md). Loading is
 a small part of the first such step, and launching delays none."""
+MAX_PROMPT = 500
+"""Characters of a prompt that ranks get to prepare with between tasks: these messages are sent at once."""
 ONE_DEGREE: Mapping[str, int] = {"fcfs": 1, "srtf": 1, "legacy": 0}
 """Policies whose steps all have one degree, their option `degree`, and its default; 0 means all ranks."""
 
 
 def warm_up(
-    pool: WorkerPool,
-    jobs: Sequence[AdmittedJob],
-    *,
-    devices: Devices,
-    policy: NamedPolicy,
-    signals: SignalPipe | None = None,
+    pool: WorkerPool, now: Sequence[WarmUp], later: Sequence[WarmUp], *, signals: SignalPipe | None = None
 ) -> None:
-    """Run steps like those of the jobs on all ranks; CPU ranks need none."""
-    choose = warm_ups_of(devices, policy)
-    jobs = [job for job in jobs if str(job.checkpoint) in pool.models.checkpoints]
-    if choose is None or not jobs:
-        return
-    if not (items := choose(jobs)):
-        return
+    """Let all ranks prepare some of this now, and the rest between tasks."""
     began_s = time.monotonic()
-    logger.info("warming up for %s", counted(len(items), "shape"))
-    for number, (item, answer) in enumerate(starting.warm_up(pool, items, signals), start=1):
-        if answer.reason is None:
-            logger.info("warming up: %d of %d, %s", number, len(items), _name_of(item))
-        else:
+    for item, answer in starting.warm_up(pool, now, signals):
+        if answer.reason is not None:
             logger.warning("warming up: %s: %s; its jobs run anyway", _name_of(item), answer.reason)
-    logger.info("warmed up in %.1f s", time.monotonic() - began_s)
+    if now:
+        logger.info("warmed up for %s in %.1f s", _name_of(now[0]), time.monotonic() - began_s)
+    pool.prepare_later(later)
 
 
-def warm_ups_of(
-    devices: Devices, policy: NamedPolicy
-) -> Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]] | None:
-    """The function that chooses warm-up steps for jobs; None on CPU ranks."""
+def warm_ups_of(devices: Devices, policy: NamedPolicy) -> WarmUps | None:
+    """The function that chooses what to prepare for jobs; None on CPU ranks."""
     if devices.kind == CPU:
         return None
     widest = max(map(len, devices.islands))
@@ -81,25 +75,64 @@ def degrees_at_hand(policy: str, options: Mapping[str, Any], num_ranks: int) -> 
 
 
 def warm_ups(jobs: Iterable[AdmittedJob], degrees: Sequence[int]) -> tuple[WarmUp, ...]:
-    """One warm-up per model and shape, those with the most work first; none if steps compute for seconds."""
-    examples: dict[tuple[Path, str], AdmittedJob] = {}
-    work: dict[tuple[Path, str], float] = {}
+    """What to prepare for these jobs, in the order in which they probably need it.
+
+    First the tasks of the most urgent kind of jobs, in each rank's own slot of a layout; then those of the
+    other kinds, prompts of all lengths, other slots and larger degrees.
+    """
+    kinds: dict[object, AdmittedJob] = {}
+    for job in sorted(jobs, key=_urgency):
+        kinds.setdefault(_kind_of(job), job)
+    examples = list(kinds.values())[:MAX_KINDS]
+    least, *larger = degrees
+    items = [*_items(examples, least, in_own_slot=True)]
+    items += [
+        WarmUp(0, job.spec, str(job.checkpoint), has_texts=True)
+        for job in {job.checkpoint: job for job in reversed(examples)}.values()
+    ]
+    for degree in (least, *larger) if least > 1 else larger:
+        items += _items(examples, degree)
+    whole, rest = items[:1], [replace(item, spec=_shortened(item.spec)) for item in items[1:]]
+    return tuple(replace(item, number=number) for number, item in enumerate((*whole, *rest)))
+
+
+def _items(jobs: Sequence[AdmittedJob], degree: int, *, in_own_slot: bool = False) -> Iterator[WarmUp]:
+    """The tasks that run on so many ranks, by kind of job."""
     for job in jobs:
-        key = (job.checkpoint, job.shape)
-        examples.setdefault(key, job)
-        work[key] = work.get(key, 0.0) + job.flops[Stage.DENOISE] * job.trajectory.num_steps
-    ways = {key: _ways(examples[key], degrees) for key in sorted(examples, key=lambda key: -work[key])}
-    chosen = [key for key in ways if ways[key]][:MAX_WARM_UPS]
-    return tuple(
-        WarmUp(number, examples[key].spec, str(examples[key].checkpoint), ways[key])
-        for number, key in enumerate(chosen)
+        ways: Sequence[Degrees] = ()
+        if degree <= job.limits.step_degree and job.flops[Stage.DENOISE] <= MAX_FLOPS * degree:
+            ways = job.limits.ways(degree)
+        decodes = (degree,) if degree <= job.limits.max_decode_degree else ()
+        if in_own_slot:  # nearly all decodes run on one rank
+            ways, decodes = ways[:1], (1,)
+        if ways or decodes:
+            yield WarmUp(
+                0, job.spec, str(job.checkpoint), tuple(ways), decodes=decodes, in_own_slot=in_own_slot
+            )
+
+
+def _urgency(job: AdmittedJob) -> tuple[float, ...]:
+    """Those that arrive first, have the highest priority and the earliest deadline."""
+    spec = job.spec
+    deadline_s = math.inf if spec.deadline_s is None else spec.deadline_s
+    return spec.arrival_s, -spec.priority, deadline_s
+
+
+def _kind_of(job: AdmittedJob) -> object:
+    """Jobs that launch the same kernels: of one shape, with guidance or not, with an image or not."""
+    spec = job.spec
+    return job.checkpoint, job.shape, job.limits, spec.image is None, spec.reuse is None
+
+
+def _shortened(spec: JobSpec) -> JobSpec:
+    """With a part of its prompts and without LoRAs: merging them would delay the tasks of other jobs."""
+    negative = spec.negative_prompt
+    return replace(
+        spec,
+        prompt=spec.prompt[:MAX_PROMPT],
+        negative_prompt=None if negative is None else negative[:MAX_PROMPT],
+        lora=None,
     )
-
-
-def _ways(job: AdmittedJob, degrees: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    flops = job.flops[Stage.DENOISE]
-    ways = [way for degree in degrees if flops <= MAX_FLOPS * degree for way in job.limits.ways(degree)]
-    return tuple(dict.fromkeys(ways))
 
 
 def _name_of(item: WarmUp) -> str:

@@ -50,6 +50,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "gfgen"
 
 
+def prepared_dirs() -> list[Path]:
+    """$GFGEN_PREPARED, which is only read: a folder that `gfgen cache fill` filled, as for a container."""
+    return [Path(own).expanduser()] if (own := os.environ.get("GFGEN_PREPARED")) else []
+
+
 def file_stem(device: str) -> str:
     """A device's name as part of a file's name."""
     return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-")

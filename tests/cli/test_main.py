@@ -7,14 +7,20 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from click.shell_completion import ShellComplete
 
 from gfgen.cli.main import cli, main
-from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS
+from gfgen.errors import RunError
+from gfgen.graph import Stage
+from gfgen.models.ahead.pool import Report
+from gfgen.runtime.predict import profile_file, profile_store
+from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, versions
 
 
 def gfgen(capsys, *arguments):
@@ -230,7 +236,7 @@ def files_in(folder):
 def test_caches_are_listed_with_sizes(capsys, filled_caches):
     found = json.loads(gfgen(capsys, "cache", "--json")[1])
     sizes = {each["name"]: each["size_bytes"] for each in found["caches"]}
-    empty = ("tables", "tiny-models", "single-files", "previews")
+    empty = ("inductor", "tables", "tiny-models", "single-files", "previews")
     assert sizes == {"profiles": 1000, "kernels": 1000, **dict.fromkeys(empty, 0)}
     assert found["hub"]["size_bytes"] == {"org/name": 1000}
     assert "org/name" in gfgen(capsys, "cache")[1]
@@ -245,6 +251,60 @@ def test_clearing_asks_first_and_deletes_only_files_of_gfgen(capsys, filled_cach
     deleted = json.loads(gfgen(capsys, "cache", "clear", "--yes", "--json")[1])
     assert [each["name"] for each in deleted["deleted"]] == ["profiles"]
     assert files_in(filled_caches) == ["a", "notes.txt"]
+
+
+def test_measured_times_are_exported_and_imported(capsys, monkeypatch, tmp_path):
+    row = profile_file.ProfileRow("fake", "small", Stage.DENOISE, (1, 1, 1), 0.5)
+    measured = profile_file.Profile("GPU", "2026-11-28", "runs", 1, (row,), versions=versions())
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path / "here"))
+    profile_store.save_profile(measured, profile_store.runs_path("GPU"))
+    words, file = "1 time on GPU, of runs, 2026-11-28", str(tmp_path / "times.json")
+    assert gfgen(capsys, "cache", "export", file)[:2] == (0, f"wrote {words}\n")
+    assert gfgen(capsys, "cache", "import", file)[1] == f"left {words}: the one here is of 2026-11-28\n"
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path / "there"))
+    assert gfgen(capsys, "cache", "import", file)[1] == f"took {words}\n"
+    (tmp_path / "times.json").write_text("{")
+    code, _, err = gfgen(capsys, "cache", "import", file)
+    assert (code, err.count("\n")) == (2, 1)
+
+
+class Counted:
+    """In place of processes that compile: what `gfgen cache fill` asks them for, and their answer."""
+
+    asked: ClassVar[list] = []
+
+    def __init__(self, calls, architectures):
+        self.asked.append((len(calls), architectures))
+
+    def wait(self):
+        counts = Counter({("denoising", "present"): 1, ("denoising", "compiled"): 2})
+        counts["LoRAs", "missing"] = len(self.asked) - 1
+        return Report(counts, 2.5)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def no_driver():
+    raise RunError("no GPU")
+
+
+def test_kernels_are_compiled_for_named_gpus(capsys, monkeypatch):
+    monkeypatch.setattr("gfgen.cli.doctor.find_spec", lambda name: None)
+    assert "Triton is missing" in gfgen(capsys, "cache", "fill")[2]
+    monkeypatch.setattr("gfgen.cli.doctor.find_spec", lambda name: True)
+    monkeypatch.setattr("gfgen.cli.doctor.Compiling", Counted)
+    monkeypatch.setattr("gfgen.cli.doctor.driver", no_driver)
+    assert "--arch sm_90" in gfgen(capsys, "cache", "fill")[2]
+    assert "--arch 90: a name like sm_90" in gfgen(capsys, "cache", "fill", "--arch", "90")[2]
+    code, out, _ = gfgen(capsys, "cache", "fill", "qwen-image", "--arch", "sm_90", "--arch", "sm_80")
+    assert (code, out.splitlines()[0]) == (0, "denoising   2 compiled, 1 present, 0 missing")
+    assert "for sm_90, sm_80, in 2.5 s" in out
+    assert gfgen(capsys, "cache", "fill", "--arch", "sm_90")[0] == 1
+    assert Counted.asked[0][0] < Counted.asked[1][0]
 
 
 def in_shell(redirection, *arguments):

@@ -33,6 +33,7 @@ class NoPool:
 
     warmed: ClassVar = []
     """By pool: the steps that ranks were to get ready."""
+    living = ()
 
     def __init__(self, *_, **options):
         self.warmed.clear()
@@ -243,7 +244,7 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
     assert path.name.startswith("nvidia-h200-gfgen-")
     assert (found.device, found.num_ranks) == ("NVIDIA H200", 4)
     assert found.source == "gfgen profile --model qwen-image --ranks 4 --random-weights"
-    assert [[item.spec.width for item in items] for items in NoPool.warmed] == [[1536, 1024, 512]]
+    assert [{item.spec.width for item in items} for items in NoPool.warmed] == [{512, 1024, 1536}]
     assert all(item.spec.prompt[-5:].isdigit() for item in NoPool.warmed[0])  # as long as those measured
     launched = profile("--random-weights", "--model", "qwen-image", "--no-graphs")
     assert launched.exit_code == 0, launched.output

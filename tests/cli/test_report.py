@@ -84,6 +84,14 @@ def test_json_has_every_line_of_the_manifest(capsys, folder):
     assert found["counts"] == {"failed": 1, "cancelled": 0, "done": 2}
 
 
+def test_the_time_of_first_uses_is_named(capsys, folder):
+    first = line("fox")
+    first["timings"] |= {"first_uses_s": 1.5}
+    (folder / "manifest.jsonl").write_text(json.dumps(first) + "\n")
+    out = gfgen(capsys, "report", "out")[1]
+    assert "first use 1.5 s of it in tasks that were the first of their kind" in out.splitlines()
+
+
 class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()

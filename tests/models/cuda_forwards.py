@@ -123,7 +123,7 @@ def _compare(
         return None if layout.degree == 1 else parallel_from(endpoint.unentered(layout))
 
     forwards = Forwards({model: adapter}, graphs, rank=endpoint.rank, unentered=unentered)
-    forwards.warm_up(WarmUp(0, spec, model, tuple({layout.degrees: None for layout in layouts})))
+    list(forwards.warm_up(WarmUp(0, spec, model, tuple({layout.degrees: None for layout in layouts}))))
     torch.cuda.synchronize()
     prompt = adapter.encode(spec)
     condition, start = adapter.prepare(spec, prompt)

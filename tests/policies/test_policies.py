@@ -25,6 +25,9 @@ class LinearCosts:
     def remaining_s(self, task, layout):
         return 10.0 / layout.degree
 
+    def first_use_s(self, task, layout):
+        return 0.0
+
     def move_s(self, job_id, source, layout):
         return 0.0
 

@@ -1,4 +1,4 @@
-"""triage, makespan, edf's rescue, and auto's choice, as functions of a snapshot."""
+"""triage, makespan and edf's rescue, as functions of a snapshot."""
 
 import math
 from dataclasses import replace
@@ -9,11 +9,10 @@ from test_policies import decoding, placed, snapshot, view
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.policies.auto import auto, choose_auto
 from gfgen.policies.edf import edf
 from gfgen.policies.makespan import makespan
 from gfgen.policies.triage import triage
-from gfgen.snapshot import Arrangement, Choice, Outlook, RunningTask
+from gfgen.snapshot import Arrangement, RunningTask
 
 
 class WorkCosts:
@@ -27,6 +26,9 @@ class WorkCosts:
 
     def remaining_s(self, task, layout):
         return self.work_s[task.job_id] / layout.degree
+
+    def first_use_s(self, task, layout):
+        return 0.0
 
     def move_s(self, job_id, source, layout):
         return 0.0
@@ -233,98 +235,3 @@ def test_edf_leaves_jobs_past_rescue_for_last_on_one_rank():
     assert placed(edf(four_ranks(lost, *saved, free=(0, 1)))) == {"saved-0": (0,), "saved-1": (1,)}
     assert placed(edf(four_ranks(lost, *saved)))["lost"] == (2,)
     assert len(placed(edf(four_ranks(lost, *saved), rescue=False))["lost"]) == 4
-
-
-class LossyCosts(WorkCosts):
-    """Twice the ranks save a third of a step."""
-
-    def task_s(self, task, layout):
-        return super().task_s(task, Layout.single(0)) * 0.67 ** math.log2(layout.degree)
-
-
-def foreseeing(outlooks, *, costs=LossyCosts):
-    """A snapshot whose looks ahead find these outlooks, by the policy's name and degree."""
-
-    def foresee(policy):
-        return outlooks[f"{policy.func.__name__} {policy.keywords['degree']}"]
-
-    jobs = view("a", deadline_s=50), view("b", deadline_s=60)
-    return replace(four_ranks(*jobs), foresee=foresee, costs=costs(*jobs))
-
-
-def outlook(*, late, latency_s=5.0):
-    return Outlook(num_jobs=30, num_late=late, mean_latency_s=latency_s, makespan_s=60.0)
-
-
-def test_auto_decides_as_triage_until_it_has_chosen():
-    picture = four_ranks(view("a", deadline_s=50), view("b", deadline_s=60))
-    assert auto(picture) == triage(picture)
-    assert choose_auto(picture) is None
-
-
-def test_auto_chooses_what_misses_fewest_deadlines():
-    ahead = dict.fromkeys(("triage 2", "triage 1", "triage 4"), outlook(late=8)) | {"srtf 4": outlook(late=3)}
-    assert choose_auto(foreseeing(ahead)).policy == "srtf,degree=4"
-
-
-def test_auto_does_not_change_for_little():
-    ahead = dict.fromkeys(("triage 2", "triage 1", "triage 4"), outlook(late=4)) | {"srtf 4": outlook(late=3)}
-    assert choose_auto(foreseeing(ahead)).policy == "triage,degree=2"
-
-
-def test_auto_begins_a_batch_with_the_best_candidate():
-    usual = replace(outlook(late=0), num_jobs=48)
-    ahead = dict.fromkeys(("triage 2", "triage 4", "srtf 4"), usual)
-    ahead["triage 1"] = replace(usual, mean_latency_s=4.9)
-    assert choose_auto(foreseeing(ahead)).policy == "triage,degree=1"
-    assert choose_auto(foreseeing(ahead), Choice("triage,degree=2", "")).policy == "triage,degree=2"
-
-
-@pytest.mark.parametrize(
-    ("deadline_s", "latency_s", "chosen"),
-    [
-        (math.inf, 3.0, "srtf,degree=4"),
-        (math.inf, 4.5, "triage,degree=2"),
-        (50, 3.0, "triage,degree=2"),
-    ],
-)
-def test_auto_changes_for_latency_alone_where_nothing_has_a_deadline(deadline_s, latency_s, chosen):
-    """Of 30 jobs that take 5 s, 67% longer than at best count as 0.6 late ones."""
-    ahead = dict.fromkeys(("triage 2", "triage 1", "triage 4"), outlook(late=0))
-    picture = foreseeing(ahead | {"srtf 4": outlook(late=0, latency_s=latency_s)})
-    jobs = {job_id: replace(job, deadline_s=deadline_s) for job_id, job in picture.open.items()}
-    assert choose_auto(replace(picture, open=jobs)).policy == chosen
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_auto_takes_pairs_where_all_do_alike(num_ranks):
-    ahead = dict.fromkeys(("triage 1", "triage 2", "triage 4", "srtf 2", "srtf 4"), outlook(late=4))
-    picture = foreseeing(ahead)
-    picture = replace(picture, ranks=picture.ranks[:num_ranks], islands=(tuple(range(num_ranks)),))
-    assert choose_auto(picture).policy == "triage,degree=2"
-
-
-def test_what_auto_has_seen_before_counts():
-    losses = {"triage,degree=2": 9.0, "triage,degree=1": 9.0, "triage,degree=4": 9.0, "srtf,degree=4": 0.0}
-    ahead = dict.fromkeys(("triage 2", "triage 1", "triage 4", "srtf 4"), outlook(late=4))
-    assert choose_auto(foreseeing(ahead), Choice("triage,degree=2", "", losses)).policy == "srtf,degree=4"
-
-
-def test_where_what_auto_has_chosen_is_no_choice_any_more_the_best_is_taken():
-    ahead = {"triage 4": outlook(late=5), "srtf 4": outlook(late=4)}
-    before = Choice("triage,degree=8", "", {"triage,degree=8": 0.0})
-    assert choose_auto(foreseeing(ahead, costs=WorkCosts), before).policy == "srtf,degree=4"
-
-
-@pytest.mark.parametrize(("num_late", "chosen"), [(3, "triage,degree=2"), (0, "triage,degree=4")])
-def test_the_degree_that_auto_has_chosen_is_left_for_notable_evidence_alone(num_late, chosen):
-    """Learnt costs had moved its thrift below the threshold, and the best of the others took over at once."""
-    ahead = {"triage 2": outlook(late=4), "triage 4": outlook(late=num_late), "srtf 4": outlook(late=5)}
-    before = Choice("triage,degree=2", "")
-    assert choose_auto(foreseeing(ahead, costs=WorkCosts), before).policy == chosen
-
-
-@pytest.mark.parametrize(("num_late", "chosen"), [(5, "triage,degree=4"), (0, "srtf,degree=4")])
-def test_where_no_ranks_are_lost_by_sharing_auto_looks_at_all_of_them_alone(num_late, chosen):
-    ahead = {"triage 4": outlook(late=5), "srtf 4": outlook(late=num_late)}
-    assert choose_auto(foreseeing(ahead, costs=WorkCosts)).policy == chosen

@@ -1,4 +1,5 @@
 import threading
+from dataclasses import replace
 
 from builders import make_job, simulate, simulated_control
 
@@ -181,7 +182,7 @@ def test_a_thought_ends_with_the_run():
 
 def with_arrivals(control):
     """A snapshot from which jobs are expected, so that looks ahead have turns to be broken off in."""
-    snapshot = control.state.snapshot_of_traffic()
+    snapshot = replace(control.state.snapshot_of_traffic(), expects_more=True)
     assert with_foresight(snapshot).foresee(load_policy("srtf").decide).num_jobs > 0
     return snapshot
 

@@ -1,9 +1,13 @@
 import pytest
+from builders import make_job
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gfgen.graph import Stage, Trajectory
 from gfgen.layout import Layout, Limits
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.predict.cost_table import Provenance
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 
 ONE = (1, 1, 1)
 
@@ -204,6 +208,132 @@ def test_a_first_measurement_corrects_a_wrong_guess_of_its_model_alone():
     assert not costs.changed
     assert costs.rest_alone_s(small, task, 6) > 27
     assert (small.version, other.version) == (2, 0)
+
+
+def test_a_first_use_teaches_nothing_where_anything_else_is_known():
+    costs = CostModel()
+    small, large = cost_class(costs), cost_class(costs, "large", flops=4e9)
+    costs.observe(small, Stage.DENOISE, ONE, 0.5)
+    before = [costs.estimate(each, Stage.DENOISE, ONE) for each in (small, large)]
+    for each in (small, large):
+        costs.observe_first_use(each, Stage.DENOISE, ONE, 40.0, prepared_s=0.0)
+    assert [costs.estimate(each, Stage.DENOISE, ONE) for each in (small, large)] == before
+    assert not costs.has_seen(large, Stage.DENOISE, ONE)
+    costs.observe_first_use(large, Stage.DENOISE, ONE, 1.0, prepared_s=0.0)
+    assert costs.task_s(large, Stage.DENOISE, ONE) == 1.0, "it takes no longer than its shortest first use"
+
+
+def test_a_first_use_predicts_where_nothing_else_can_until_the_first_measurement():
+    costs = CostModel()
+    small, large = cost_class(costs, flops=1e15), cost_class(costs, "large", flops=2e15)
+    task = Trajectory("job", num_steps=3).task(2)
+    for each in (small, large):
+        costs.rest_alone_s(each, task, 6)
+    costs.observe_first_use(small, Stage.DENOISE, ONE, 4.0, prepared_s=0.0)
+    assert costs.task_s(small, Stage.DENOISE, ONE) == 4.0
+    assert costs.task_s(large, Stage.DENOISE, ONE) == pytest.approx(8.0, rel=0.01)
+    assert costs.estimate(small, Stage.DENOISE, ONE).provenance is Provenance.GUESSED
+    assert costs.corrected == {small, large}
+    costs.observe(small, Stage.DENOISE, ONE, 0.1)
+    assert costs.task_s(small, Stage.DENOISE, ONE) == 0.1
+    assert costs.task_s(large, Stage.DENOISE, ONE) == pytest.approx(0.2, rel=0.02)
+
+
+def test_a_profile_of_steps_alone_predicts_the_other_stages_by_their_operations():
+    row = ProfileRow("model", "small", Stage.DENOISE, ONE, 0.5, flops=1e15)
+    costs = CostModel(Profile("a machine", "2026-11-28", "a test", num_ranks=1, rows=(row,)))
+    decode = costs.estimate(cost_class(costs, flops=2e15), Stage.DECODE, ONE)
+    assert decode.seconds == pytest.approx(1.0, rel=0.01)
+    assert decode.provenance is Provenance.EXTRAPOLATED
+
+
+def test_the_rest_of_a_job_has_the_price_of_first_uses_until_there_was_one():
+    costs = CostModel()
+    costs.price_first_uses(0.5, ())
+    small, trajectory = classes_of_limits(costs, max_decode_degree=2), Trajectory("job", num_steps=3)
+    for stage in (Stage.ENCODE, Stage.PREPARE, Stage.DECODE):
+        costs.observe(small, stage, ONE, 1.0)
+    costs.observe_first_use(small, Stage.DENOISE, ONE, 0.9, prepared_s=0.2)
+    both, decode_both = (1, 2, 1), costs.task_s(small, Stage.DECODE, (1, 2, 1))
+
+    def rest_s(degrees, index=2):
+        return costs.remaining_s(small, trajectory.task(index), trajectory.num_tasks, degrees)
+
+    step_s = costs.task_s(small, Stage.DENOISE, both)
+    assert rest_s(both) == pytest.approx(3 * step_s + decode_both + 1.0), "of a step and a decode"
+    assert rest_s(both, 5) == pytest.approx(decode_both + 0.5)
+    costs.kept["by a policy"] = None
+    costs.observe(small, Stage.DENOISE, ONE, 0.1)
+    assert rest_s(ONE) == pytest.approx(1.3)
+    assert costs.first_use_s(small, Stage.DENOISE, both) == pytest.approx(1.0), "0.9 and 0.2 in place of 0.1"
+    assert costs.kept == {}
+    assert small in costs.corrected
+    costs.observe_first_use(small, Stage.DENOISE, both, 0.9, prepared_s=0.0)
+    assert costs.first_use_s(small, Stage.DENOISE, both) == 0.0
+
+
+def test_a_step_of_a_batch_has_its_part_of_the_price_of_a_first_use():
+    costs = CostModel()
+    costs.price_first_uses(0.5, ())
+    alone, batch = (costs.cost_class("m", "x", flops=small_flops(), state_bytes=1, batch=n) for n in (1, 4))
+    prices_s = [costs.first_use_s(each, Stage.DENOISE, ONE) for each in (alone, batch)]
+    assert prices_s == [0.5, 0.125]
+    costs.observe_first_use(batch, Stage.DENOISE, ONE, 0.3, prepared_s=0.1)
+    costs.observe(batch, Stage.DENOISE, ONE, 0.1)
+    assert costs.first_use_s(alone, Stage.DENOISE, ONE) == pytest.approx(4 * 0.3)
+
+
+def test_equal_first_uses_on_one_rank_and_on_several_cancel_out():
+    costs, task = CostModel(), Trajectory("job", num_steps=3).task(2)
+    costs.price_first_uses(0.5, ())
+    small = cost_class(costs)
+    assert costs.rest_alone_s(small, task, 6) == costs.remaining_s(small, task, 6, ONE)
+    costs.price_first_uses(0.0, ())
+    costs.renew([small])
+    assert costs.rest_alone_s(small, task, 6) == costs.remaining_s(small, task, 6, ONE)
+
+
+def test_what_was_warmed_up_has_no_price():
+    costs, job = CostModel(), make_job("a")
+    costs.price_first_uses(
+        0.5, [("fake", "small", ONE), ("fake", "small", (2, 1, 1)), ("fake", "other", ONE)]
+    )
+    small = costs.class_of(job)
+    priced = {way: costs.first_use_s(small, Stage.DENOISE, way) for way in (ONE, (2, 1, 1), (1, 2, 1))}
+    assert priced == {ONE: 0.0, (2, 1, 1): 0.0, (1, 2, 1): 0.5}
+    assert [costs.first_use_s(small, Stage.DECODE, (1, n, 1)) for n in (1, 2, 4)] == [0.0, 0.0, 0.5]
+
+
+durations_s = st.floats(1e-3, 1e3)
+
+
+@given(others=st.lists(durations_s, min_size=2, max_size=20), outlier_s=durations_s, data=st.data())
+def test_one_outlier_moves_an_estimate_by_at_most_the_spread_of_the_others(others, outlier_s, data):
+    place = data.draw(st.integers(0, len(others)))
+    estimates_s = []
+    for durations in (others, [*others[:place], outlier_s, *others[place:]]):
+        costs = CostModel()
+        small = cost_class(costs)
+        for duration_s in durations:
+            costs.observe(small, Stage.DENOISE, ONE, duration_s)
+        estimates_s.append(costs.estimate(small, Stage.DENOISE, ONE).seconds)
+    assert abs(estimates_s[0] - estimates_s[1]) <= (max(others) - min(others)) * (1 + 1e-9)
+
+
+@given(true_s=durations_s, factor=st.floats(2.0, 100.0), stored=st.integers(1, 64))
+def test_a_stored_duration_that_is_too_long_stops_counting_at_the_first_measurement(true_s, factor, stored):
+    rows = [
+        ProfileRow("model", shape, Stage.DENOISE, ONE, seconds, num_samples=stored, flops=1e9)
+        for shape, seconds in (("small", factor * true_s), ("b", true_s), ("c", true_s))
+    ]
+    costs = CostModel(Profile("a machine", "2026-11-28", "a test", num_ranks=1, rows=tuple(rows)))
+    small, b, c = (cost_class(costs, shape) for shape in ("small", "b", "c"))
+    costs.observe(small, Stage.DENOISE, ONE, true_s)
+    assert costs.task_s(small, Stage.DENOISE, ONE) == true_s
+    for each in (b, c):
+        costs.observe(each, Stage.DENOISE, ONE, true_s)
+    new = cost_class(costs, "new")
+    assert costs.task_s(new, Stage.DENOISE, ONE) == pytest.approx(true_s), "it says nothing about the machine"
 
 
 def small_flops():

@@ -148,10 +148,9 @@ def test_measurements_take_over_from_a_profile_row_within_a_few_tasks():
     costs = CostModel(profile(*SHAPES))
     small = cost_class(costs, "S", 10.0)
     costs.observe(small, Stage.DENOISE, ONE, 2.0)
-    assert costs.task_s(small, Stage.DENOISE, ONE) == pytest.approx(1.5)
-    for _ in range(10):
-        costs.observe(small, Stage.DENOISE, ONE, 2.0)
-    assert costs.estimate(small, Stage.DENOISE, ONE).seconds == pytest.approx(2.0, rel=0.05)
+    assert costs.task_s(small, Stage.DENOISE, ONE) == 1.0, "either may be an outlier; the longer one often is"
+    costs.observe(small, Stage.DENOISE, ONE, 2.0)
+    assert costs.task_s(small, Stage.DENOISE, ONE) == 2.0
     assert costs.estimate(small, Stage.DENOISE, ONE).provenance is Provenance.MEASURED
 
 
@@ -159,7 +158,8 @@ def test_a_machine_slower_than_the_profile_is_slower_with_every_shape_and_degree
     rows = [*SHAPES, row("S", 0.6, flops=10.0, degrees=(1, 2, 1))]
     costs = CostModel(profile(*rows))
     small, large = cost_class(costs, "S", 10.0), cost_class(costs, "L", 40.0)
-    costs.observe(small, Stage.DENOISE, ONE, 1.5)
+    for _ in range(2):
+        costs.observe(small, Stage.DENOISE, ONE, 1.5)
     assert costs.task_s(large, Stage.DENOISE, ONE) == pytest.approx(15.0)
     assert costs.task_s(small, Stage.DENOISE, (1, 2, 1)) == pytest.approx(0.9)
 

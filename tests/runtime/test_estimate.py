@@ -100,6 +100,23 @@ def test_of_many_jobs_only_the_best_policy_is_simulated_and_the_rest_is_marked(m
     assert not any("~" in line for line in words(plan_of(JOBS)))
 
 
+def test_a_policy_that_ends_later_than_its_estimate_is_not_recommended_for_it(monkeypatch):
+    monkeypatch.setattr(planner, "FULL_TASKS", 10)
+    policies = ("fcfs", "srtf", "edf")
+    first = plan_of(JOBS, policies=policies).best.policy
+    in_full = planner._Evaluator.in_full
+
+    def slow(self, policy, num_ranks):
+        found = in_full(self, policy, num_ranks)
+        return replace(found, end_s=10 * found.end_s, late=found.late * 10) if policy == first else found
+
+    monkeypatch.setattr(planner._Evaluator, "in_full", slow)
+    found = plan_of(JOBS, policies=policies)
+    assert found.best.policy != first
+    assert not found.best.is_estimated
+    assert found.by_policy == planner.best_first(found.by_policy)
+
+
 def test_jobs_that_time_out_and_jobs_that_starve_are_found_by_estimates_too(monkeypatch, tmp_path):
     monkeypatch.setattr(planner, "FULL_TASKS", 10)
     slow = make_job("slow", steps=10, timeout_s=5.0)

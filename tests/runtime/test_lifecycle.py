@@ -64,11 +64,11 @@ def test_a_worker_that_is_told_to_load_while_it_starts_joins_when_it_has_loaded(
     pool.meeting._welcome = lambda worker: setattr(worker, "has_arenas", True)
     rank.phase, rank.has_arenas = Phase.STARTING, False
     pool.set_models([Path("/other")])
-    pool.steps_at_hand = lambda: ITEMS
+    pool.steps_at_hand = lambda: ITEMS  # of the models of before
     rank._theirs.send(WorkerReady(0, 1.0))
     assert [what for _, what in pool.turn(0.0)] == [WorkerReady(0, 1.0)]
     assert rank.phase is Phase.PREPARING
-    assert list(rank.requests) == [SetModels(("/other",))], "and no steps of the models of before"
+    assert (list(rank.requests), rank.later) == ([SetModels(("/other",))], ())
     rank._theirs.send(ModelsSet(2.0))
     assert [what for _, what in pool.turn(0.0)] == [ModelsSet(2.0), Joined(), Loaded(2.0)]
     assert rank.phase is Phase.SERVING

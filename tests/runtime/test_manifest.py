@@ -61,6 +61,8 @@ def test_keys_of_a_line_are_frozen(tmp_path: Path) -> None:
     assert list(entry) == FROZEN_KEYS
     assert list(entry["timings"]) == FROZEN_TIMINGS
     assert entry["version"] == 1
+    later = read_manifest(write(tmp_path, outcome(job_info("a"), first_uses_s=1.5)))["a"]
+    assert list(later["timings"]) == [*FROZEN_TIMINGS, "first_uses_s"], "only of jobs with such tasks"
 
 
 def test_shape_is_that_of_the_files(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 import json
+from pathlib import Path
 
 import pytest
 from builders import make_job
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage
+from gfgen.runtime.predict import profile_store
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, check_profile, load_profile
 
 
@@ -82,9 +84,9 @@ def test_other_shapes_and_degrees_of_a_profiled_model_are_no_mistake():
     [
         (profile(model="wan"), 2, "has no fake, which 2 of 2 jobs use; it has wan: measure with 'gfgen"),
         (
-            profile(stages=(Stage.ENCODE, Stage.DENOISE)),
+            profile(stages=(Stage.ENCODE, Stage.DECODE)),
             2,
-            "no row of fake for prepare, decode in any layout",
+            "no row of fake for denoise in any layout",
         ),
         (profile(), 4, "--ranks 4: the profile of '2 cores' knows 1 to 2 ranks; use at most 2, or measure"),
     ],
@@ -92,3 +94,23 @@ def test_other_shapes_and_degrees_of_a_profiled_model_are_no_mistake():
 def test_a_profile_that_cannot_tell_is_refused_with_what_to_do(given, num_ranks, what):
     with pytest.raises(InputError, match=what):
         check_profile(given, JOBS, num_ranks=num_ranks)
+
+
+def test_a_gpu_without_a_profile_has_that_of_another_scaled_by_what_both_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a first run would predict days, take all jobs as late and share every step."""
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
+    (shipped,) = profile_store.shipped_profiles()
+
+    def seconds_on(device: str) -> float:
+        found = profile_store.find_profile(device)
+        assert found is not None
+        return found[1].rows[0].seconds / shipped.rows[0].seconds
+
+    assert seconds_on("NVIDIA H200") == 1
+    assert seconds_on("NVIDIA H100 80GB HBM3") == 1
+    assert seconds_on("NVIDIA A100-SXM4-80GB") == pytest.approx(989 / 312)
+    assert seconds_on("NVIDIA L4") == pytest.approx(989 / 121)
+    assert seconds_on("NVIDIA of tomorrow") == pytest.approx(989 / 80)
+    assert profile_store.find_profile("another accelerator") is None

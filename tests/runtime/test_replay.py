@@ -1,6 +1,7 @@
 """A run's journal leads to the same decisions again."""
 
 import json
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -16,7 +17,7 @@ from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import JobArrived, JobCancelled, OutputWritten, TaskFailed, Wakeup
+from gfgen.runtime.core.events import JobArrived, JobCancelled, OutputWritten, TaskDone, TaskFailed, Wakeup
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.resume import ResumePoint
@@ -55,6 +56,7 @@ def run(
     intake=None,
     resume=None,
     started_at=0.0,
+    first_use_s=0.0,
 ):
     """One run with a journal, as `gfgen run` does it."""
     start = RunStart(
@@ -63,6 +65,8 @@ def run(
         started_at=started_at,
         last_number=last_number,
         resume=resume or {},
+        first_use_s=first_use_s,
+        warm=[("fake", "small", (1, 1, 1))],
     )
     header = journal_header(
         [job.info for job in jobs],
@@ -111,6 +115,7 @@ class Unsteady(SimulatedBackend):
         )
         self._random = random
         self._failures = failures
+        self._first_uses = Random(num_ranks)
         self._failed = set()
         self._unwritten = []
 
@@ -135,6 +140,9 @@ class Unsteady(SimulatedBackend):
     def _perhaps(self, event):
         number = getattr(event, "dispatch", None)
         if number not in self._failed:
+            if isinstance(event, TaskDone) and self._first_uses.random() < 0.3:
+                times = [each._replace(is_first_use=True, prepared_s=0.1) for each in event.times]
+                return replace(event, times=tuple(times))
             return event
         return TaskFailed(event.time_s, number, "by chance")
 
@@ -180,6 +188,7 @@ def test_random_runs_decide_the_same_again(tmp_path, seed):
         num_ranks=num_ranks,
         lookahead_s=random.choice([0.0, 0.01, 0.2, 5.0]),
         profile=profile,
+        first_use_s=random.choice([0.0, 0.5]),
     )
     (journaled,) = read_runs(tmp_path / "journal.jsonl")
     outcome = replay(journaled, jobs, profile=profile)
@@ -188,8 +197,9 @@ def test_random_runs_decide_the_same_again(tmp_path, seed):
     assert outcome.num_dispatches == control.state.flights.last_number
 
 
+@pytest.mark.parametrize("first_use_s", [0.0, 0.5])
 @pytest.mark.parametrize("seed", [11, 16, 30, 42])
-def test_looking_ahead_leaves_no_trace_in_what_is_decided(tmp_path, seed):
+def test_looking_ahead_leaves_no_trace_in_what_is_decided(tmp_path, seed, first_use_s):
     """Nobody looks ahead in a replay; these seeds differed when what a look asked for was handed out."""
     random = Random(seed)
     jobs = [
@@ -213,6 +223,7 @@ def test_looking_ahead_leaves_no_trace_in_what_is_decided(tmp_path, seed):
         num_ranks=num_ranks,
         lookahead_s=random.choice([0.0, 0.01, 0.2]),
         profile=profile,
+        first_use_s=first_use_s,
     )
     (journaled,) = read_runs(tmp_path / "journal.jsonl")
     assert replay(journaled, jobs, profile=profile).difference is None

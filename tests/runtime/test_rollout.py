@@ -63,8 +63,10 @@ def test_recent_arrivals_are_expected_again_at_their_pace():
     recent = tuple(
         replace(view, arrival_s=-10.0 * n) for n, view in zip((1, 0), snapshot.recent, strict=True)
     )
-    outlook = with_foresight(replace(snapshot, recent=recent)).foresee(srtf)
+    outlook = with_foresight(replace(snapshot, recent=recent, expects_more=True)).foresee(srtf)
     assert outlook.num_jobs == 4
+    assert outlook.spread > 0.5, "two arrivals are a small sample"
+    assert with_foresight(replace(snapshot, recent=recent)).foresee(srtf).num_jobs == 2
     assert with_foresight(snapshot).foresee(srtf).num_jobs == 2, "a batch is no traffic that goes on"
 
 

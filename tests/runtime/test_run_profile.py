@@ -9,11 +9,20 @@ from dataclasses import replace
 import pytest
 from builders import make_job
 
+from gfgen.errors import InputError
 from gfgen.graph import Stage
 from gfgen.runtime.predict import profile_store, run_profile, scaling
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
-from gfgen.runtime.predict.profile_store import find_profile, joined, runs_path
+from gfgen.runtime.predict.profile_store import (
+    default_path,
+    export_times,
+    find_profile,
+    import_times,
+    joined,
+    runs_path,
+    save_profile,
+)
 from gfgen.runtime.predict.run_profile import keep_measured
 from gfgen.system.machine import cpu_name, versions
 
@@ -67,6 +76,45 @@ def test_several_runs_are_averaged_by_samples_and_other_rows_stay():
         "large": (2.0, 1),
     }
     assert found.num_ranks == 4
+
+
+def test_a_row_that_is_far_from_what_a_run_measures_is_replaced_or_loses_half_of_its_weight():
+    def kept_after(*durations_s):
+        keep(runs_path(), observed(*durations_s))
+        (found,) = load_profile(runs_path()).rows
+        return found.seconds, found.num_samples
+
+    assert kept_after(10.0) == (10.0, 1)
+    assert kept_after(1.0) == (1.0, 1), "as much as was known"
+    assert kept_after(*[1.0] * 7) == (1.0, 8)
+    assert kept_after(10.0) == (1.0, 4)
+    assert kept_after(10.0, 10.0) == (1.0, 2)
+    assert kept_after(10.0, 10.0) == (10.0, 2)
+    assert kept_after(1.0, 1.0, 1.0) == (1.0, 3)
+
+
+def test_a_stored_duration_that_is_ten_times_too_long_is_healed_by_one_run():
+    keep(runs_path(), observed(*[10.0] * 64))
+    costs = CostModel(load_profile(runs_path()))
+    cost_class = costs.class_of(make_job("a"))
+    for _ in range(3):
+        costs.observe(cost_class, Stage.DENOISE, ONE, 1.0)
+    assert costs.task_s(cost_class, Stage.DENOISE, ONE) == 1.0
+    keep(runs_path(), costs.classes)
+    (found,) = load_profile(runs_path()).rows
+    assert (found.seconds, found.num_samples) == (1.0, 3)
+
+
+def test_a_run_leaves_no_first_uses():
+    costs = CostModel()
+    cost_class = costs.class_of(make_job("a"))
+    for stage, duration_s in ((Stage.DENOISE, 1.0), (Stage.DECODE, 0.1)):
+        costs.observe_first_use(cost_class, stage, ONE, 5.0, prepared_s=0.0)
+        if stage is Stage.DENOISE:
+            costs.observe(cost_class, stage, ONE, duration_s)
+    keep(runs_path(), costs.classes)
+    (found,) = load_profile(runs_path()).rows
+    assert (found.stage, found.seconds) == (Stage.DENOISE, 1.0)
 
 
 def test_a_run_leaves_times_of_steps_in_batches_apart_from_others_and_of_all_decodes_together():
@@ -135,6 +183,44 @@ def test_what_cannot_be_written_is_one_line(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     keep(tmp_path / "file" / "runs.json", observed(1.0))
     assert len(caplog.messages) == 1
+
+
+def test_measured_times_travel_in_one_file_and_never_replace_newer_ones(tmp_path, monkeypatch):
+    file = tmp_path / "times.json"
+    with pytest.raises(InputError, match="no times of tasks were measured here"):
+        export_times(file)
+    mine = replace(profile(row()), device="GPU", date="2026-11-27", versions=versions())
+    by_runs = replace(mine, source="runs", rows=(row(basis="runs"),))
+    save_profile(mine, default_path("GPU"))
+    save_profile(by_runs, runs_path("GPU"))
+    assert export_times(file) == export_times(file) == [by_runs, mine]
+
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path / "other machine"))
+    assert list(import_times(file)) == [(by_runs, None), (mine, None)]
+    assert find_profile("GPU")[1].rows == (row(),)
+    assert [why for _, why in import_times(file)] == ["the one here is of 2026-11-27"] * 2
+    save_profile(
+        replace(mine, date="2026-11-26", rows=(row(2.0), row(3.0, shape="large"))), default_path("GPU")
+    )
+    save_profile(replace(mine, date="2026-11-28"), runs_path("GPU"))
+    assert [why for _, why in import_times(file)] == ["the one here is of 2026-11-28", None]
+    assert load_profile(default_path("GPU")).rows == (row(3.0, shape="large"), row())
+
+    file.write_text(file.read_text().replace(f'"gfgen": "{versions()["gfgen"]}"', '"gfgen": "0.1"'))
+    assert {why for _, why in import_times(file)} == {"measured by gfgen 0.1"}
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"gfgen_times": 2}', '{"gfgen_times": 1, "profiles": [{}]}', "\0"]
+)
+def test_a_file_that_was_not_exported_or_is_damaged_is_one_line_and_is_not_overwritten(content, tmp_path):
+    (file := tmp_path / "times.json").write_text(content)
+    keep(runs_path(), observed(1.0))
+    for use in (export_times, lambda path: list(import_times(path))):
+        with pytest.raises(InputError, match="no file of 'gfgen cache export', or damaged") as error:
+            use(file)
+        assert "\n" not in str(error.value)
+    assert file.read_text() == content
 
 
 def test_runs_that_end_together_write_one_after_the_other():

@@ -11,7 +11,10 @@ import pytest
 from acted_run import ActedRun, Part, batch, job_info
 
 from gfgen.errors import InputError
+from gfgen.graph import Stage, Task
+from gfgen.layout import Layout
 from gfgen.runtime.core import events
+from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.runtime.report.picture import merged, task_blocks, tasks_of_jobs, write_blocks
 from gfgen.runtime.report.timeline import read_timeline
@@ -127,6 +130,17 @@ def test_other_events_are_marked(tmp_path: Path) -> None:
         "a timed out",
         "a not written",
     ]
+
+
+def test_first_uses_are_marked_on_the_ranks_whose_they_are(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t.json")
+    writer.began((job_info("a"),), num_ranks=2, policy="srtf")
+    writer.dispatched(Dispatch(1, Task("a", 2, Stage.DENOISE, 0), Layout((0, 1), ulysses=2), 0.0, 0.0, 1.0))
+    times = (events.RankTimes(0, 0.0, 1.0, is_first_use=True), events.RankTimes(1, 0.0, 1.0))
+    writer.applied(events.TaskDone(1.0, 1, times))
+    writer.close()
+    slices = of(json.loads((tmp_path / "t.json").read_text()), "X")
+    assert [each["args"].get("first_use") for each in slices] == [True, None]
 
 
 def test_what_ranks_took_of_memory_is_in_the_trace(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from gfgen.graph import Stage
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
-from gfgen.runtime.ipc.messages import ModelsSet, WarmedUp, WarmUp
+from gfgen.runtime.ipc.messages import ModelsSet, SetModels, WarmedUp, WarmUp, WarmUpLater
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes.child import Phase, RankProcess
 from gfgen.runtime.processes.loads import HeldModels
@@ -41,24 +41,61 @@ def test_steps_may_run_on_as_many_ranks_as_the_policy_gives() -> None:
     assert degrees_at_hand("mine.py", {}, 8) == (1, 2, 4, 8)
 
 
-def test_there_is_one_for_each_shape_and_the_most_work_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_are_prepared_in_the_order_in_which_jobs_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [
+        make_job("late", shape="late", arrival_s=9.0),
         make_job("small", shape="small"),
-        make_job("large", shape="large", steps=9),
+        make_job("urgent", shape="large", deadline_s=9.0),
         make_job("another small", shape="small"),
-        make_job("tiny", shape="tiny", steps=1),
     ]
     items = warm_ups(jobs, (1,))
-    assert [(item.number, item.spec.id) for item in items] == [(0, "large"), (1, "small"), (2, "tiny")]
-    monkeypatch.setattr(warming, "MAX_WARM_UPS", 2)
-    assert [item.spec.id for item in warm_ups(jobs, (1,))] == ["large", "small"]
+    assert [(item.number, item.spec.id) for item in items] == [
+        (0, "urgent"), (1, "small"), (2, "late"), (3, "urgent"),
+    ]  # fmt: skip
+    assert [item.has_texts for item in items] == [False, False, False, True]
+    monkeypatch.setattr(warming, "MAX_KINDS", 2)
+    assert [item.spec.id for item in warm_ups(jobs, (1,))] == ["urgent", "small", "urgent"]
 
 
-def test_layouts_are_all_that_a_step_may_get() -> None:
-    (item,) = warm_ups([make_job("guided", uses_cfg=True)], (1, 2, 4))
-    assert item.degrees == ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1))
-    (item,) = warm_ups([make_job("plain")], (1, 2, 4))
-    assert item.degrees == ((1, 1, 1), (1, 2, 1), (1, 4, 1))
+def test_jobs_with_an_image_guidance_or_reuse_are_kinds_of_their_own() -> None:
+    jobs = [
+        make_job("plain"),
+        make_job("like it"),
+        make_job("guided", uses_cfg=True),
+        make_job("from a picture", image="a.png"),
+        make_job("with reuse", reuse="if-late"),
+    ]
+    prepared = [item.spec.id for item in warm_ups(jobs, (1,)) if item.degrees]
+    assert prepared == ["plain", "guided", "from a picture", "with reuse"]
+
+
+def test_messages_for_later_are_short_and_merge_no_loras() -> None:
+    """All of them are sent at once."""
+    long = "x" * 20_000
+    jobs = [
+        make_job(f"{idx}", shape=f"{idx}", prompt=long, lora=({"path": "a", "scale": 1.0},))
+        for idx in range(30)
+    ]
+    first, *later = warm_ups(jobs, (1, 2, 4, 8))
+    assert (first.spec.prompt, bool(first.spec.lora)) == (long, True)
+    assert len(pickle.dumps(WarmUpLater(tuple(later)))) < 150_000
+    assert not any(item.spec.lora for item in later)
+
+
+def test_layouts_are_all_that_a_task_may_get() -> None:
+    def layouts(job: AdmittedJob) -> list[object]:
+        items = [item for item in warm_ups([job], (1, 2, 4)) if not item.has_texts]
+        return [(item.degrees, item.decodes, item.in_own_slot) for item in items]
+
+    job = make_job("guided", uses_cfg=True)
+    assert layouts(replace(job, max_decode_degree=3)) == [
+        (((1, 1, 1),), (1,), True),
+        (((2, 1, 1), (1, 2, 1)), (2,), False),
+        (((2, 2, 1), (1, 4, 1)), (), False),
+    ]
+    assert layouts(make_job("plain"))[1:] == [(((1, 2, 1),), (), False), (((1, 4, 1),), (), False)]
+    one_degree = [item.degrees for item in warm_ups([job], (4,))]
+    assert one_degree == [((2, 2, 1),), (), ((2, 2, 1), (1, 4, 1))]
 
 
 def test_steps_that_compute_for_seconds_are_not_run_before() -> None:
@@ -68,17 +105,18 @@ def test_steps_that_compute_for_seconds_are_not_run_before() -> None:
         flops = dict.fromkeys(Stage, times * warming.MAX_FLOPS)
         return replace(make_job(shape, shape=shape), flops=flops)
 
-    items = warm_ups([job_of("huge", 5), job_of("large", 2.5), job_of("small", 1)], (1, 2, 4))
-    assert [(item.number, item.spec.id, item.degrees) for item in items] == [
-        (0, "large", ((1, 4, 1),)),
-        (1, "small", ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
+    items = warm_ups([job_of("huge", 5), job_of("large", 2.5)], (1, 2, 4))
+    assert [(item.spec.id, item.degrees, item.decodes) for item in items if not item.has_texts] == [
+        ("huge", (), (1,)),
+        ("large", (), (1,)),
+        ("large", ((1, 4, 1),), ()),
     ]
 
 
 # --- warming workers up
 
 ENDS: list[Channel | selectors.BaseSelector] = []
-ITEMS = warm_ups([make_job(f"job {idx}", shape=f"{idx}") for idx in range(3)], (1,))
+ITEMS = warm_ups([make_job(f"job {idx}", shape=f"{idx}") for idx in range(3)], (1,))[:3]
 
 
 @pytest.fixture(autouse=True)
@@ -261,24 +299,34 @@ def test_long_prompts_do_not_overflow_the_socket_of_a_rank_that_is_busy() -> Non
     assert rank.answer() is None
 
 
-def test_other_models_end_what_was_yet_to_be_told_of_those_of_before() -> None:
+def test_a_rank_is_told_what_to_prepare_later_when_it_serves() -> None:
     rank = Slow(0)
     pool = pool_of(rank)
-    told: list[str] = []
-    rank.tell = lambda message, fds=(): told.append(  # type: ignore[method-assign, misc]
-        message.number if isinstance(message, WarmUp) else type(message).__name__
-    )
-    pool.steps_at_hand = lambda: long_items(3)
+    told: list[Any] = []
+    rank.tell = lambda message, fds=(): told.append(message)  # type: ignore[method-assign, misc]
+    rank.has_joined = True
+    pool.steps_at_hand = lambda: ITEMS[:1]
     pool.set_models([Path("/a")])
-    rank._theirs.send(ModelsSet(1.0))
-    list(pool.turn(0.0))
-    pool.steps_at_hand = lambda: [replace(item, number=10 + item.number) for item in long_items(2)]
+    pool.steps_at_hand = lambda: ITEMS[1:2]
     pool.set_models([Path("/b")])
-    assert (told, len(rank.requests)) == (["SetModels", 0], 4)
-    for answer in (WarmedUp(0, 0.1), ModelsSet(1.0), WarmedUp(10, 0.1), WarmedUp(11, 0.1)):
-        rank._theirs.send(answer)
+    pool.prepare_later(ITEMS[2:])
+    for _ in range(2):
+        rank._theirs.send(ModelsSet(1.0))
         list(pool.turn(0.0))
-    assert told == ["SetModels", 0, "SetModels", 10, 11]
+    pool.prepare_later(ITEMS[:1])
+    assert told == [
+        SetModels(("/a",)), SetModels(("/b",)), WarmUpLater(ITEMS[1:]), WarmUpLater(ITEMS[:1]),
+    ]  # fmt: skip
+
+
+def test_some_of_it_is_prepared_now_and_the_rest_between_tasks() -> None:
+    ranks = [Rank(0), Rank(1)]
+    later: list[Any] = []
+    for rank in ranks:
+        rank.has_joined = True
+        rank.prepare_later = later.append  # type: ignore[method-assign]
+    warming.warm_up(pool_of(*ranks), ITEMS[:2], ITEMS[2:])
+    assert [items for items in later if items] == [ITEMS[2:]] * 2
 
 
 def test_nothing_to_warm_up_takes_no_time() -> None:

@@ -18,6 +18,7 @@ from builders import make_job
 
 from gfgen.errors import AbortedError, JobError, ModelError, Problem
 from gfgen.gfc.descriptor import Descriptor
+from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
@@ -28,14 +29,18 @@ from gfgen.runtime.ipc.messages import (
     Arenas,
     ForgetJob,
     FramesStored,
+    ModelsSet,
     Ping,
     Pong,
     Reset,
     RunTask,
     SendState,
+    SetModels,
     StartJob,
     TaskFault,
     TaskReport,
+    WarmUp,
+    WarmUpLater,
     WorkerFailed,
 )
 from gfgen.runtime.ipc.migration import Transfer
@@ -164,6 +169,17 @@ def test_a_job_runs_from_its_prompt_to_its_frames(rank: Rank) -> None:
     assert rank.answer() == FramesStored(7)
     assert os.pread(frames, 1000, 0) == bytes([9]) * 768
     os.close(frames)
+
+
+def test_the_first_task_of_a_kind_is_marked_unless_a_warm_up_had_its_kind(rank: Rank) -> None:
+    reports = [rank.run_to_end(index + 1, index) for index in range(4)]
+    assert [report.is_first_use for report in reports] == [True, True, True, False], "the second step"
+    assert not rank.run_to_end(5, 0).is_first_use, "another attempt"
+    rank.device.drop([])
+    assert rank.run_to_end(6, 0).is_first_use, "its model was loaded again"
+    rank.device.drop([])
+    rank.device.note_used({("fake", Stage.ENCODE, "", (1, 1, 1), 0, 1)})
+    assert not rank.run_to_end(7, 0).is_first_use
 
 
 @pytest.mark.parametrize("number", [2, 1])
@@ -525,3 +541,42 @@ def test_a_worker_whose_control_plane_is_gone_leaves_what_would_never_end(rank: 
     while not (rank.dispatches._is_over and not rank.dispatches._inside):
         time.sleep(1e-4)
     assert aborted == [3]
+
+
+def test_tasks_come_before_what_is_prepared_between_them(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part at a time; what fails is left out, and other models end it."""
+    done: list[object] = []
+    may_go_on = threading.Event()
+
+    def parts(message: WarmUp) -> Iterator[None]:
+        for part in range(2):
+            assert may_go_on.wait(ANSWER_S)
+            done.append((message.number, part))
+            yield
+        if message.number == 1:
+            raise RuntimeError("out of luck")
+
+    rank.device.warm_up = parts
+    monkeypatch.setattr(
+        rank.device, "run", lambda works, run=rank.device.run: (done.append("task"), run(works))
+    )
+    items = [WarmUp(number, JOB.spec, "fake") for number in (1, 2)]
+    rank.channel.send(WarmUpLater(tuple(items)))
+    while not rank.worker._later:
+        time.sleep(0.001)
+    rank.run(1, 0)
+    may_go_on.set()
+    assert isinstance(rank.answer(), TaskReport)
+    while len(done) < 5:
+        time.sleep(0.001)
+    first = done.index("task")
+    assert first <= 1, "a part that has begun ends, and the task comes next"
+    assert done[:first] + done[first + 1 :] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    may_go_on.clear()
+    rank.channel.send(WarmUpLater(tuple(items)))
+    while not rank.worker._later:
+        time.sleep(0.001)
+    may_go_on.set()
+    rank.channel.send(SetModels(("fake",)))
+    assert isinstance(rank.answer(), ModelsSet)
+    assert not rank.worker._later

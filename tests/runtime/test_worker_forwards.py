@@ -12,8 +12,9 @@ import torch
 from gpu_worker_imitation import ImitationRecorder
 
 from benchmarks.small_checkpoints import save_checkpoint
+from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
-from gfgen.layout import Layout
+from gfgen.layout import Layout, Limits
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import recording
 from gfgen.models.fast.evaluation import evaluate
@@ -24,6 +25,7 @@ from gfgen.runtime.ipc.messages import RunTask, WarmUp
 from gfgen.runtime.worker import forwards as worker_forwards
 from gfgen.runtime.worker.device import RankTask
 from gfgen.runtime.worker.forwards import Forwards
+from gfgen.session.warming import warm_ups
 
 torch.set_num_threads(1)
 
@@ -95,19 +97,19 @@ def test_warm_up_rehearses_and_records_every_slot_of_its_layouts(adapters: dict[
     """A CPU's forwards are launch-bound, so that each of them is recorded."""
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, of = forwards_of(adapters)
-    forwards.warm_up(warm_up(job, (1, 1, 1), (2, 1, 1)))
+    list(forwards.warm_up(warm_up(job, (1, 1, 1), (2, 1, 1))))
     assert of.num_records == 2  # the prompt and the negative prompt: halves have the same forwards
-    forwards.warm_up(warm_up(job, (1, 3, 1)))
+    list(forwards.warm_up(warm_up(job, (1, 3, 1))))
     # 20 tokens on 3 ranks are 7, 7 and 6; of 7 and 6 of the prompts', slots 0 and 1 differ in the first.
     assert of.num_records == 7
-    forwards.warm_up(warm_up(job, (1, 1, 1), (1, 3, 1)))
+    list(forwards.warm_up(warm_up(job, (1, 1, 1), (1, 3, 1))))
     assert of.num_records == 7
 
 
 def test_both_experts_are_warmed_up(adapters: dict[str, Any]) -> None:
     job = rank_job(adapters, "tiny-wan-moe", frames=5, boundary_ratio=0.6)
     forwards, of = forwards_of(adapters)
-    forwards.warm_up(warm_up(job, (1, 1, 1)))
+    list(forwards.warm_up(warm_up(job, (1, 1, 1))))
     assert of.num_records == 2
     forwards.clear()
     assert of.num_records == 0
@@ -200,7 +202,7 @@ def test_step_whose_forwards_are_not_worth_it_is_not_recorded_with_any_prompt_in
 def test_steps_that_were_warmed_up_are_not_got_ready_again(adapters: dict[str, Any]) -> None:
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, _ = forwards_of(adapters)
-    forwards.warm_up(warm_up(job, (1, 1, 1), (1, 2, 1)))
+    list(forwards.warm_up(warm_up(job, (1, 1, 1), (1, 2, 1))))
     for layout in (ALONE, PAIR, Layout((1, 0), ulysses=2)):
         assert not forwards.is_to_record(forwards.kind_of(step(job, layout)), step(job, layout))
     assert forwards.is_to_record(forwards.kind_of(step(job, HALVES)), step(job, HALVES))
@@ -240,7 +242,7 @@ def test_rehearsal_changes_no_result(adapters: dict[str, Any], layout: Layout) -
     adapter.evaluate_by(evaluate)
     wanted = adapter.denoise(job.start.spec, *job.artifacts.values(), step=0)
     forwards, _ = forwards_of(adapters)
-    forwards.warm_up(warm_up(job, layout.degrees))
+    list(forwards.warm_up(warm_up(job, layout.degrees)))
     forwards.record(forwards.kind_of(step(job, layout)), step(job, layout))
     found = adapter.denoise(job.start.spec, *job.artifacts.values(), step=0)
     assert all(torch.equal(found.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
@@ -298,6 +300,64 @@ def test_pipelines_that_have_no_records_are_not_rehearsed(
 def test_nothing_is_recorded_where_that_is_not_wanted(adapters: dict[str, Any]) -> None:
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, of = forwards_of(adapters, may_record=False)
-    forwards.warm_up(warm_up(job, (1, 1, 1)))
+    list(forwards.warm_up(warm_up(job, (1, 1, 1))))
     assert not forwards.is_to_record(forwards.kind_of(step(job, PAIR)), step(job, PAIR))
     assert of.num_records == 0
+
+
+METHODS = {
+    Stage.ENCODE: "encode",
+    Stage.PREPARE: "prepare",
+    Stage.DENOISE: "denoise",
+    Stage.REUSE: "reuse",
+    Stage.DECODE: "decode",
+}
+"""Of an adapter, by the tasks that they run."""
+
+
+def test_every_kind_of_task_is_warmed_up_on_every_number_of_ranks(adapters: dict[str, Any]) -> None:
+    """What a job can execute and nobody has prepared loads kernels in the job's time."""
+    job = rank_job(adapters, "tiny-qwen-image", reuse="if-late")
+    adapter, done = adapters["tiny-qwen-image"], set()
+
+    def noting(stage: Stage) -> Any:
+        run = getattr(adapter, METHODS[stage])
+
+        def noted(*args: Any, parallel: Any = None, **options: Any) -> Any:
+            done.add((stage, 1 if parallel is None else parallel.sequence.size * parallel.cfg.size))
+            return run(*args, **options) if parallel is None else run(*args, parallel=parallel, **options)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for stage in Stage:
+            patch.setattr(adapter, METHODS[stage], noting(stage))
+        limits = Limits(uses_cfg=True, max_sequence_degree=4, max_decode_degree=4)
+        admitted: Any = SimpleNamespace(
+            spec=job.start.spec,
+            checkpoint=Path("tiny-qwen-image"),
+            shape=job.start.shape,
+            limits=limits,
+            flops=dict.fromkeys(Stage, 1.0),
+        )
+        forwards, _ = forwards_of(adapters)
+        for item in warm_ups([admitted], (1, 2, 4)):
+            list(forwards.warm_up(item))
+    shared = {(Stage.DENOISE, number) for number in (2, 4)} | {(Stage.DECODE, number) for number in (2, 4)}
+    assert done >= {(stage, 1) for stage in Stage} | shared
+
+
+def test_warm_up_of_a_model_that_is_gone_does_nothing(adapters: dict[str, Any]) -> None:
+    job = rank_job(adapters, "tiny-qwen-image")
+    forwards, _ = forwards_of({})
+    assert list(forwards.warm_up(warm_up(job, (1, 1, 1)))) == []
+
+
+def test_a_video_is_decoded_in_part(adapters: dict[str, Any]) -> None:
+    job = rank_job(adapters, "tiny-wan-moe", frames=17)
+    adapter, shapes = adapters["tiny-wan-moe"], []
+    forwards, _ = forwards_of(adapters)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter, "decode", lambda _, x, **__: shapes.append(x.tensors["sample"].shape[2]))
+        list(forwards.warm_up(WarmUp(1, job.start.spec, job.start.checkpoint, decodes=(1,))))
+    assert shapes == [2]

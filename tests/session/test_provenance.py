@@ -68,8 +68,12 @@ def test_ranks_on_a_cpu_refuse_fp8() -> None:
     assert AskedRanks(device="cpu", precision=("auto",)).here().precision == ()
 
 
-def test_times_in_bf16_do_not_predict_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_in_bf16_predict_fp8_as_those_of_another_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
     usual = Ranks(Devices(CUDA, 1, (Gpu("NVIDIA H200", 1),)))
-    assert known_here((), usual) is not None
-    assert known_here((), replace(usual, precision=("fp8",))) is None
+    measured, scaled = known_here((), usual), known_here((), replace(usual, precision=("fp8",)))
+    assert measured is not None and scaled is not None  # noqa: PT018
+    assert {row.basis for row in measured.rows} == {"measured"}
+    assert {row.basis for row in scaled.rows} == {"scaled"}, "as of another GPU, until a run has measured"

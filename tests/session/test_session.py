@@ -80,7 +80,7 @@ def test_ranks_are_told_where_copies_for_loras_are(
         return contextlib.nullcontext()
 
     monkeypatch.setattr(session, "ready_pool", ready)
-    monkeypatch.setattr(Session, "warm_up", lambda self, jobs: None)
+    monkeypatch.setattr(Session, "warm_up", lambda self, jobs, are_all_needed: None)
     with Session(on_gpu(tmp_path / "out", gpu_gb=gpu_gb)) as found:
         found.load([], models=["qwen-image"])
     assert told == [names]

@@ -118,6 +118,8 @@ class FolderReport:
         first, last = min(job.started_at for job in self.jobs), max(job.ended_at for job in self.jobs)
         busy = in_words(sum(job.busy_s for job in self.jobs))
         yield f"made      {_clock(first)} to {_clock(last)}, with {busy} of rank time"
+        if first_uses_s := sum((job.line.get("timings") or {}).get("first_uses_s", 0.0) for job in self.jobs):
+            yield f"first use {in_words(first_uses_s)} of it in tasks that were the first of their kind"
         kinds = Counter(Path(str(job.line.get("file"))).suffix.lstrip(".").upper() for job in done)
         size = sum(job.line.get("size_bytes") or 0 for job in done)
         files = [f"{count} {kind}" for kind, count in sorted(kinds.items())]

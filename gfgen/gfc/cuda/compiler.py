@@ -6,6 +6,7 @@ Compiling needs no toolkit, no torch and no GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -16,9 +17,13 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
 from gfgen.errors import RunError
-from gfgen.system.machine import cache_dir
+from gfgen.system.machine import cache_dir, prepared_dirs
+from gfgen.system.sharing import locked
 
+KERNELS = "cuda/kernels.cu"
 OPTIONS = ("--std=c++17",)
+_WAIT_S = 60.0
+"""For another process to compile, which took 11.9 s of a core."""
 _log = logging.getLogger(__name__)
 
 
@@ -37,18 +42,40 @@ def kept() -> list[Path]:
     return sorted(kernels_dir().glob("*.cubin"))
 
 
-def compiled(architecture: str, *, name: str = "cuda/kernels.cu", sources: Path | None = None) -> bytes:
+def compiled(architecture: str, *, name: str = KERNELS, sources: Path | None = None) -> bytes:
     """The kernels' machine code for an architecture such as `sm_90`, from the cache if possible."""
     sources = sources or source_dir()
     library = load_nvrtc()
-    key = _key(sources, sources / name, architecture, _version(library))
-    path = kernels_dir() / f"{Path(name).stem}-{key}-{architecture}.cubin"
-    if path.is_file():
-        return path.read_bytes()
-    _log.info("compiling %s for %s", name, architecture)
-    cubin = _compile(library, sources / name, (source_dir() / "cuda", sources), architecture)
-    put(path, cubin)
+    file_name = _file_name(library, name, sources, architecture)
+    if (cubin := _read(file_name)) is not None:
+        return cubin
+    path = kernels_dir() / file_name
+    with locked(path.with_suffix(".lock"), timeout_s=_WAIT_S):
+        if (cubin := _read(file_name)) is not None:  # by another process
+            return cubin
+        _log.info("compiling %s for %s", name, architecture)
+        cubin = _compile(library, sources / name, (source_dir() / "cuda", sources), architecture)
+        put(path, cubin)
     return cubin
+
+
+def is_kept(architecture: str) -> bool:
+    """Whether `compiled` would find the exchanges between GPUs."""
+    return _read(_file_name(load_nvrtc(), KERNELS, source_dir(), architecture)) is not None
+
+
+def _file_name(library: ctypes.CDLL, name: str, sources: Path, architecture: str) -> str:
+    key = _key(sources, sources / name, architecture, _version(library))
+    return f"{Path(name).stem}-{key}-{architecture}.cubin"
+
+
+def _read(file_name: str) -> bytes | None:
+    """Machine code on disk; None for what a full disk or a crash left of it."""
+    for folder in (kernels_dir(), *(each / "kernels" for each in prepared_dirs())):
+        with contextlib.suppress(OSError):
+            if content := (folder / file_name).read_bytes():
+                return content
+    return None
 
 
 def put(path: Path, content: bytes) -> None:
@@ -56,6 +83,7 @@ def put(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
+    os.chmod(file.name, 0o644)  # other users read what an image holds
     os.replace(file.name, path)
 
 

@@ -7,7 +7,7 @@ processes. Between calls an adapter keeps nothing of a job except caches (fast/t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -132,9 +132,13 @@ class Adapter(Protocol):
 
     def evaluate_by(self, forward: Evaluator) -> None: ...
 
-    def rehearse_encode(self) -> None:
-        """Evaluate the text encoder once for each shape that it can get, if these are few."""
-        ...
+    def texts_to_rehearse(self) -> Sequence[Callable[[], object]]:
+        """Functions that evaluate the text encoder, one for each shape that it can get, if these are few."""
+        return ()
+
+    def shortest(self, latents: Fields) -> Fields:
+        """These latents with as few frames as launch all kernels of a decode."""
+        return latents
 
 
 class BatchAdapter(Adapter, Protocol):

@@ -57,10 +57,9 @@ class TextEncoder:
         with sdpa_kernel(FOR_ANY_LENGTH):
             return forward(self._stack, inputs)[:, : len(ids)]
 
-    def rehearse(self, forward: Evaluator) -> None:
-        """Evaluate all lengths, so that there are records of them."""
-        for length in LENGTHS:
-            self([0] * length, forward)
+    def rehearsals(self, forward: Evaluator) -> Sequence[Callable[[], Tensor]]:
+        """Functions that evaluate each length once, so that there are records of them."""
+        return [functools.partial(self, [0] * length, forward) for length in LENGTHS]
 
     def _mask(self, count: int, length: int) -> Any:
         """Hides the padding; where tokens see only those before them, it is hidden from the others anyway."""

@@ -10,7 +10,7 @@ Source: diffusers 0.42 QwenImagePipeline.__call__.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +152,8 @@ class QwenImageAdapter(BatchAdapter):
     def evaluate_by(self, forward: Evaluator) -> None:
         self._forward = forward
 
-    def rehearse_encode(self) -> None:
-        if self._text_encoder is not None:
-            self._text_encoder.rehearse(self._forward)
+    def texts_to_rehearse(self) -> Sequence[Callable[[], object]]:
+        return () if self._text_encoder is None else self._text_encoder.rehearsals(self._forward)
 
     def _embed_text(self, text: str) -> torch.Tensor:
         """Embeddings of one prompt. One prompt is never padded, so there is no mask."""

@@ -11,7 +11,7 @@ Source: diffusers 0.42 WanPipeline.__call__ and WanImageToVideoPipeline.__call__
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +168,12 @@ class WanAdapter(BatchAdapter):
     def evaluate_by(self, forward: Evaluator) -> None:
         self._forward = forward
 
-    def rehearse_encode(self) -> None:
-        if self._text_encoder is not None:
-            self._text_encoder.rehearse(self._forward)
+    def texts_to_rehearse(self) -> Sequence[Callable[[], object]]:
+        return () if self._text_encoder is None else self._text_encoder.rehearsals(self._forward)
+
+    def shortest(self, latents: Fields) -> Fields:
+        """The first frame, and one with frames before it."""
+        return Fields({SAMPLE: latents.tensors[SAMPLE][:, :, :2]})
 
     @property
     def _per_token(self) -> bool:

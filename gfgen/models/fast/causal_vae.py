@@ -351,12 +351,12 @@ def added(
     gamma = None if norm is None else norm.gamma.flatten()
     activate = activate and norm is not None
     total = frames.parts[0].new_empty(frames.shape) if needs_total else None
-    if frames.parts[0].is_cuda:
+    if frames.parts[0].is_cpu:
+        _add_in_steps(frames, gamma, activate, total, padded, kept)
+    else:
         from gfgen.models.fast import frame_kernels
 
         frame_kernels.add_frames(frames, gamma, activate, total, padded, kept)
-    else:
-        _add_in_steps(frames, gamma, activate, total, padded, kept)
     if total is not None:
         frames.settle(total)
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # so that machine code can be made without torch (models/ahead)
+    from torch import Tensor
+
     from gfgen.models.fast.causal_vae import Frames
 
 NUM_VALUES = 2048

@@ -117,7 +117,7 @@ class Int8Layers(nn.Module):
         weight_NFC, scale_NFG, bias_NF = (
             each[start:stop] for each in (self.weight_NFC, self.scale_NFG, self.bias_NF)
         )
-        if not x.is_cuda:
+        if x.is_cpu:
             weight = weight_NFC.float() * scale_NFG.float().repeat_interleave(GROUP, dim=2)
             return (weight @ x[0].float() + bias_NF.float()).type_as(x)
         result = x.new_empty(bias_NF.shape)

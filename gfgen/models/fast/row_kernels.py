@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from gfgen.models.parallel.fp8_attention import VALUE_SCALE
+if TYPE_CHECKING:  # so that machine code can be made without torch (models/ahead)
+    from torch import Tensor
 
-if TYPE_CHECKING:
     from gfgen.models.fast.rows import RowNorm
 
 NUM_WARPS = 8
 MANY_ROWS = 2048
-"""From this number of rows, a program takes `ROWS_EACH` rows with the same weights, which it loads once."""
+"""From this number of rows, a program takes `ROWS_EACH` rows with the same weights, which it loads once. The
+number is no constant: unrolled, each row waits for the stores of the row before it, too."""
 ROWS_EACH = 4
 FEATURES_EACH = 32
 """That a program of `int8_layers` computes."""
@@ -45,9 +45,9 @@ def add_norm(
     _add_norm[(triton.cdiv(num_rows, rows_each),)](
         x, x if update is None else update, *factors, x if kinds is None else kinds, total, normed,
         x if scales is None else scales,
-        *(each.stride(0) if each.dim() == 2 else 0 for each in factors), num_rows,
+        *(each.stride(0) if each.dim() == 2 else 0 for each in factors), num_rows, rows_each,
         0.0 if norm is None else norm.eps,
-        CHANNELS=channels, BLOCK=triton.next_power_of_2(channels), ROWS=rows_each,
+        CHANNELS=channels, BLOCK=triton.next_power_of_2(channels),
         HAS_KINDS=kinds is not None, HAS_UPDATE=update is not None, HAS_GATE=gate is not None,
         PLUS_ONE=norm is not None and norm.plus_one, HAS_NORM=norm is not None,
         IN_FP8=scales is not None, num_warps=NUM_WARPS,
@@ -79,12 +79,12 @@ def int8_layers(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor, out: Te
 
 def heads(
     x: Tensor, weights: tuple[Tensor, ...], cos: Tensor | None, sin: Tensor | None, out: Tensor, *,
-    head_dim: int, eps: float,
+    head_dim: int, eps: float, copied: float,
 ) -> None:  # fmt: skip
     """x [N, >= parts C], out [parts, N, C]: rows of any stride; cos, sin [L, D/2] of any strides, or None.
 
     Each weight normalises one part, over as many channels as the weight has, and the part is turned. Every L
-    rows use the same turns. In e4m3 parts without a weight get a scale, and all are saturated.
+    rows use the same turns. In e4m3 parts without a weight are times `copied`, and all are saturated.
     """
     num_parts, num_rows, channels = out.shape
     width = weights[0].shape[0]
@@ -98,15 +98,15 @@ def heads(
         CHANNELS=channels, WIDTH=width, PAIRS=head_dim // 2,
         GROUPS_BLOCK=triton.next_power_of_2(channels // width), WIDTH_BLOCK=triton.next_power_of_2(width),
         NUM_NORMED=len(weights), HAS_TURNS=has_turns, IN_FP8=out.element_size() == 1,
-        COPIED=VALUE_SCALE, num_warps=NUM_WARPS,
+        COPIED=copied, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "rows_each"])
 def _add_norm(
     x, update, gate, weight, bias, kinds, total, normed, scales,
-    gate_stride, weight_stride, bias_stride, num_rows, eps,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_KINDS: tl.constexpr,
+    gate_stride, weight_stride, bias_stride, num_rows, rows_each, eps,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, HAS_KINDS: tl.constexpr,
     HAS_UPDATE: tl.constexpr, HAS_GATE: tl.constexpr, PLUS_ONE: tl.constexpr, HAS_NORM: tl.constexpr,
     IN_FP8: tl.constexpr,
 ):  # fmt: skip
@@ -118,8 +118,8 @@ def _add_norm(
         if HAS_NORM:
             weights = _values(weight, columns, inside)
             biases = _values(bias, columns, inside)
-    first = tl.program_id(0) * ROWS
-    for idx in tl.static_range(ROWS):
+    first = tl.program_id(0) * rows_each
+    for idx in range(rows_each):
         row = first + idx
         here = columns < tl.where(row < num_rows, CHANNELS, 0)
         place = row.to(tl.int64) * CHANNELS + columns

@@ -1,7 +1,7 @@
 """Operations on rows of channels: norms with the operations before and after them, in one pass each.
 
-On a GPU they are kernels of row_kernels.py, elsewhere the plain operations. Both compute in fp32 and
-round to the tensors' dtype where a result is stored.
+On a CPU they are the plain operations, elsewhere kernels of row_kernels.py; on the meta device a trace notes
+which (models/ahead). Both compute in fp32 and round to the tensors' dtype where a result is stored.
 
 Legend: B batch, L tokens, N = B L tokens of all samples, C channels, H heads, D head dimension.
 """
@@ -80,7 +80,7 @@ def add_norm(
     kinds_N: for tokens of several kinds, int32: which row of gate, weight and bias each token takes.
     Shapes: x, update [B, L, C]; gate [C] or [kinds, C] -> [B, L, C] twice.
     """
-    if not x.is_cuda:
+    if x.is_cpu:
         total = x if update is None else _sum(x, update, gate, kinds_N)
         factors = _by_token(norm.weight, kinds_N, x) + (1 if norm.plus_one else 0)
         normed = functional.layer_norm(total.float(), total.shape[-1:], eps=norm.eps)
@@ -100,7 +100,7 @@ def add_norm(
 
 def to_fp8(x: Tensor, *, has_gelu: bool = False) -> Fp8Rows:
     """x [.., C] in e4m3, or its tanh GELU."""
-    if not x.is_cuda:
+    if x.is_cpu:
         return _fp8_in_steps(functional.gelu(x.float(), approximate="tanh") if has_gelu else x.float())
     from gfgen.models.fast import row_kernels
 
@@ -126,7 +126,7 @@ def _fp8_in_steps(x: Tensor) -> Fp8Rows:
 
 def add_gated(x: Tensor, update: Tensor, gate: Tensor, *, kinds_N: Tensor | None = None) -> Tensor:
     """x + gate * update; shapes and kinds as in `add_norm`."""
-    if not x.is_cuda:
+    if x.is_cpu:
         return _sum(x, update, gate, kinds_N)
     from gfgen.models.fast import row_kernels
 
@@ -157,14 +157,16 @@ def heads(
     batch, length, channels = *projected.shape[:2], num_heads * head_dim
     if into is None:
         into = projected.new_empty((len(weights), batch, length, num_heads, head_dim))
-    if not projected.is_cuda:
+    if projected.is_cpu:
         _heads_in_steps(projected, weights, eps, turns, into)
     elif length:
         from gfgen.models.fast import row_kernels
 
         cos, sin = turns or (None, None)
         rows = into.view(len(into), batch * length, channels)
-        row_kernels.heads(_rows(projected), tuple(weights), cos, sin, rows, head_dim=head_dim, eps=eps)
+        row_kernels.heads(
+            _rows(projected), tuple(weights), cos, sin, rows, head_dim=head_dim, eps=eps, copied=VALUE_SCALE
+        )
     assert projected.shape[2] >= into.shape[0] * channels
     return into
 

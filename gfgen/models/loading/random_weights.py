@@ -203,12 +203,12 @@ def _made(files: Checkpoint, name: str, *, device: str, dtype: torch.dtype) -> A
             model.tie_weights()  # part of the initialisation that was skipped
         else:
             model = kind.from_config(dict(files.configs[name]))
-    _keep_in_fp32(model)
+    keep_in_fp32(model)
     draw_weights(model, name=name)
     return model.eval()
 
 
-def _keep_in_fp32(model: Any) -> None:
+def keep_in_fp32(model: Any) -> None:
     """Convert the parameters that diffusers keeps in fp32 when it loads weights.
 
     transformers has a list of this name, too, but uses it for fp16 only.

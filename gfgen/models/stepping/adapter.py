@@ -20,7 +20,7 @@ from gfgen.errors import ModelError
 from gfgen.job.images import is_video
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Fields
+from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Adapter, Fields
 from gfgen.models.families.outputs import can_extrapolate, carry_outputs, extrapolated, keep_outputs
 from gfgen.models.families.pictures import load_image, load_video
 from gfgen.models.fast import compiled, stop_checks
@@ -49,7 +49,7 @@ NUM_SCHEDULERS = 8
 """Kept ready; jobs may have schedulers of their own."""
 
 
-class PipelineAdapter:
+class PipelineAdapter(Adapter):
     """Executors of one checkpoint; see `families.adapter.Adapter`."""
 
     def __init__(
@@ -160,9 +160,6 @@ class PipelineAdapter:
     def evaluate_by(self, forward: Evaluator) -> None:
         if self._can_record:
             self._evaluate = functools.partial(evaluate_call, by=forward)
-
-    def rehearse_encode(self) -> None:
-        """Prompts of any length may come, and pipelines call their text encoders themselves."""
 
     def _sound_rate(self) -> int:
         """Samples per second, which the component that makes sound has in its config."""

@@ -95,6 +95,8 @@ class Usage:
     busy_s: float = 0.0
     rank_s: float = 0.0
     """Seconds of each of its ranks: GPU-seconds."""
+    first_uses_s: float = 0.0
+    """The part of `busy_s` in tasks that were the first of their kind."""
     peak_bytes: int | None = None
     """The most that torch had allocated on one of its GPUs."""
     timings: dict[str, float] = field(default_factory=dict)
@@ -117,6 +119,7 @@ class Usage:
             self.started_s = event.started_s
         self.busy_s += busy_s
         self.rank_s += rank_s
+        self.first_uses_s += busy_s if event.is_first_use else 0.0
         if peaks := [each.peak_bytes for each in event.times if each.peak_bytes is not None]:
             self.peak_bytes = max(self.peak_bytes or 0, *peaks)
         self.timings[stage] = self.timings.get(stage, 0.0) + busy_s
@@ -258,6 +261,7 @@ class JobRecord:
             deadline_s=None if self.deadline_s == math.inf else self.deadline_s,
             busy_s=usage.busy_s,
             rank_s=usage.rank_s,
+            first_uses_s=usage.first_uses_s,
             peak_bytes=usage.peak_bytes,
             layouts=tuple(usage.layouts),
             error=error,

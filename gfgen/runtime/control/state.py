@@ -50,6 +50,7 @@ class State:
     ) -> None:
         self.clock = clock
         self._costs = costs
+        costs.price_first_uses(start.first_use_s, start.warm)
         self._is_looking_ahead = start.lookahead_s > 0
         self.models = ModelTurns(
             start.resident if start.resident is not None else {job.spec.model or "" for job in jobs},
@@ -145,6 +146,8 @@ class State:
             self.snapshot(),
             costs=_JobCosts(records, self._costs, are_handed_out=False),
             recent=tuple([view for _, view in recent]),
+            expects_more=self.expects_more or not all(job.arrived for job in self.jobs.records.values()),
+            shares_cores=self._costs.shares_cores,
             kept={},
         )
 
@@ -286,7 +289,9 @@ class State:
         if dispatch.batch is not None:  # which the job, or others of it, may have left meanwhile
             cost_class = self._costs.class_of(record.job, batch=len(dispatch.batch))
         kind = cost_class, task.stage, layout.degrees
-        if dispatch.switch_s:
+        if event.is_first_use:
+            self._costs.observe_first_use(*kind, busy_s, prepared_s=max(x.prepared_s for x in event.times))
+        elif dispatch.switch_s:
             self._costs.observe_switch(*kind, busy_s)
         else:
             first_end_s = busy_s if len(event.times) == 1 else event.first_end_s
@@ -475,5 +480,11 @@ class _JobCosts:
             is_handed_out=self._are_handed_out,
         )
 
+    def first_use_s(self, task: Task, layout: Layout) -> float:
+        return self._costs.first_use_s(self._jobs[task.job_id].cost_class, task.stage, layout.degrees)
+
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
         return self._costs.move_s(self._jobs[job_id].cost_class, source, layout)
+
+    def spread(self, task: Task, layout: Layout) -> float:
+        return self._costs.spread(self._jobs[task.job_id].cost_class, task.stage, layout.degrees)

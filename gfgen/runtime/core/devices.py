@@ -44,6 +44,11 @@ class Gpu:
     capability: tuple[int, int] = (0, 0)
     """Compute capability, which says what the GPU can compute with."""
 
+    @property
+    def architecture(self) -> str:
+        """Such as sm_90, as compilers call it."""
+        return "sm_{}{}".format(*self.capability)
+
 
 @dataclass(frozen=True, slots=True)
 class Devices:

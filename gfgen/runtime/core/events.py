@@ -82,6 +82,10 @@ class RankTimes(NamedTuple):
     """From the end of the rank's last task to `started_s`, by the GPU's clock."""
     peak_bytes: int | None = None
     """Peak of torch's memory on its GPU."""
+    is_first_use: bool = False
+    """The task compiled, recorded graphs, or was the first of its kind in the rank's process."""
+    prepared_s: float = 0.0
+    """The part of `waited_s` in which the rank recorded graphs for it."""
 
     @property
     def busy_s(self) -> float:
@@ -114,6 +118,11 @@ class TaskDone(Event):
         """From the start on the last rank to the end on the first one: a rank is free again then."""
         times = self.times
         return min([each.ended_s for each in times]) - max([each.started_s for each in times])
+
+    @property
+    def is_first_use(self) -> bool:
+        """Whether it was one on any of its ranks: its duration is not that of other such tasks."""
+        return any(each.is_first_use for each in self.times)
 
     @property
     def rank_s(self) -> float:

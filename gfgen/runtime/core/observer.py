@@ -80,6 +80,8 @@ class JobOutcome:
     """Frames, height and width of each, if only the decode knew them."""
     rank_s: float = 0.0
     """Seconds of each of its ranks, summed over its tasks: GPU-seconds."""
+    first_uses_s: float = 0.0
+    """The part of `busy_s` in tasks that were the first of their kind in a rank's process."""
     peak_bytes: int | None = None
     """The most that torch had allocated on one of its GPUs; None on CPU ranks."""
     num_reused: int = 0

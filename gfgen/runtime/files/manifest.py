@@ -104,6 +104,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
             "busy_s": _rounded(outcome.busy_s),
             "rank_s": _rounded(outcome.rank_s),
             "stages_s": {name: _rounded(value) for name, value in outcome.timings.items()},
+            **({"first_uses_s": _rounded(outcome.first_uses_s)} if outcome.first_uses_s else {}),
         },
         "deadline_s": _rounded(outcome.deadline_s),
         "met_deadline": outcome.met_deadline,

@@ -6,10 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gfgen.layout import Degrees
 from gfgen.runtime.files.resume import ResumePoint
 
 GRACE_S = 30.0
 """How long running tasks may take to end when the run is to stop, before they are stopped, too."""
+
+FIRST_USE_S = 0.5
+"""`RunStart.first_use_s` of ranks on GPUs, which load kernels and choose convolutions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,11 @@ class RunStart:
     """Sets of ranks that reach each other's memory. None: all do."""
     batch: int = 1
     """The most jobs that take their steps together."""
+    first_use_s: float = 0.0
+    """Extra time of the first step or decode of a model and shape on some degrees, until the run has learned
+    it; 0: it costs nothing."""
+    warm: Collection[tuple[str, str, Degrees]] = ()
+    """Models, by the names that jobs have, with shapes and degrees whose first uses are over."""
 
     def header(self) -> dict[str, Any]:
         return {
@@ -57,4 +66,6 @@ class RunStart:
             "resident": None if self.resident is None else sorted(self.resident),
             "islands": self.islands,
             "batch": self.batch,
+            "first_use_s": self.first_use_s,
+            "warm": sorted(self.warm),
         }

@@ -102,13 +102,26 @@ class ReplacePeer:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Prepare steps of jobs like this one, before any job of its model runs; answer `WarmedUp`."""
+    """Prepare tasks of jobs like this one, before any job of its model runs; answer `WarmedUp`."""
 
     number: int
     spec: JobSpec
     checkpoint: str
-    degrees: tuple[tuple[int, int, int], ...]
-    """(cfg, ulysses, ring) of the layouts to prepare, in any slot."""
+    degrees: tuple[tuple[int, int, int], ...] = ()
+    """(cfg, ulysses, ring) of the layouts whose steps to prepare, in any slot."""
+    decodes: tuple[int, ...] = ()
+    """The numbers of ranks that may share a decode."""
+    has_texts: bool = False
+    """Whether to prepare prompts of all lengths."""
+    in_own_slot: bool = False
+    """Only in the slot that the rank has if all layouts begin with rank 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpLater:
+    """Prepare these, in order, whenever no task is here; there is no answer."""
+
+    items: tuple[WarmUp, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +229,10 @@ class TaskReport(NamedTuple):
     """On a GPU, by its clock: from the end of the previous task to the start of this one."""
     peak_bytes: int | None = None
     """On a GPU: the most that torch had allocated while the task was launched."""
+    is_first_use: bool = False
+    """Nothing of its kind had run in the process, or the process recorded graphs for it."""
+    prepared_s: float = 0.0
+    """The part of `waited_s` in which it recorded them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,12 @@ Jobs of one model and shape share a `CostClass`. The estimate for a (stage, degr
 of: 1. this run's measurement; 2. the profile's time for this task, for shapes around it, or for other degrees
 (cost_table.py), times the
    ratio of measured to profiled times in this run;
-3. the task's floating-point operations over the rate of the same model in the same stage with other shapes,
-   or in its denoising steps, or over a default rate.
-Every estimate has a `Provenance`. Waiting and moving are not part of a duration.
+3. the task's floating-point operations at the pace of the same model in the same stage with other shapes, or
+   in its denoising steps, in this run or in the profile;
+4. a first use of such a task, or of others of its model, or a default pace.
+Every estimate has a `Provenance`. Waiting and moving are not part of a duration. Estimates are medians: one
+outlier moves none by more than the spread of the others. First uses (compiling, recording graphs) are no
+measurements. They have a price of their own, which `remaining_s` includes until such a task has run.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
-from gfgen.runtime.predict.profile_file import IN_BATCHES, Profile
+from gfgen.runtime.predict.profile_file import IN_BATCHES, Profile, interquartile_range
 from gfgen.snapshot import Arrangement
 
 _ONE: Degrees = (1, 1, 1)
@@ -34,28 +37,23 @@ MOVE_BYTES_PER_S = 2e9
 """Copy through shared memory on one core."""
 SWITCH_S = 0.05
 """Merging other LoRAs, until this run has done so."""
-_NEW_SHARE = 0.2
-"""Weight of a new measurement after the first five: follows drift, damps noise."""
 _NUM_RECENT = 9
-"""Durations that an estimate rests on. Their median ignores the slow first steps of up to four new shapes of
-prompts, and follows a lasting change after five tasks."""
+"""Durations, or other tasks, that an estimate rests on. Their median ignores the slow first steps of up to
+four new shapes of prompts, and follows a lasting change after five tasks."""
 _MAX_SAMPLES = 64
 _NOTABLE = 0.1
 """A smaller relative change of an estimate does not reorder jobs."""
 _MAX_NAMED = 3
 """The most uncertain shapes per provenance, and layouts per shape, that a line names."""
+_SPREADS = (0.0, 0.0, 0.05, 0.1, 0.5)
+"""By provenance: how far an estimate may be off at least, as a share of it."""
 _CLEAR_GAIN = 0.98
 """Other degrees replace the usual ones if a step on them takes less than this share of the time."""
 
 
-@dataclass(slots=True)
-class _Mean:
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, sample: float) -> None:
-        self.count += 1
-        self.value += (sample - self.value) * max(_NEW_SHARE, 1 / self.count)
+_Key = tuple[Stage, Degrees]
+_Tasks = dict[tuple[str, Degrees], float]
+"""Values of the last _NUM_RECENT tasks, by `CostClass.kind` and degrees."""
 
 
 class Recent:
@@ -65,7 +63,7 @@ class Recent:
         self.samples: deque[float] = deque(maxlen=_MAX_SAMPLES)
         """More of them, all measured in this run, for a profile."""
         self.value = 0.0
-        """The median, so that the slow first steps among them do not lift it."""
+        """The median, which outliers do not lift; of two the shorter one."""
         self.soonest_s = 0.0
         """The shortest time after which a rank was free again."""
         self._durations: deque[float] = deque(maxlen=_NUM_RECENT)
@@ -75,7 +73,7 @@ class Recent:
         """Note the time until the task ended on its last rank, and on its first one if that was earlier."""
         self._durations.append(duration_s)
         self._first_ends.append(duration_s if first_end_s is None else first_end_s)
-        self.value = statistics.median(self._durations)
+        self.value = (statistics.median if len(self._durations) > 2 else min)(self._durations)
         self.soonest_s = min(self._first_ends)
 
 
@@ -88,6 +86,10 @@ class CostClass:
     flops: Mapping[Stage, float]
     state_bytes: int
     measured: dict[tuple[Stage, Degrees], Recent] = field(default_factory=dict)
+    first_uses: dict[_Key, tuple[float, float]] = field(default_factory=dict)
+    """The shortest duration of a first use, and how much longer it took with its preparation."""
+    warm: set[Degrees] = field(default_factory=set)
+    """Degrees that warm-ups have used before the run."""
     published: dict[tuple[Stage, Degrees], float] = field(default_factory=dict)
     """Estimates returned since the last notable change."""
     alone: dict[Stage, float] = field(default_factory=dict)
@@ -135,7 +137,9 @@ class UncertainEstimate:
 class CostModel:
     """Durations of tasks and moves, refined by every completed task."""
 
-    def __init__(self, profile: Profile | None = None) -> None:
+    def __init__(self, profile: Profile | None = None, *, shares_cores: bool = False) -> None:
+        self.shares_cores = shares_cores or (profile is not None and profile.shares_cores)
+        """Whether ranks slow each other down, so that durations depend on what else ran."""
         self.changed: set[CostClass] = set()
         """Classes of which an estimate has changed notably since their last renewal."""
         self.corrected: set[CostClass] = set()
@@ -146,9 +150,16 @@ class CostModel:
         self._move_s = 0.0 if profile is None else profile.move_s
         self._move_bytes_per_s = MOVE_BYTES_PER_S if profile is None else profile.move_bytes_per_s
         self._classes: dict[tuple[str, str], CostClass] = {}
-        self._rates: dict[tuple[str, Stage], _Mean] = {}
-        self._drifts: dict[tuple[str, Stage], _Mean] = {}
+        self._paces: dict[tuple[str, Stage], _Tasks] = {}
+        """Seconds per operation, on one rank."""
+        self._first_paces: dict[tuple[str, Stage], float] = {}
+        """The shortest of first uses."""
+        self._drifts: dict[tuple[str, Stage], _Tasks] = {}
         """Ratios of measured to profiled durations."""
+        self._default_first_use_s = 0.0
+        self._warm: Collection[tuple[str, str, Degrees]] = ()
+        self._first_uses: dict[str, Recent] = {}
+        """By model: how much longer first uses took than other tasks of their kind."""
         self._switches: dict[str, Recent] = {}
         """Seconds to merge other LoRAs, by model."""
         self._writes: dict[tuple[str, str], Recent] = {}
@@ -166,7 +177,13 @@ class CostModel:
                 limits=job.limits,
                 batch=batch,
             )
+            name, shape = job.spec.model or "", _kind(job.shape, batch)
+            self._classes[key].warm.update(way for *what, way in self._warm if what == [name, shape])
         return self._classes[key]
+
+    def price_first_uses(self, default_s: float, warm: Collection[tuple[str, str, Degrees]]) -> None:
+        """Set `RunStart.first_use_s` and `RunStart.warm`, before there are classes."""
+        self._default_first_use_s, self._warm = default_s, warm
 
     def cost_class(
         self,
@@ -235,7 +252,16 @@ class CostModel:
         profiled = self._profiled(cost_class, stage, degrees)
         if profiled is not None:
             return profiled.scaled(self._drift(cost_class.model, stage), profiled.provenance)
-        return self._by_rate(cost_class, stage, degrees)
+        return self._by_pace(cost_class, stage, degrees)
+
+    def spread(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
+        """How far the estimate may be off, as a share of it: the interquartile range, or more if it is not
+        measured."""
+        measured = cost_class.measured.get((stage, degrees))
+        if measured is not None:
+            return interquartile_range(measured.samples) / max(measured.value, OVERHEAD_S)
+        found = self.estimate(cost_class, stage, degrees)
+        return max(_SPREADS[found.provenance], found.spread_s / max(found.seconds, OVERHEAD_S))
 
     @property
     def classes(self) -> Collection[CostClass]:
@@ -252,7 +278,7 @@ class CostModel:
         if self._table is not None and cost_class.model in self._table.models:
             return True
         denoise = (cost_class.model, Stage.DENOISE)
-        return denoise in self._rates or any(stage is Stage.DENOISE for stage, _ in cost_class.measured)
+        return denoise in self._paces or any(stage is Stage.DENOISE for stage, _ in cost_class.measured)
 
     def has_seen(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
         """Whether such a task has run, in this run or for the profile."""
@@ -284,6 +310,9 @@ class CostModel:
             return self.task_s(cost_class, stage, own.get(stage, _ONE), is_handed_out=is_handed_out)
 
         rest_s = self._rest_s(stage_s, task, num_tasks, num_reused=num_reused)
+        rest_s += self.first_use_s(cost_class, Stage.DECODE, own[Stage.DECODE])
+        if task.index < num_tasks - 1:
+            rest_s += self.first_use_s(cost_class, Stage.DENOISE, degrees)
         if is_handed_out:
             cost_class.rests_on[key] = rest_s
         return rest_s
@@ -306,8 +335,24 @@ class CostModel:
                     cost_class.alone[stage] = self.task_s(cost_class, stage, _ONE)
                 return cost_class.alone[stage]
 
-            rest_s = cost_class.rests[key] = self._rest_s(stage_s, task, num_tasks, num_reused=num_reused)
+            rest_s = self._rest_s(stage_s, task, num_tasks, num_reused=num_reused)
+            stages = (Stage.DENOISE, Stage.DECODE)[task.index == num_tasks - 1 :]
+            rest_s += sum(self.first_use_s(cost_class, stage, _ONE) for stage in stages)
+            cost_class.rests[key] = rest_s
         return rest_s
+
+    def first_use_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
+        """The price of the first step or decode of this class on these degrees; 0 once there was one."""
+        key, default_s = (stage, degrees), self._default_first_use_s
+        if not default_s or stage not in (Stage.DENOISE, Stage.DECODE):
+            return 0.0
+        if key in cost_class.measured or key in cost_class.first_uses:
+            return 0.0
+        ways = (way if stage is Stage.DENOISE else (1, math.prod(way), 1) for way in cost_class.warm)
+        if degrees in ways:
+            return 0.0
+        learned = self._first_uses.get(cost_class.model)
+        return (default_s if learned is None else learned.value) / cost_class.batch
 
     def _rest_s(
         self, stage_s: Callable[[Stage], float], task: Task, num_tasks: int, *, num_reused: int
@@ -429,32 +474,66 @@ class CostModel:
         first_end_s: float | None = None,
     ) -> None:
         """Learn from a completed task; `first_end_s` is when the first of its ranks was free, if earlier."""
-        key = (stage, degrees)
+        key, model, task = (stage, degrees), cost_class.model, (cost_class.kind, degrees)
         profiled = None if self._table is None else self._profiled(cost_class, stage, degrees)
-        measured = cost_class.measured.get(key)
+        measured, price_s = cost_class.measured.get(key), self.first_use_s(cost_class, stage, degrees)
         is_first = measured is None
         if measured is None:
+            if (first_use := cost_class.first_uses.get(key)) is not None:
+                self._learn_price(cost_class, sum(first_use) - duration_s)
             measured = cost_class.measured[key] = Recent()
             if profiled is not None and profiled.provenance is Provenance.PROFILED:
                 measured.add(profiled.loaded_s, max(0.0, profiled.seconds - profiled.spread_s))
         measured.add(duration_s, first_end_s)
         measured.samples.append(duration_s)
         if profiled is not None and self._shows_drift(cost_class, stage, degrees, profiled):
-            drift = self._drifts.setdefault((cost_class.model, stage), _Mean())
-            drift.add(duration_s / profiled.loaded_s)
-        if duration_s > OVERHEAD_S and cost_class.flops[stage] > 0:
-            rate = cost_class.flops[stage] / (duration_s - OVERHEAD_S)
-            if degrees != _ONE:
-                rate /= speed_up(math.prod(degrees))
-            self._rates.setdefault((cost_class.model, stage), _Mean()).add(rate)
+            _note(self._drifts.setdefault((model, stage), {}), task, measured.value / profiled.loaded_s)
+        if (pace := _pace(cost_class, stage, degrees, measured.value)) is not None:
+            _note(self._paces.setdefault((model, stage), {}), task, pace)
+        self._note_learned(cost_class, key, measured.value, is_first=is_first, price_s=price_s)
+
+    def observe_first_use(
+        self, cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: float, *, prepared_s: float
+    ) -> None:
+        """Learn what a first use costs; its duration predicts others only if nothing else can."""
+        key, model = (stage, degrees), cost_class.model
+        price_s, before = self.first_use_s(cost_class, stage, degrees), cost_class.first_uses.get(key)
+        if before is None or duration_s < before[0]:
+            cost_class.first_uses[key] = (duration_s, prepared_s)
+            if (pace := _pace(cost_class, stage, degrees, duration_s)) is not None:
+                self._first_paces[model, stage] = min(pace, self._first_paces.get((model, stage), pace))
+        if (measured := cost_class.measured.get(key)) is not None:
+            self._learn_price(cost_class, duration_s + prepared_s - measured.value)
+        estimate_s = self.estimate(cost_class, stage, degrees).loaded_s
+        self._note_learned(cost_class, key, estimate_s, is_first=before is None, price_s=price_s)
+
+    def _learn_price(self, cost_class: CostClass, extra_s: float) -> None:
+        if self._default_first_use_s:
+            model = cost_class.model
+            self._first_uses.setdefault(model, Recent()).add(max(0.0, extra_s) * cost_class.batch)
+            self._correct(self._of_model(model))
+
+    def _note_learned(
+        self, cost_class: CostClass, key: _Key, estimate_s: float, *, is_first: bool, price_s: float
+    ) -> None:
+        """Let estimates change that are wrong now; `price_s` was that of a first use before this task."""
         published = cost_class.published.get(key)
-        if published is not None and _is_notable(measured.value, published):
+        if published is not None and _is_notable(estimate_s, published):
             for other in self._of_model(cost_class.model):
                 other.published.clear()
                 self._rise(other)
                 self.changed.add(other)
         if is_first:
             self._note_corrected(cost_class.model)
+        if price_s:
+            self._correct([cost_class])
+
+    def _correct(self, classes: Collection[CostClass]) -> None:
+        """Renew these classes at the next decision."""
+        for each in classes:
+            self._rise(each)
+        self.changed.update(classes)
+        self.corrected.update(classes)
 
     def _of_model(self, model: str) -> set[CostClass]:
         return {each for each in self._classes.values() if each.model == model}
@@ -491,16 +570,41 @@ class CostModel:
 
     def _drift(self, model: str, stage: Stage) -> float:
         """The ratio of measured to profiled times; 1 until there is a measurement."""
-        drift = self._drifts.get((model, stage)) or self._drifts.get((model, Stage.DENOISE))
-        return drift.value if drift else 1.0
+        drifts = self._drifts.get((model, stage)) or self._drifts.get((model, Stage.DENOISE))
+        return statistics.median(drifts.values()) if drifts else 1.0
 
-    def _by_rate(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate:
-        rate = self._rates.get((cost_class.model, stage)) or self._rates.get(
-            (cost_class.model, Stage.DENOISE)
-        )
-        flops_per_s = (rate.value if rate else DEFAULT_FLOPS_PER_S) * speed_up(math.prod(degrees))
-        seconds = cost_class.flops[stage] / flops_per_s + OVERHEAD_S
-        return Estimate(seconds, seconds, Provenance.EXTRAPOLATED if rate else Provenance.GUESSED)
+    def _by_pace(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate:
+        """From other tasks of the model. A first use bounds the estimate, and replaces a guess."""
+        model, provenance = cost_class.model, Provenance.EXTRAPOLATED
+        first_s, _ = cost_class.first_uses.get((stage, degrees), (math.inf, 0.0))
+        paces = self._paces.get((model, stage)) or self._paces.get((model, Stage.DENOISE))
+        pace = statistics.median(paces.values()) if paces else None
+        if pace is None and self._table is not None:
+            pace = self._table.pace(model)
+        if pace is None:
+            provenance = Provenance.GUESSED
+            if first_s < math.inf:
+                return Estimate(first_s, first_s, provenance)
+            found = (self._first_paces.get((model, each)) for each in (stage, Stage.DENOISE))
+            pace = next(filter(None, found), 1 / DEFAULT_FLOPS_PER_S)
+        seconds = cost_class.flops[stage] * pace / speed_up(math.prod(degrees)) + OVERHEAD_S
+        return Estimate(min(seconds, first_s), min(seconds, first_s), provenance)
+
+
+def _note(values: _Tasks, task: tuple[str, Degrees], value: float) -> None:
+    """Keep the value of a task, and of those that ran last besides."""
+    values.pop(task, None)
+    values[task] = value
+    if len(values) > _NUM_RECENT:
+        del values[next(iter(values))]
+
+
+def _pace(cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: float) -> float | None:
+    """Seconds per operation on one rank; None for tasks without arithmetic."""
+    flops = cost_class.flops[stage]
+    if duration_s <= OVERHEAD_S or flops <= 0:
+        return None
+    return (duration_s - OVERHEAD_S) * speed_up(math.prod(degrees)) / flops
 
 
 def _kind(shape: str, batch: int) -> str:

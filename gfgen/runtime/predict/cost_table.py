@@ -39,7 +39,7 @@ class Provenance(IntEnum):
     EXTRAPOLATED = 3
     """Beyond the profile's shapes, or on other degrees; or from this run's other shapes."""
     GUESSED = 4
-    """From operations over an assumed rate."""
+    """From operations over an assumed rate, or from a first use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,12 @@ class CostTable:
             return found
         factor = self._time_ratio(model, stage, math.prod(degrees), math.prod(base))
         return found.scaled(factor, Provenance.EXTRAPOLATED)
+
+    def pace(self, model: str) -> float | None:
+        """Seconds per operation of the model's steps on one rank; None if that is unknown."""
+        rows = self._rows.get((model, Stage.DENOISE), {}).get(_ONE, ())
+        paces = [_loaded_s(row) / row.flops for row in rows if row.flops > 0]
+        return statistics.median(paces) if paces else None
 
     def write_s(self, model: str, shape: str, work: TaskWork) -> float:
         """From the end of a decode to its file, which does not depend on the decode's degrees.

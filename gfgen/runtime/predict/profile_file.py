@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,11 @@ class Profile:
         return self.write_s > 0 or any(row.write_s is not None for row in self.rows)
 
     @property
+    def shares_cores(self) -> bool:
+        """Whether ranks slow each other down, as those of a CPU do."""
+        return any(row.loaded_s is not None for row in self.rows)
+
+    @property
     def hash(self) -> str:
         return hashlib.sha256(self.as_json().encode()).hexdigest()
 
@@ -111,7 +116,7 @@ class Profile:
         return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
-def interquartile_range(values: Sequence[float]) -> float:
+def interquartile_range(values: Collection[float]) -> float:
     if len(values) < 2:
         return 0.0
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
@@ -132,7 +137,7 @@ def load_profile(path: Path) -> Profile:
     except (ValueError, RecursionError) as error:
         raise InputError(f"--profile {path}: not JSON ({error})") from None
     try:
-        return _profile_of(content)
+        return profile_of(content)
     except ValueError as error:
         raise InputError(f"--profile {path}: not a profile ({error}); 'gfgen profile' makes one") from None
 
@@ -140,8 +145,8 @@ def load_profile(path: Path) -> Profile:
 def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> None:
     """Check that a profile can predict these jobs on this many ranks.
 
-    Shapes and degrees that the profile lacks are allowed: the cost model extrapolates and reports them
-    (`CostModel.doubts`).
+    Other shapes, degrees and stages than those of the profile are allowed: the cost model extrapolates and
+    reports them (`CostModel.doubts`).
 
     Raises: InputError that says what the profile has, what is missing, and what to do.
     """
@@ -154,12 +159,10 @@ def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: i
             f"'gfgen profile JOBS' or 'gfgen profile --model {missing[0]}', or choose another with --profile"
         )
     for model in dict.fromkeys(job.model_in(models) for job in jobs):
-        stages = {row.stage for row in profile.rows if row.model == model}
-        lacking = [str(stage) for stage in Stage if stage not in (*stages, Stage.REUSE)]
-        if lacking:
+        if not any(row.model == model and row.stage is Stage.DENOISE for row in profile.rows):
             raise InputError(
-                f"the profile of {profile.device!r} has no row of {model} for {_some(lacking)} in any "
-                "layout: measure it again with 'gfgen profile JOBS'"
+                f"the profile of {profile.device!r} has no row of {model} for denoise in any layout: measure "
+                "it again with 'gfgen profile JOBS'"
             )
     if num_ranks > profile.num_ranks:
         raise InputError(
@@ -174,7 +177,8 @@ def _some(names: Sequence[str]) -> str:
     return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED} more"
 
 
-def _profile_of(content: object) -> Profile:
+def profile_of(content: object) -> Profile:
+    """The profile in a file's JSON. Raises: ValueError that says what is wrong with it."""
     head = dict(_fields_of(Profile, content, also=("format",)))
     if head.pop("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")

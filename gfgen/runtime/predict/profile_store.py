@@ -7,6 +7,7 @@ gfgen/models/profiles/*.json                           profiles that come with g
 gfgen/models/profiles/scaled/*.json                    times on one CPU core, to be scaled to others
 
 This machine's profile joins their rows: first those of `gfgen profile`, then those of runs, then scaled ones.
+For a GPU without a shipped profile, those of another GPU are scaled by what both compute.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,18 +23,20 @@ from pathlib import Path
 from gfgen.errors import InputError
 from gfgen.models.families import registry
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
-from gfgen.runtime.predict.scaling import calibrated_speed, scaled_profile, speed_by_runs
+from gfgen.runtime.predict.profile_file import FORMAT, Profile, ProfileRow, load_profile, profile_of
+from gfgen.runtime.predict.scaling import calibrated_speed, of_another_gpu, scaled_profile, speed_by_runs
 from gfgen.system.machine import cache_dir, cpu_name, file_stem, versions
 
 logger = logging.getLogger(__name__)
 
 SHIPPED = Path(registry.__file__).parents[1] / "profiles"
 SCALED = SHIPPED / "scaled"
+NVIDIA = "NVIDIA "
+"""Names of GPUs begin with it."""
 BY_RUNS = "runs"
 """The source of a profile that runs measured, which has only task times."""
 MIN_SAMPLES = 3
-"""Samples that a row of runs needs, because the first task of a kind is slow."""
+"""Samples that a row of runs needs, because one or two may be outliers."""
 
 
 def default_path(device: str | None = None, *, kind: str = "") -> Path:
@@ -60,6 +63,9 @@ def find_profile(device: str | None = None, *, calibrate: bool = False) -> tuple
     found = [each for each in (measured, by_runs) if each is not None]
     if device == cpu_name():
         found += _scaled(found, may_measure=calibrate)
+    elif measured is None and device.startswith(NVIDIA):
+        path = next(iter(sorted(SHIPPED.glob("*.json"))))
+        found.append((path, of_another_gpu(load_profile(path), device)))
     return (found[0][0], joined([profile for _, profile in found])) if found else None
 
 
@@ -167,14 +173,67 @@ def save_profile(profile: Profile, path: Path) -> Profile:
     return profile
 
 
+def export_times(path: Path) -> Sequence[Profile]:
+    """Write what this version of gfgen has measured on this machine to one file; its profiles.
+
+    Raises: InputError if there is nothing, if the file is there and something else, or cannot be written.
+    """
+    here = default_path("any").parent.glob(f"*-gfgen-{versions().get('gfgen')}*.json")
+    profiles = [each[1] for found in sorted(here) if (each := _readable(found)) is not None]
+    if not profiles:
+        raise InputError("no times of tasks were measured here: 'gfgen profile' and runs measure them")
+    if path.exists():
+        _exported(path)
+    content = {"gfgen_times": FORMAT, "profiles": [json.loads(each.as_json()) for each in profiles]}
+    try:
+        _write(json.dumps(content), path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+    return profiles
+
+
+def import_times(path: Path) -> Iterator[tuple[Profile, str | None]]:
+    """Keep the profiles of an exported file; each with the reason why not, or None if it was taken.
+
+    A profile that was taken has other shapes that were known here, too.
+
+    Raises: InputError if the file cannot be read, or a profile cannot be written.
+    """
+    for profile in _exported(path):
+        target = default_path(profile.device, kind="-runs" if profile.source == BY_RUNS else "")
+        here = _readable(target)
+        if (other := profile.versions.get("gfgen")) != versions().get("gfgen"):
+            yield profile, f"measured by gfgen {other}"
+        elif here is not None and here[1].date >= profile.date:
+            yield profile, f"the one here is of {here[1].date}"
+        else:
+            yield save_profile(profile, target), None
+
+
+def _exported(path: Path) -> Sequence[Profile]:
+    try:
+        content = json.loads(path.read_text())
+        if content["gfgen_times"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        return [profile_of(each) for each in content["profiles"]]
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{path}: no file of 'gfgen cache export', or damaged ({error})") from None
+
+
 def write_profile(profile: Profile, path: Path) -> None:
     """Write the whole file or nothing.
 
     Raises: OSError.
     """
+    _write(profile.as_json(), path)
+
+
+def _write(text: str, path: Path) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        partial.write_text(profile.as_json())
+        partial.write_text(text)
         partial.rename(path)
     except OSError:
         partial.unlink(missing_ok=True)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gfgen.graph import STEPS, Stage, Task
 from gfgen.layout import Degrees, Layout
 from gfgen.runtime.core.openjobs import JobKind, OpenJobOrders, OpenJobs, kind_of
+from gfgen.runtime.predict.cost_table import speed_up
 from gfgen.snapshot import Decision, JobView, Outlook, Policy, RunningTask, Snapshot
 
 MAX_JOBS = 48
@@ -41,6 +42,8 @@ class KindCosts:
     """A decode, by the number of ranks that it may use."""
     reused_s: float = 0.0
     """A step that a policy has reused."""
+    spread: float = 0.0
+    """How far the time of a step may be off, as a share of it."""
 
 
 class RolloutCosts:
@@ -61,6 +64,9 @@ class RolloutCosts:
     def like(self, job_id: str, other: str) -> None:
         """Give a job the costs of another one."""
         self._kinds[job_id] = self._kind(other)
+
+    def spread(self, task: Task, layout: Layout) -> float:
+        return self._costs[self._kind(task.job_id)].spread
 
     def _kind(self, job_id: str) -> JobKind:
         if job_id not in self._kinds:
@@ -91,6 +97,10 @@ class RolloutCosts:
             total_s += costs.stages_s[stage]
         return total_s
 
+    def first_use_s(self, task: Task, layout: Layout) -> float:
+        """A part of the tasks' times."""
+        return 0.0
+
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
         """Moves are left out: they take a few milliseconds, a few times per job."""
         return 0.0
@@ -115,15 +125,26 @@ class RolloutCosts:
 
 
 def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
+    """Several ranks are not believed to gain more than their number, or than guessed where they share cores.
+
+    There a rank that computes alone is measured while others use the same cores, a shared step while nothing
+    else does, and each beside whatever the machine did then: such measurements cannot be compared.
+    """
+
     def task_s(index: int, layout: Layout) -> float:
-        return snapshot.costs.task_s(_task(job, index), layout)
+        """With the price of a first step spread over all steps."""
+        task, num_tasks = _task(job, index), max(1, job.num_tasks - 3) if index == 2 else 1
+        first_use_s = snapshot.costs.first_use_s(task, layout)
+        return snapshot.costs.task_s(task, layout) + first_use_s / num_tasks
 
     def rank_sets(most: int) -> list[tuple[int, ...]]:
         numbers = itertools.takewhile(lambda n: n <= min(snapshot.max_degree, most), (1, 2, 4, 8))
         return [tuple(range(number)) for number in numbers]
 
     def step_s(layout: Layout) -> float:
-        return task_s(2, layout) + share * (reused_s - task_s(2, layout))
+        most = speed_up(layout.degree) if snapshot.shares_cores else layout.degree
+        full_s = max(task_s(2, layout), task_s(2, Layout.single(0)) / most)
+        return full_s + share * (reused_s - full_s)
 
     steps = [job.step_layout(ranks) for ranks in rank_sets(job.step_degree)]
     share, may_reuse = job.num_reused / max(1, job.num_tasks - 3), job.num_reused or job.num_reusable
@@ -136,6 +157,7 @@ def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
             for ranks in rank_sets(job.max_decode_degree)
         },
         reused_s,
+        max(snapshot.costs.spread(_task(job, 2), layout) for layout in steps),
     )
 
 
@@ -146,6 +168,8 @@ class RolloutStart:
     snapshot: Snapshot
     arrivals: tuple[JobView, ...]
     """Expected jobs, by arrival."""
+    num_unseen: int = 0
+    """Present jobs beyond MAX_JOBS."""
     pause: Callable[[], None] | None = None
     """Called in every turn to yield the processor."""
 
@@ -192,12 +216,13 @@ def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> RolloutSt
             foresee=None,
         ),
         arrivals,
-        pause,
+        num_unseen=len(snapshot.open) + len(snapshot.busy) - len(present),
+        pause=pause,
     )
 
 
 def _present(snapshot: Snapshot) -> Sequence[JobView]:
-    """At most MAX_JOBS present jobs: those that run, and the next due.
+    """At most MAX_JOBS present jobs: those that run, and the next due; without deadlines jobs of all lengths.
 
     With a hundred thousand jobs, the head of a maintained list is cheaper than a pass over all.
     """
@@ -205,7 +230,10 @@ def _present(snapshot: Snapshot) -> Sequence[JobView]:
         return (*snapshot.open.values(), *snapshot.busy.values())
     running = [running.task.job_id for running in snapshot.running]
     at_work = [snapshot.open[job_id] for job_id in running if job_id in snapshot.open]
-    next_due = itertools.islice(snapshot.in_order(_due), MAX_JOBS)
+    by_due = snapshot.in_order(_due)
+    next_due = by_due[:MAX_JOBS]
+    if next_due[0].deadline_s == math.inf:
+        next_due = [by_due[number * len(by_due) // MAX_JOBS] for number in range(MAX_JOBS)]
     found = {job.job_id: job for job in (*next_due, *at_work, *snapshot.busy.values())}
     return heapq.nsmallest(MAX_JOBS, found.values(), key=lambda job: (job.job_id not in running, *_due(job)))
 
@@ -217,10 +245,10 @@ def _due(job: JobView) -> tuple[float, float]:
 def _expected(snapshot: Snapshot, table: RolloutCosts) -> tuple[JobView, ...]:
     """The recent arrivals repeated from now on, with the same intervals.
 
-    None if they all came at once, because a batch is not continuing traffic.
+    None if no more are expected, or if they all came at once, because a batch is not continuing traffic.
     """
     recent = snapshot.recent
-    if len(recent) < 2 or recent[-1].arrival_s <= recent[0].arrival_s:
+    if not snapshot.expects_more or len(recent) < 2 or recent[-1].arrival_s <= recent[0].arrival_s:
         return ()
     later_s = snapshot.now_s - recent[0].arrival_s
     expected = []
@@ -247,7 +275,7 @@ class _Segment:
     job: JobView
     """The job at the start of the segment."""
     seen: JobView | None
-    """The job as policies see it during the segment; None during its last task."""
+    """The job as policies see it during its current task: at its next one, or None if that is the last."""
     layout: Layout
     begun_s: float
     task_s: float
@@ -257,12 +285,11 @@ class _Segment:
     def end_s(self) -> float:
         return self.begun_s + self.num_tasks * self.task_s
 
-    def boundary_s(self, now_s: float) -> float:
-        """When the current task ends."""
+    def num_done(self, now_s: float) -> int:
+        """How many tasks have ended when the current one ends."""
         if self.task_s <= 0:
-            return self.end_s
-        num_done = math.floor((now_s - self.begun_s) / self.task_s + _SAME_S) + 1
-        return self.begun_s + min(num_done, self.num_tasks) * self.task_s
+            return self.num_tasks
+        return min(math.floor((now_s - self.begun_s) / self.task_s + _SAME_S) + 1, self.num_tasks)
 
 
 class _Rollout:
@@ -284,9 +311,11 @@ class _Rollout:
         self._settled_s = math.inf
         """Until then the policy starts single tasks, because other jobs reach their boundaries."""
         self._latencies_s: list[float] = []
+        self._spreads: list[float] = []
         self._ends_s: dict[str, float] = {}
         self._num_late = 0
-        self._makespan_s = 0.0
+        self._late_variance = 0.0
+        self._makespan_s = self._rank_s = 0.0
         for running in snapshot.running:
             if (job := snapshot.busy.get(running.task.job_id)) is not None:
                 left_s = max(0.0, running.predicted_end_s - self._now_s)
@@ -307,8 +336,21 @@ class _Rollout:
         left = [*self._open.frozen().values(), *(segment.job for segment in self._segments.values())]
         for job in left:  # a lower bound: their ends are unknown
             self._note_end(job, self._now_s + job.remaining_s)
-        mean_s = sum(self._latencies_s) / len(self._latencies_s) if self._latencies_s else 0.0
-        return Outlook(len(self._latencies_s), self._num_late, mean_s, self._makespan_s)
+        return self._outlook()
+
+    def _outlook(self) -> Outlook:
+        start, num_jobs = self._start, len(self._latencies_s)
+        num_present = max(1, num_jobs - len(start.arrivals))
+        unseen_s = self._rank_s * start.num_unseen / num_present / max(1, len(start.snapshot.ranks))
+        chance = 1 / len(start.arrivals) if start.arrivals else 0.0
+        return Outlook(
+            num_jobs,
+            self._num_late,
+            sum(self._latencies_s) / max(1, num_jobs),
+            self._makespan_s + unseen_s,
+            spread=math.hypot(sum(self._spreads) / max(1, num_jobs), math.sqrt(chance)),
+            late_spread=math.sqrt(self._late_variance),
+        )
 
     def ends_s(self) -> Mapping[str, float]:
         """Simulate until all jobs that the policy starts have ended; their ends by job."""
@@ -349,28 +391,23 @@ class _Rollout:
         """Move the job past the segment; return whether the policy should decide again for others."""
         job = segment.job
         del self._segments[job.job_id]
+        self._rank_s += segment.num_tasks * segment.task_s * segment.layout.degree
         index = job.next_task.index + segment.num_tasks
         job = _with_options(job, index)
         if index >= job.num_tasks:
             self._note_end(job, self._now_s)
             return True
+        self._open.put(replace(self._at(job, index), last_layout=segment.layout))
+        return index == job.num_tasks - 1 and segment.layout.degree > 1  # it may leave ranks to others
+
+    def _at(self, job: JobView, index: int) -> JobView:
         task = _task(job, index)
-        self._open.put(
-            replace(
-                job,
-                next_task=task,
-                remaining_s=self._costs.remaining_s(task, Layout.single(0)),
-                last_layout=segment.layout,
-            )
-        )
-        return task.stage is Stage.DECODE and segment.layout.degree > 1  # it may leave ranks to others
+        return replace(job, next_task=task, remaining_s=self._costs.remaining_s(task, Layout.single(0)))
 
     def _cut(self) -> None:
         """Cut every segment at its next boundary, so that the policy decides again."""
         for segment in self._segments.values():
-            boundary_s = segment.boundary_s(self._now_s)
-            if boundary_s < segment.end_s - _SAME_S:
-                segment.num_tasks = round((boundary_s - segment.begun_s) / segment.task_s)
+            segment.num_tasks = segment.num_done(self._now_s)
         self._settle()
 
     def _settle(self) -> None:
@@ -394,15 +431,20 @@ class _Rollout:
             num_left = job.num_tasks - 1 - decision.task.index
             if job.may_reuse and decision.task.stage is Stage.REUSE:
                 task_s -= self._given_up_s(decision, job) / num_left
-            until_settled = math.floor((self._settled_s - self._now_s) / task_s) if task_s > 0 else 1
-            is_settled = self._settled_s <= self._now_s + _SAME_S
+            settled_s = max([self._settled_s, *self._other_ends_s()])
+            until_settled = math.floor((settled_s - self._now_s) / task_s) if task_s > 0 else 1
+            is_settled = settled_s <= self._now_s + _SAME_S
             num_tasks = num_left if is_settled else min(num_left, max(1, until_settled))
         elif decision.task.stage is Stage.ENCODE:  # together with prepare
             num_tasks = _NUM_BEFORE_STEPS
             task_s = (task_s + self._costs.task_s(_task(job, 1), decision.layout)) / num_tasks
-        behind = decision.task.index + num_tasks
-        seen = replace(job, next_task=_task(job, behind)) if behind < job.num_tasks else None
-        self._segments[job.job_id] = _Segment(job, seen, decision.layout, self._now_s, task_s, num_tasks)
+        self._segments[job.job_id] = _Segment(job, None, decision.layout, self._now_s, task_s, num_tasks)
+
+    def _other_ends_s(self) -> Iterator[float]:
+        """When tasks end that are no steps: their ranks may then join a step."""
+        for segment in self._segments.values():
+            if segment.job.next_task.stage not in STEPS:
+                yield segment.end_s
 
     def _given_up_s(self, decision: Decision, job: JobView) -> float:
         """What a job saves by giving up as many of its steps as its deadline takes."""
@@ -415,10 +457,13 @@ class _Rollout:
     def _snapshot(self) -> Snapshot:
         running, busy, taken = [], {}, dict(self._decoding_until_s)
         for job_id, segment in self._segments.items():
-            end_s = segment.boundary_s(self._now_s)
-            running.append(RunningTask(segment.job.next_task, segment.layout, end_s))
-            if segment.seen is not None:
+            job, num_done = segment.job, segment.num_done(self._now_s)
+            end_s, index = segment.begun_s + num_done * segment.task_s, job.next_task.index + num_done
+            if index < job.num_tasks:
+                if segment.seen is None or segment.seen.next_task.index != index:
+                    segment.seen = self._at(job, index)
                 busy[job_id] = segment.seen
+            running.append(RunningTask(segment.job.next_task, segment.layout, end_s))
             taken.update(dict.fromkeys(segment.layout.ranks, end_s))
         ranks = tuple(
             [
@@ -446,8 +491,17 @@ class _Rollout:
         self._ended()
         self._latencies_s.append(end_s - job.arrival_s)
         self._num_late += end_s > job.due_s
-        if not job.job_id.endswith(" again"):
-            self._makespan_s = max(self._makespan_s, end_s - self._start.snapshot.now_s)
+        ahead_s, spread = (
+            end_s - self._start.snapshot.now_s,
+            self._costs.spread(job.next_task, Layout.single(0)),
+        )
+        self._spreads.append(spread)
+        if job.job_id.endswith(" again"):  # it may as well come at another time, or not at all
+            self._late_variance += end_s > job.due_s
+            return
+        if abs(end_s - job.due_s) < spread * ahead_s:  # it may be late as well as in time
+            self._late_variance += 0.25
+        self._makespan_s = max(self._makespan_s, ahead_s)
 
 
 def _with_options(job: JobView, index: int) -> JobView:

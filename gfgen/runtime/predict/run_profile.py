@@ -19,7 +19,7 @@ from gfgen.graph import Stage
 from gfgen.layout import Degrees
 from gfgen.runtime.predict.cost import CostClass
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, interquartile_range, load_profile
-from gfgen.runtime.predict.profile_store import BY_RUNS, write_profile
+from gfgen.runtime.predict.profile_store import BY_RUNS, MIN_SAMPLES, write_profile
 from gfgen.system.machine import versions
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ MAX_ROWS = 500
 """About 150 KB; the rows with the oldest measurements are dropped first."""
 MAX_WEIGHT = 64
 """The most samples that earlier measurements count as, so that a row follows the machine."""
+FAR_APART = 2.0
+"""Medians of one task that differ by more than this factor are not measurements of the same."""
 
 
 def keep_measured(
@@ -106,6 +108,13 @@ def _merged(path: Path, profile: Profile) -> Profile:
 
 
 def _mean(old: ProfileRow, new: ProfileRow) -> ProfileRow:
+    """Their mean. If they are far apart, one is wrong, or the machine has changed: the new one if it has some
+    samples, or else the old one with half of its weight.
+    """
+    if max(old.seconds, new.seconds) > FAR_APART * min(old.seconds, new.seconds):
+        if new.num_samples >= min(MIN_SAMPLES, old.num_samples):
+            return replace(new, write_s=old.write_s if new.write_s is None else new.write_s)
+        return replace(old, num_samples=old.num_samples // 2)
     weight = min(old.num_samples, MAX_WEIGHT)
     share = new.num_samples / (weight + new.num_samples)
     seconds = round(old.seconds + (new.seconds - old.seconds) * share, 6)

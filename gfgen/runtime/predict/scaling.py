@@ -29,6 +29,14 @@ logger = logging.getLogger(__name__)
 
 USUAL_RANKS = 4
 """Default number of CPU ranks, which share the cores."""
+TFLOPS = {
+    "H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H20": 148, "B200": 2250, "B300": 2250,
+    "A100": 312, "A800": 312, "A40": 150, "A10": 125, "A6000": 155, "6000 Ada": 364, "L40S": 362, "L40": 181,
+    "L4": 121, "RTX 5090": 210, "RTX 5080": 113, "RTX 4090": 165, "RTX 4080": 98, "RTX 3090": 71,
+}  # fmt: skip
+"""Dense products of bf16 matrices, by a part of the GPU's name; the first match counts.
+Source: the vendor's datasheets and architecture papers."""
+OTHER_TFLOPS = 80
 _TIMEOUT_S = 60.0
 """For the calibration, including the import of torch."""
 
@@ -47,6 +55,25 @@ def scaled_profile(profile: Profile, speed: Speed, *, device: str) -> Profile:
     """The profile scaled to this machine and the usual number of ranks."""
     rows = [_scaled(row, degrees, speed) for row in profile.rows for degrees in _degrees_of(row.stage)]
     return replace(profile, device=device, num_ranks=USUAL_RANKS, rows=tuple(rows), calibration_s=None)
+
+
+def of_another_gpu(profile: Profile, device: str) -> Profile:
+    """The profile of a GPU scaled to another one, by what both compute at most."""
+    ratio = _tflops(profile.device) / _tflops(device)
+    rows = [
+        replace(
+            row,
+            seconds=row.seconds * ratio,
+            loaded_s=None if row.loaded_s is None else row.loaded_s * ratio,
+            basis="scaled",
+        )
+        for row in profile.rows
+    ]
+    return replace(profile, device=device, rows=tuple(rows))
+
+
+def _tflops(device: str) -> float:
+    return next((tflops for name, tflops in TFLOPS.items() if name in device), OTHER_TFLOPS)
 
 
 def _degrees_of(stage: Stage) -> Sequence[Degrees]:

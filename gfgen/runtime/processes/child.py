@@ -18,6 +18,7 @@ from gfgen.runtime.ipc.messages import (
     SetModels,
     WarmedUp,
     WarmUp,
+    WarmUpLater,
     WorkerFailed,
     WorkerReady,
     WriterReady,
@@ -33,7 +34,7 @@ class Phase(StrEnum):
     INTRODUCING = "introducing"
     """Its models are loaded. It maps the arenas of its peers, and they map its own."""
     PREPARING = "preparing"
-    """It changes its models, or runs steps like those of the jobs, so that they are ready."""
+    """It changes its models, or runs tasks like those of the first job."""
     SERVING = "serving"
     """It takes tasks, or files."""
     ENDING = "ending"
@@ -48,11 +49,11 @@ _GOES_AWAY = {Phase.ENDING, Phase.ENDED}  # killed; its channel has ended
 TRANSITIONS: Mapping[Phase, Set[Phase]] = {
     # A worker says that it is ready; a writer serves at once.
     Phase.STARTING: {Phase.INTRODUCING, Phase.SERVING, *_GOES_AWAY},
-    # All peers know it. Other models were asked for meanwhile, or steps of jobs at hand have to get ready.
+    # All peers know it. Other models were asked for meanwhile.
     Phase.INTRODUCING: {Phase.PREPARING, Phase.SERVING, *_GOES_AWAY},
     # All is ready; the next request is sent.
     Phase.PREPARING: {Phase.SERVING, Phase.PREPARING, *_GOES_AWAY},
-    # Other models are asked for, or steps have to get ready before a run.
+    # Other models are asked for, or tasks have to get ready before a run.
     Phase.SERVING: {Phase.PREPARING, *_GOES_AWAY},
     # Reaped; still there after its time to end.
     Phase.ENDING: {Phase.ENDED, Phase.STUCK},
@@ -71,7 +72,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A worker holds the models of the last change, and has their steps ready."""
+    """A worker holds the models of the last change."""
 
     load_s: float
 
@@ -193,10 +194,16 @@ class RankProcess(Child):
     """It can pad texts."""
     startup_s: float = 0.0
     """How long it took to load its models."""
+    weights_s: float = 0.0
+    """The part of `startup_s` that it took to load them; before that it gets its device ready."""
     loading: str | None = None
     """The checkpoint that it loads now."""
+    loads_since_s: float | None = None
+    """When it began to load its first model."""
     requests: deque[SetModels | WarmUp] = field(default_factory=deque)
     """What it prepares before it takes tasks. It has the first of them if it is in that phase."""
+    later: tuple[WarmUp, ...] = ()
+    """What it prepares between tasks; it is told when it serves."""
     load_s: float | None = None
     """The time that the last change of models has taken so far, until it is complete."""
     has_joined: bool = False
@@ -218,8 +225,11 @@ class RankProcess(Child):
                 self.verdict = self.verdict or message.reason
             case Loading():
                 self.loading = message.checkpoint
+                if self.loads_since_s is None:
+                    self.loads_since_s = self.heard_s
             case WorkerReady():
                 self.startup_s, self.counts_tokens = message.startup_s, message.counts_tokens
+                self.weights_s = self.heard_s - (self.loads_since_s or self.heard_s)
                 self.loading = None
                 if self.phase is Phase.STARTING:
                     self.enter(Phase.INTRODUCING)
@@ -236,12 +246,12 @@ class RankProcess(Child):
         """It has to change its models, or does."""
         return any(isinstance(request, SetModels) for request in self.requests)
 
-    def load(self, message: SetModels, steps: Sequence[WarmUp]) -> None:
-        """Let it change its models and prepare these steps, instead of all that it has not begun."""
+    def load(self, message: SetModels, later: Sequence[WarmUp]) -> None:
+        """Let it change its models instead of all that it has not begun, and prepare these between tasks."""
         while len(self.requests) > (self.phase is Phase.PREPARING):
             self.requests.pop()
-        self.load_s = 0.0
-        self.prepare([message, *steps])
+        self.load_s, self.later = 0.0, tuple(later)
+        self.prepare([message])
 
     def prepare(self, requests: Sequence[SetModels | WarmUp]) -> None:
         """Let it do this before it takes tasks, one after the other; not before its peers know it."""
@@ -249,10 +259,17 @@ class RankProcess(Child):
         if self.phase is Phase.SERVING and requests:
             self._go_on()
 
-    def join(self, steps: Sequence[WarmUp]) -> Sequence[Joined | Loaded]:
-        """Its peers know it: it takes tasks when it has changed its models, or prepared these steps."""
+    def prepare_later(self, items: Sequence[WarmUp]) -> None:
+        """Let it prepare these between tasks, after those that it was told before."""
+        self.later += tuple(items)
+        if self.phase is Phase.SERVING and self.later:
+            self.tell(WarmUpLater(self.later))
+            self.later = ()
+
+    def join(self, later: Sequence[WarmUp]) -> Sequence[Joined | Loaded]:
+        """Its peers know it: it takes tasks, after a change of its models if one was asked for."""
         if not self.requests:
-            self.requests.extend(steps)
+            self.later = tuple(later)
         return self._go_on()
 
     def _go_on(self) -> Sequence[Joined | Loaded]:
@@ -266,6 +283,7 @@ class RankProcess(Child):
         if self.load_s is not None:
             became.append(Loaded(self.load_s))
         self.has_joined, self.load_s = True, None
+        self.prepare_later(())
         return became
 
     def why_hung(self, patience: Patience) -> str | None:

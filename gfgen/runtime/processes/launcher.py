@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 
 from gfgen.errors import WorkerError
 from gfgen.gfc.cuda.selector import tuned_tables
+from gfgen.models.ahead.places import pin_compilers
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.system import forkserver, machine
@@ -46,8 +47,10 @@ class Launcher:
         preload: Sequence[str] | None,
         keep_fds: Sequence[int],
     ) -> None:
+        pin_compilers()
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # users cannot act on their warnings
         os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_ENABLE_PARALLEL_LOADING", "YES")  # diffusers reads files of a model at once
         # Imports in the fork server ask whether CUDA is there. Without this they initialise it, and it does
         # not survive a fork; NVML does.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

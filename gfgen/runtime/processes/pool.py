@@ -98,7 +98,7 @@ class WorkerPool:
         self.last_number = 0
         """The last dispatch that these workers got, in any run."""
         self.steps_at_hand: Callable[[], Sequence[WarmUp]] = tuple
-        """Steps of the present models, which a worker prepares before it joins a run or has loaded them."""
+        """Tasks of the present models, which a worker that joins a run or has loaded them prepares later."""
         self.is_stopping = False
         """The run is about to end: no rank is replaced."""
         self._left_out: set[int] = set()
@@ -216,9 +216,15 @@ class WorkerPool:
     def set_models(self, checkpoints: Iterable[Path]) -> None:
         """Let all workers hold these models and no others, each after its earlier tasks."""
         self.models.change(checkpoints)
-        steps = self.steps_at_hand()
+        later = self.steps_at_hand()
         for worker in self.living:
-            worker.load(SetModels(self.models.checkpoints), steps)
+            worker.load(SetModels(self.models.checkpoints), later)
+
+    def prepare_later(self, items: Sequence[WarmUp]) -> None:
+        """Let all workers prepare these between tasks."""
+        for worker in self.living:
+            if worker.has_joined:
+                worker.prepare_later(items)
 
     def _start_waiting(self) -> None:
         """Start the ranks that have waited for others to load, if these are done."""

@@ -69,6 +69,9 @@ class Requests(Protocol):
         loop, which looks at the intake."""
 
 
+WarmUps = Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]]
+
+
 class ProcessBackend:
     """Runs dispatches on a pool of processes."""
 
@@ -80,7 +83,7 @@ class ProcessBackend:
         clock: Clock,
         signals: SignalPipe | None = None,
         requests: Requests | None = None,
-        warm_ups: Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]] | None = None,
+        warm_ups: WarmUps | None = None,
         waits_for_space: bool = False,
     ) -> None:
         self._pool = pool
@@ -94,8 +97,10 @@ class ProcessBackend:
         self._inputs = [each for each in (signals, self._own_signals, requests) if each is not None]
         for source in self._inputs:
             pool.listen(source)
-        self._warm_ups = warm_ups
-        """Chooses the steps that ranks prepare before they join, or when they load other models."""
+        self._warm_ups: WarmUps | None = None
+        """Chooses what ranks prepare between tasks for these jobs."""
+        self._kinds: set[tuple[Path, str]] = set()
+        """Checkpoints and shapes of all jobs so far."""
         self._names: dict[str, set[str]] = defaultdict(set)
         """By checkpoint: its models, unless their failure to load has been reported."""
         self._told: set[str] = set()
@@ -103,7 +108,8 @@ class ProcessBackend:
         self._pinged_s = pool.clock.now_s
         self._pending: list[Event] = []
         """Events that come from no message."""
-        self.add(list(memory.jobs.values()))
+        self.add(list(memory.jobs.values()))  # ranks were told of these before
+        self._warm_ups = warm_ups
         self._begin()
 
     def _begin(self) -> None:
@@ -198,6 +204,12 @@ class ProcessBackend:
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Accept more jobs; workers get each of them before its first task."""
+        kinds = {(job.checkpoint, job.shape) for job in jobs} - self._kinds
+        if kinds and self._warm_ups is not None:
+            self._pool.prepare_later(
+                self._warm_ups([job for job in jobs if (job.checkpoint, job.shape) in kinds])
+            )
+        self._kinds |= kinds
         self._memory.jobs |= {job.job_id: job for job in jobs}
         for job in jobs:
             self._names[str(job.checkpoint)].add(job.spec.model or "")
@@ -281,6 +293,8 @@ class ProcessBackend:
             moved_s=report.moved_s,
             idle_s=report.idle_s,
             peak_bytes=report.peak_bytes,
+            is_first_use=report.is_first_use,
+            prepared_s=report.prepared_s,
         )
         if not self._attempts.report(report.number, times):
             return
@@ -304,7 +318,7 @@ class ProcessBackend:
         yield from self._recovery.advance(now_s)
 
     def _steps_at_hand(self) -> Sequence[WarmUp]:
-        """The steps to prepare for known jobs of the models that ranks hold."""
+        """What to prepare for known jobs of the models that ranks hold."""
         held = self._pool.models.checkpoints
         jobs = [job for job in self._memory.jobs.values() if str(job.checkpoint) in held]
         return self._warm_ups(jobs) if self._warm_ups else ()

@@ -213,6 +213,8 @@ class TraceWriter(Observer):
             args = f'{task_args}, "waited_ms": {waited_ms}, "moved_ms": {moved_ms}'
             if times.idle_s is not None:
                 args += f', "idle_ms": {round(times.idle_s * 1e3, 3)}'
+            if times.is_first_use:
+                args += ', "first_use": true'
             self._slice(name, times.rank, times.started_s, times.ended_s, args + "}")
             if times.rank == dispatch.layout.ranks[0]:
                 self._flow(job, times.rank, (times.started_s + times.ended_s) / 2)

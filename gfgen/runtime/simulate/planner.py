@@ -156,10 +156,10 @@ def make_plan(
 ) -> Plan:
     """Evaluate every policy on `num_ranks`, and the best one on each of `rank_counts`.
 
-    Few jobs are always simulated in full. With many jobs only the best policy on `num_ranks` is simulated;
-    everything else is estimated. A degree that a policy does not accept on that many ranks is lowered to
-    the next one that it accepts, which the log says. If the best policy misses something on another number
-    of ranks, the next ones are tried there until one does not.
+    Few jobs are always simulated in full. With many jobs everything is estimated, except for the best policy
+    on `num_ranks`: the first of the table after its own simulation. A degree that a policy does not accept on
+    that many ranks is lowered to the next one that it accepts, which the log says. If the best policy misses
+    something on another number of ranks, the next ones are tried there until one does not.
     `residency` returns what lets models take turns on a number of ranks; then nothing is estimated.
 
     Raises: RunError when no policy can run the jobs.
@@ -177,7 +177,7 @@ def make_plan(
     here = best_first(list(evaluator.at(names, num_ranks)))
     while is_coarse and here and here[0].is_estimated:
         full = evaluator.in_full(here[0].policy, num_ranks)
-        here = (*([full] if full else []), *here[1:])
+        here = best_first([*([full] if full else []), *here[1:]])
     if not here:
         raise RunError(evaluator.refused[0])
     return Plan(

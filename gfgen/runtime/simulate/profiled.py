@@ -31,13 +31,12 @@ def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: 
     # A profile does not give the number of cores; this assumes enough. With fewer than four per GPU, a run
     # has fewer writers (`pool.default_writers`), which matters if many files are written at once.
     truth = _Truth(profile, jobs)
-    has_load = any(row.loaded_s is not None for row in profile.rows)
     return SimulatedTimes(
         task_s=truth.task_s,
-        loaded_s=truth.loaded_s if has_load else None,
+        loaded_s=truth.loaded_s if profile.shares_cores else None,
         move_s=truth.move_s,
         write_s=truth.write_s,
-        num_writers=1 if has_load else num_ranks,
+        num_writers=1 if profile.shares_cores else num_ranks,
         dispatch_s=profile.dispatch_s,
     )
 

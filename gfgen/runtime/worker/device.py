@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,10 @@ class RankTask:
     """By the device's clock: from the end of the previous task to the start of this one."""
     peak_bytes: int | None = None
     """The most that was allocated on a GPU while the task was launched."""
+    is_first_use: bool = False
+    """Nothing of its kind ran in this process before, or its forwards were recorded for it."""
+    prepared_s: float = 0.0
+    """The part of `waited_s` in which forwards were recorded."""
 
     @property
     def number(self) -> int:
@@ -98,6 +102,7 @@ class Device:
         self._rank = rank
         self._dispatches = dispatches
         self._load_model = load_model
+        self._used: set[object] = set()
 
     def use(self, thread: Thread) -> None:
         """Prepare the calling thread."""
@@ -119,11 +124,19 @@ class Device:
         """Release models and their memory."""
         for path in paths:
             del self.adapters[path]
+        self._used.clear()
         gc.collect()
         give_back_freed_memory()
 
-    def warm_up(self, message: WarmUp) -> None:
-        """Prepare steps without other ranks. Raises: what the model raises."""
+    def warm_up(self, message: WarmUp) -> Iterator[None]:
+        """Prepare tasks in parts, without other ranks. Raises: what the model raises."""
+        return iter(())
+
+    def note_used(self, kinds: Collection[object]) -> bool:
+        """Remember kinds of tasks that have run here, in a warm-up too; whether one of them is new."""
+        is_new = not self._used.issuperset(kinds)
+        self._used.update(kinds)
+        return is_new
 
     def take_in(self, fields: Fields) -> Fields:
         """Copies of fields of a slab on this device."""
@@ -162,8 +175,9 @@ class Device:
         started_s = time.monotonic()
         with stop_checks.watching(self._watch_of(works)):
             execute(self.adapters, works, group)
+        is_first_use = self.note_used({(*task_kind(works[-1], self._rank), len(works))})
         for work in works:
-            work.total = sum_of(work.made)
+            work.total, work.is_first_use = sum_of(work.made), is_first_use
             work.waited_s += started_s - arrived_s
         share_time(works, started_s, time.monotonic())
 
@@ -208,6 +222,12 @@ class Device:
 
     def exit_if_lost(self, error: BaseException) -> None:
         """End the process if the error means that it has lost the device."""
+
+
+def task_kind(work: RankTask, rank: int) -> tuple[object, ...]:
+    """What tasks have in common that run the same code on equal shapes, at the same place in a layout."""
+    start, layout = work.job.start, work.message.layout
+    return start.checkpoint, work.task.stage, start.shape, layout.degrees, layout.slot_of(rank)
 
 
 def meet(endpoint: Any, message: RunTask) -> LayoutGroup | None:

@@ -175,6 +175,12 @@ class Dispatches:
             self._num_unsettled -= 1
             self._changed.notify_all()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no task or transfer is under way here, and none is expected from another thread."""
+        with self.lock:
+            return not (self._inside or self._unsent or self._num_unsettled or self._failed)
+
     def await_clear(self, number: int, *, may_block: bool, but_own: bool = False) -> None:
         """Let everything go out that other ranks may wait for, before kernels here wait for those ranks.
 

@@ -2,22 +2,23 @@
 
 Both take time in which other ranks must not wait for this one inside a task. So the rank does it before it
 enters a task, by a *rehearsal*: it runs a step alone, with zeros for what others would send
-(models/parallel/rehearsal.py). `warm_up` does this for the shapes that are known before a run begins. Other
-kinds are recorded before a step, as soon as enough steps of that kind can be expected, if records of such
-forwards are worth it (models/fast/recording.py). Where texts are not padded, prompts of another length are
-another kind. Each rank counts and decides for itself (recording.py).
+(models/parallel/rehearsal.py). `warm_up` does this for all tasks of a kind of jobs, in parts that fit
+between tasks. Other kinds are recorded before a step, as soon as enough steps of that kind can be expected,
+if records of such forwards are worth it (models/fast/recording.py). Where texts are not padded, prompts of
+another length are another kind. Each rank counts and decides for itself (recording.py).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from gfgen.layout import MAX_RANKS, Layout
-from gfgen.models.families.adapter import Adapter, BatchAdapter
+from gfgen.models.families.adapter import Adapter, BatchAdapter, StepInput
 from gfgen.models.fast.recording import Graphs, NotWorthRecordingError
+from gfgen.models.geometry.rules import known
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.messages import WarmUp
@@ -26,6 +27,10 @@ from gfgen.runtime.worker.jobs import step_input
 
 MIN_REPLAYS = 5
 """Recording takes about as long as launching a forward once or twice, so it pays if a few steps follow."""
+_FIRST_STEPS = 3
+"""UniPC of order 2 corrects from the second step on, and solves a system of equations from the third on."""
+_ENOUGH_TO_REUSE = 2
+"""Steps whose outputs a reused one needs."""
 MAX_KINDS = 1024
 """The least recently used kind is forgotten first: prompts that are not padded bring ever new lengths."""
 MAX_SHORTAGES = 4
@@ -138,28 +143,54 @@ class Forwards:
         except NotWorthRecordingError:
             self._not_worth.add(kind.shape)
 
-    def warm_up(self, message: WarmUp) -> None:
-        """Run steps like the message's, in every slot of its layouts.
+    def warm_up(self, message: WarmUp) -> Iterator[None]:
+        """Run tasks like the message's, in every slot of its layouts; yields after each part.
 
         Raises: what the model raises.
         """
-        adapter, spec = self._adapters[message.checkpoint], message.spec
+        if (adapter := self._adapters.get(message.checkpoint)) is None:
+            return  # models have changed
+        spec, graphs = message.spec, self._graphs
         self.attach(message.checkpoint)
-        with self._graphs.rehearsing(None):
-            adapter.rehearse_encode()
+        for text in adapter.texts_to_rehearse() if message.has_texts else ():
+            with graphs.rehearsing(None):
+                text()
+            yield
+        if not (message.degrees or message.decodes):
+            return
         prompt = adapter.encode(spec)
         condition, latents = adapter.prepare(spec, prompt)
-        geometry = adapter.geometry
-        shapes = (geometry.shape_key(spec), geometry.trajectory(spec).artifacts)
-        for layout in (each for degrees in message.degrees for each in self._layouts(degrees)):
+        shapes = (adapter.geometry.shape_key(spec), adapter.geometry.trajectory(spec).artifacts)
+        yield
+        for layout in self._layouts(message, message.degrees):
             unentered = self._unentered(layout)
             alone = None if unentered is None else rehearsal(unentered)
-            for step in _steps_of_experts(spec.steps or 1, spec.boundary_ratio, 0):
-                with self._graphs.rehearsing(unentered):
-                    adapter.denoise(spec, prompt, condition, latents, step=step, parallel=alone)
+            with graphs.rehearsing(unentered):
+                self._rehearse_steps(adapter, StepInput(spec, prompt, condition, latents), alone)
             texts = adapter.text_shape(spec, prompt, layout)
             kind = Kind(message.checkpoint, shapes, layout.degrees, texts, layout.slot_of(self._rank))
-            self._seen(kind).num_gone = self._graphs.num_gone
+            self._seen(kind).num_gone = graphs.num_gone
+            yield
+        for layout in self._layouts(message, [(1, number, 1) for number in message.decodes]):
+            unentered = self._unentered(layout)
+            alone = None if unentered is None else rehearsal(unentered)
+            adapter.decode(spec, adapter.shortest(latents), parallel=alone)
+            yield
+
+    def _rehearse_steps(self, adapter: Adapter, given: StepInput, parallel: Parallel | None) -> None:
+        """The first steps, whose solvers differ, one of each other expert, and one that reuses outputs.
+
+        Where nothing is recorded each of them evaluates the transformer, so only as many run as are needed.
+        """
+        spec, latents = given.spec, given.latents
+        num_steps = known(spec.steps)
+        for step in range(min(num_steps, _FIRST_STEPS if adapter.is_rehearsed else _ENOUGH_TO_REUSE)):
+            if step == 0 or adapter.is_rehearsed or spec.reuse is not None:
+                latents = adapter.denoise(*given[:3], latents, step=step, parallel=parallel)
+        for step in _steps_of_experts(num_steps, spec.boundary_ratio, 0)[1:]:
+            adapter.denoise(*given, step=step, parallel=parallel)
+        if spec.reuse is not None and num_steps > _ENOUGH_TO_REUSE:
+            adapter.reuse(*given[:3], latents, step=_ENOUGH_TO_REUSE)
 
     def clear(self) -> None:
         """Release the memory of records, because memory is short."""
@@ -182,13 +213,15 @@ class Forwards:
             self._kinds.popitem(last=False)
         return seen
 
-    def _layouts(self, degrees: tuple[int, int, int]) -> Iterator[Layout]:
-        """With this rank in each slot in turn; the other ranks may be any."""
-        cfg, ulysses, ring = degrees
+    def _layouts(self, message: WarmUp, all_degrees: Iterable[tuple[int, int, int]]) -> Iterator[Layout]:
+        """With this rank in each slot in turn, its own one first; the other ranks may be any."""
         others = [rank for rank in range(MAX_RANKS) if rank != self._rank]
-        for slot in range(number := cfg * ulysses * ring):
-            ranks = (*others[:slot], self._rank, *others[slot : number - 1])
-            yield Layout(ranks, cfg=cfg, ulysses=ulysses, ring=ring)
+        for cfg, ulysses, ring in all_degrees:
+            number = cfg * ulysses * ring
+            for turn in range(1 if message.in_own_slot else number):
+                slot = (self._rank + turn) % number
+                ranks = (*others[:slot], self._rank, *others[slot : number - 1])
+                yield Layout(ranks, cfg=cfg, ulysses=ulysses, ring=ring)
 
 
 def _steps_of_experts(num_steps: int, boundary_ratio: float | None, step: int) -> list[int]:

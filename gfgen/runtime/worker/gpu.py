@@ -23,7 +23,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,6 +56,7 @@ from gfgen.runtime.worker.device import (
     meet,
     peak_host_bytes,
     share_time,
+    task_kind,
 )
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
@@ -221,9 +222,9 @@ class GpuDevice(Device):
         super().drop(paths)
         torch.cuda.empty_cache()  # otherwise other models would have to fit into the gaps
 
-    def warm_up(self, message: WarmUp) -> None:
+    def warm_up(self, message: WarmUp) -> Iterator[None]:
         try:
-            self.forwards.warm_up(message)
+            yield from self.forwards.warm_up(message)
         except Exception as error:
             self.exit_if_lost(error)
             torch.cuda.empty_cache()
@@ -293,7 +294,7 @@ class GpuDevice(Device):
         is_sure = not self._has_peers or (
             not self._settings.ranks.is_offloaded and self._memory.is_familiar(kinds)
         )
-        self._get_ready(works, forward, may_block=not is_sure)
+        prepared_s = self._get_ready(works, forward, may_block=not is_sure)
         ready_s = time.monotonic()
         with self._memory.launching(kinds, model=job.start.spec.model or ""):
             begun = self.event()
@@ -309,7 +310,9 @@ class GpuDevice(Device):
             sources = {transfer.source for transfer in message.transfers}
             outcome = self.endpoint.outcome(message.number, sources=sources)
         launch, is_there = _Launch(works, begun, entered, outcome, arrival), self.event()
+        is_first_use = self.note_used(kinds - lora_kinds(work)) or prepared_s > 0
         for each in works:
+            each.is_first_use, each.prepared_s = is_first_use, prepared_s / len(works)
             each.launch, each.is_there, each.peak_bytes = launch, is_there, self._memory.last_peak_bytes
             each.waited_s += ready_s - arrived_s
 
@@ -323,10 +326,11 @@ class GpuDevice(Device):
             return watch
         return stop_checks.DeviceWatch(watch.is_stopped, record=self.event)
 
-    def _get_ready(self, works: Sequence[RankTask], forward: Kind | None, *, may_block: bool) -> None:
+    def _get_ready(self, works: Sequence[RankTask], forward: Kind | None, *, may_block: bool) -> float:
         """Do what other ranks must not wait for inside the task; `forward` is the kind of a step.
 
-        Recording may wait for the device, so it happens while no task runs here and no state is to be sent.
+        Returns the time of recording, which may wait for the device: it happens while no task runs here and
+        no state is to be sent.
         """
         forwards, number = self.forwards, works[-1].number
         is_to_record = (
@@ -342,10 +346,13 @@ class GpuDevice(Device):
             forwards.clear()
             torch.cuda.empty_cache()
         if forward is None:
-            return
+            return 0.0
+        began_s = ended_s = time.monotonic()
         if is_to_record and not self._dispatches.has_unsent:
             forwards.record(forward, works)
+            ended_s = time.monotonic()
         forwards.begin(forward, works)
+        return ended_s - began_s
 
     def finish(self, work: RankTask) -> None:
         launch: _Launch = work.launch
@@ -438,15 +445,19 @@ def pad_as_others(message: Arenas, *, can_pad: bool) -> None:
 def task_kinds(work: RankTask, rank: int, forward: Kind | None) -> frozenset[object]:
     """The kinds that determine which kernels a task launches: its own, and that of its forward.
 
-    They consist of shapes, the solver's order, the place in the layout, and the lengths of prompts. The first
-    use of a LoRA takes memory, too, for factors and copies of weights.
+    They consist of shapes, the solver's order, the place in the layout, whether there are LoRAs, and the
+    lengths of prompts. The first use of a LoRA takes memory, too, for factors and copies of weights.
     """
-    start, layout, task = work.job.start, work.message.layout, work.task
-    what = (start.checkpoint, task.stage, start.shape, start.trajectory.artifacts)
-    place = (layout.degrees, layout.slot_of(rank))
-    own = (*what, place, min(task.step or 0, _FIRST_STEPS))
-    loras = {(start.checkpoint, x["sha256"], x.get("target")) for x in start.spec.lora or ()}
-    return frozenset({own} | loras | ({forward} if forward is not None else set()))
+    start, loras = work.job.start, lora_kinds(work)
+    own = (*task_kind(work, rank), start.trajectory.artifacts, min(work.task.step or 0, _FIRST_STEPS))
+    merging = {(start.checkpoint, "LoRAs")} if loras else set()
+    return frozenset({own} | merging | loras | ({forward} if forward is not None else set()))
+
+
+def lora_kinds(work: RankTask) -> frozenset[object]:
+    """The kinds of its LoRAs. Loading one is a part of each switch to it, so it is no first use."""
+    start = work.job.start
+    return frozenset({(start.checkpoint, x["sha256"], x.get("target")) for x in start.spec.lora or ()})
 
 
 def arrival_kind(work: RankTask) -> object:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -54,6 +55,7 @@ from gfgen.runtime.ipc.messages import (
     TellMemory,
     WarmedUp,
     WarmUp,
+    WarmUpLater,
     WorkerFailed,
 )
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
@@ -62,6 +64,10 @@ from gfgen.runtime.worker.dispatches import AFTER_ALL, Dispatches, InputVoidErro
 from gfgen.runtime.worker.jobs import RankJob, Shipment, outline, output_places, publish, require_finite
 
 logger = logging.getLogger(__name__)
+
+IDLE_S = 0.02
+"""After so long without a task a rank prepares later ones. Between two steps of a job it waits 1 ms."""
+_OVER = object()
 
 Handler = Callable[[Any, Sequence[int]], None]
 
@@ -83,9 +89,12 @@ class Worker:
         self._decoded: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
         self.last_number = 0
         """The largest dispatch number so far."""
+        self._later: deque[Iterator[None]] = deque()
+        """What is prepared when no task is here, in parts."""
         self.on_main: dict[type, Handler] = {
             RunTask: self._run,
             WarmUp: self._warm_up,
+            WarmUpLater: self._warm_up_later,
             SetModels: self._set_models,
         }
         """By type: the messages that the main thread handles in their order."""
@@ -104,7 +113,7 @@ class Worker:
             threading.Thread(
                 target=self._handle_all, args=(name, source, handle), name=name, daemon=True
             ).start()
-        while (received := self._tasks.get()) is not None:
+        while (received := self._next()) is not None:
             message, fds = received
             try:
                 self.on_main[type(message)](message, fds)
@@ -215,25 +224,54 @@ class Worker:
 
     # The main thread --------------------------------------------------------------------------
 
+    def _next(self) -> tuple[Any, list[int]] | None:
+        """The next message; prepares later tasks as long as there is none and this rank is idle."""
+        while self._later:
+            with contextlib.suppress(queue.Empty):
+                return self._tasks.get(timeout=IDLE_S)
+            if self._dispatches.is_idle:
+                self._prepare_part()
+        return self._tasks.get()
+
+    def _prepare_part(self) -> None:
+        """Prepare a part of what comes next; what fails is left to its tasks."""
+        is_over = True
+        with self._failing_softly() as failure, torch.no_grad():
+            is_over = next(self._later[0], _OVER) is _OVER
+        if failure:
+            logger.debug("a part of the warm-up failed: %s", reason_of(failure[0]))
+        if is_over:
+            self._later.popleft()
+
     def _warm_up(self, message: WarmUp, fds: Sequence[int]) -> None:
-        """Prepare steps before a run; report a failure and continue."""
+        """Prepare tasks before a run; report a failure and continue."""
         began_s = time.monotonic()
-        reason = None
+        with self._failing_softly() as failure, torch.no_grad():
+            for _ in self.device.warm_up(message):
+                pass
+        reason = reason_of(failure[0]) if failure else None
+        self._channel.send(WarmedUp(message.number, time.monotonic() - began_s, reason))
+
+    def _warm_up_later(self, message: WarmUpLater, fds: Sequence[int]) -> None:
+        self._later.extend(map(self.device.warm_up, message.items))
+
+    @contextlib.contextmanager
+    def _failing_softly(self) -> Iterator[list[Exception]]:
+        """Inside, an exception is added to the list instead of raised; the device is done at the end."""
+        failure: list[Exception] = []
         try:
-            with torch.no_grad():
-                self.device.warm_up(message)
+            yield failure
         except Exception as error:
             self.device.exit_if_lost(error)
-            logger.debug("warming up", exc_info=True)
-            reason = reason_of(error)
+            failure.append(error)
         self.device.drain()
-        self._channel.send(WarmedUp(message.number, time.monotonic() - began_s, reason))
 
     def _set_models(self, message: SetModels, fds: Sequence[int]) -> None:
         """Hold other models; a process that cannot ends with its reason."""
         with contextlib.suppress(InputVoidError):  # the control plane is gone
             self._dispatches.await_clear(AFTER_ALL, may_block=True)
             started_s = time.monotonic()
+            self._later.clear()
             adapters = self.device.adapters
             try:
                 self.device.drop([path for path in adapters if path not in message.checkpoints])
@@ -357,6 +395,8 @@ class Worker:
             do_frames_follow="frames" in work.made,
             idle_s=work.idle_s,
             peak_bytes=work.peak_bytes,
+            is_first_use=work.is_first_use,
+            prepared_s=work.prepared_s,
         )
         self._channel.send(report)
         self._dispatches.leave(work.number)
