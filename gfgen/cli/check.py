@@ -29,7 +29,7 @@ from gfgen.runtime.simulate.planner import FULL_TASKS
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.session.admission import Admission, AdmittedSource, judge, warn_of_passed_deadlines
 from gfgen.session.ranks import Ranks
-from gfgen.system.timelimit import DecisionTimeout
+from gfgen.system.signals import DecisionTimeout
 from gfgen.system.wording import counted, in_words, size_in_words
 
 MAX_IDS = 20

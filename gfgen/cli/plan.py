@@ -36,7 +36,7 @@ from gfgen.cli.shown.prediction import (
     unseen_shapes,
 )
 from gfgen.cluster.plan import NodePlanner, Nodes
-from gfgen.job.moments import closing_at
+from gfgen.job.shared import closing_at
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.core.admission import check_batch, families_of
 from gfgen.runtime.predict.profile_file import Profile

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -39,6 +39,7 @@ from gfgen.cli.options import (
 )
 from gfgen.cli.run_files import (
     ClusterOptions,
+    FileHook,
     RunOptions,
     admit_jobs,
     check_records,
@@ -46,23 +47,23 @@ from gfgen.cli.run_files import (
     check_written,
     cluster_options,
     resolved,
+    run_done_hook,
     session_of,
 )
-from gfgen.cli.shown.progress import make_file_progress, make_progress
 from gfgen.errors import GfgenError, InputError, InterruptedRunError, LockedError, Problem
-from gfgen.job.moments import closing_at
+from gfgen.job.shared import closing_at
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
-from gfgen.runtime.files.inbox import Inbox
-from gfgen.runtime.files.live import write_live
 from gfgen.runtime.files.ownership import default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.session.admission import with_time
-from gfgen.session.hooks import FileHook, run_done_hook
 from gfgen.session.session import Arrivals, Session, try_to_write
 from gfgen.system.wording import counted
+
+if TYPE_CHECKING:
+    from gfgen.runtime.files.inbox import Inbox
 
 logger = logging.getLogger(__name__)
 
@@ -289,6 +290,9 @@ def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary
     check_watched(folder, options.output_dir)
     check_trace(options.trace)
     _ = session.signals  # caught from here on: looking at the folder and loading may take long
+    from gfgen.runtime.files.inbox import Inbox
+    from gfgen.runtime.files.live import write_live
+
     inbox = Inbox(
         folder,
         output_dir=options.output_dir,
@@ -383,6 +387,8 @@ def check_trace(trace: Path | None) -> None:
 
 
 def _observers(options: RunOptions) -> list[Observer]:
+    from gfgen.cli.shown.progress import make_file_progress, make_progress
+
     logs = options.logs
     observers = [make_progress(quiet=logs.quiet, log_json=logs.log_json)]
     if logs.log_file:

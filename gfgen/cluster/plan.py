@@ -24,7 +24,7 @@ from gfgen.runtime.simulate.planner import (
     option_of,
 )
 from gfgen.snapshot import Snapshot
-from gfgen.system.timelimit import DecisionTimeout
+from gfgen.system.signals import DecisionTimeout
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import JobFileError
-from gfgen.gfc.cuda import compiler
 from gfgen.job.spec import JobSpec
 from gfgen.models.ahead.listing import Uses, needed
 from gfgen.models.ahead.pool import Compiling
@@ -208,8 +207,11 @@ def ready_pool(
         ranks.devices.kind,
         ", ".join(sorted(model_name(path) for path in checkpoints)),
     )
-    if ranks.are_on_gpus and not compiler.kept():
-        logger.info("compiling kernels first; this takes about 20 s, once per machine")
+    if ranks.are_on_gpus:
+        from gfgen.gfc.cuda import compiler
+
+        if not compiler.kept():
+            logger.info("compiling kernels first; this takes about 20 s, once per machine")
     islands = ranks.devices.islands
     if len(islands) > 1:
         logger.info(

@@ -17,11 +17,11 @@ from typing import Any
 from gfgen.cli.remote.status import Cancelled, RunStatus, Submitted
 from gfgen.errors import InputError, JobFileError, RunError
 from gfgen.job.reader import JobSource, ParsedJobs, to_mapping
-from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S, WATCHED_NAME
+from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.live import read_live, send_request
 from gfgen.runtime.files.lock import Holder, holder_of
-from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, read_manifest
+from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, WATCHED_NAME, read_manifest
 from gfgen.system.wording import counted
 
 ANSWER_S = 10.0

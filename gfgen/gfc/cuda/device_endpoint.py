@@ -41,7 +41,7 @@ class CudaEndpoint:
     """One rank's collectives and transfers on one device.
 
     own: the rank's arena. peer_fds: the other ranks' arenas, by rank; may be closed afterwards.
-    control_fd: the rank's page in host memory (`device_arena.CONTROL_PLAN`). Tasks run on torch's current
+    control_fd: the rank's page in host memory (`arena.CONTROL_PLAN`). Tasks run on torch's current
     stream: always the same one, or one that events order after all earlier exchanges and before all later
     ones. One thread launches groups and arrivals, another may send. Any thread may call `restart_edges` and
     `abort_through`.

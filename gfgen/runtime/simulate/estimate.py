@@ -22,7 +22,7 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.rollout import rollout_ends
 from gfgen.snapshot import Decision, Policy, Snapshot
-from gfgen.system.timelimit import DECISION_LIMIT_S, DecisionTimeout, within
+from gfgen.system.signals import DECISION_LIMIT_S, DecisionTimeout, within
 
 
 def everything_open(
