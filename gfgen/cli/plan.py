@@ -35,7 +35,7 @@ from gfgen.cli.shown.prediction import (
     simulated_memory_option,
     unseen_shapes,
 )
-from gfgen.cluster.plan import NodePlanner, Nodes
+from gfgen.cluster.simulated import NodePlanner, Nodes
 from gfgen.job.shared import closing_at
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.core.admission import check_batch, families_of

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gfgen.cluster.fleet import Fleet
 from gfgen.cluster.handout import HandOut
-from gfgen.cluster.node import Cluster, JobEnded, Node, NodeJoined, NodeLost, NodeNotes, Report
+from gfgen.cluster.node import Cluster, Fleet, JobEnded, Node, NodeJoined, NodeLost, NodeNotes, Report
 from gfgen.cluster.watchers import Watchers
 from gfgen.errors import OutputError
 from gfgen.graph import Stage, Task, Trajectory

@@ -27,8 +27,7 @@ from gfgen.models.fast.recording import Graphs
 from gfgen.models.fast.texts import common_length, padded_length, with_texts
 from gfgen.models.parallel import counted_attention
 from gfgen.models.parallel.counted_attention import counted_attention as attend
-from gfgen.models.parallel.parallel import parallel_from
-from gfgen.models.parallel.rehearsal import rehearsal
+from gfgen.models.parallel.parallel import parallel_from, rehearsal
 from gfgen.models.parallel.sequence_parallel import active, present_degrees
 
 torch.set_num_threads(1)

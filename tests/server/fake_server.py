@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from gfgen.server.http import routes_server
 from gfgen.server.http.app import install_errors
 from gfgen.server.http.guard import COOKIE, ApiKeys, RequestGuard
-from gfgen.server.protocol import batch_schemas, schemas, server_schemas
+from gfgen.server.protocol import schemas, server_schemas
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.problems import ApiError
 
@@ -174,8 +174,8 @@ class FakeServer:
             lines = (await file.read()).decode().splitlines()
         if self.refusal is not None:
             raise self.refusal
-        counts = batch_schemas.RequestCounts(total=len(lines), completed=0, failed=0, cancelled=0)
-        answer = batch_schemas.Batch(
+        counts = server_schemas.RequestCounts(total=len(lines), completed=0, failed=0, cancelled=0)
+        answer = server_schemas.Batch(
             id="batch_1", status="in_progress", created_at=1, request_counts=counts, manifest_url=""
         )
         return Response(answer.model_dump_json(), media_type="application/json")

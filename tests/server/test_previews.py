@@ -25,8 +25,7 @@ from gfgen.models.loading.colour_fit import fit_colours, random_pictures
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker.jobs import publish
 from gfgen.server.http.routes_images import Streamed, picture_events
-from gfgen.server.jobs.latents import LatentColours, latent_picture
-from gfgen.server.jobs.previews import Previews
+from gfgen.server.jobs.previews import LatentColours, Previews, latent_picture
 from gfgen.server.jobs.served_job import Notifier
 from gfgen.server.protocol import picture_schemas
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import click
 
-from gfgen.cluster.plan import Nodes
-from gfgen.cluster.simulated import MAX_NODES
+from gfgen.cluster.simulated import MAX_NODES, Nodes
 from gfgen.errors import InputError, JobFileError
 from gfgen.graph import Stage
 from gfgen.layout import MAX_RANKS

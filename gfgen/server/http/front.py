@@ -36,7 +36,7 @@ from gfgen.server.jobs.webhooks import Webhooks
 from gfgen.server.protocol.limits import BACKLOG, ServerLimits
 from gfgen.server.protocol.link import HEADER_BYTES, FrontSettings, message_bytes, pack
 from gfgen.system import machine
-from gfgen.system.allocator import give_back_large_blocks
+from gfgen.system.machine import give_back_large_blocks
 from gfgen.system.signals import leave_to_the_run
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from gfgen.server.jobs.job_requests import (
 )
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import BatchRow, Ended, Store, StoredJob
-from gfgen.server.protocol import batch_schemas, schemas
+from gfgen.server.protocol import schemas, server_schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, checked, responses
 
@@ -55,7 +55,7 @@ _BODY: dict[str, Any] = {
         "required": True,
         "content": {
             **_JOB_FILES,
-            "application/json": {"schema": batch_schemas.BatchRequest.model_json_schema()},
+            "application/json": {"schema": server_schemas.BatchRequest.model_json_schema()},
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
@@ -74,7 +74,7 @@ _JOB_BODY["requestBody"]["content"] |= _JOB_FILES
 
 @jobs_router.post(
     "",
-    response_model=schemas.Job | batch_schemas.Batch,
+    response_model=schemas.Job | server_schemas.Batch,
     responses=_CREATE,
     openapi_extra=_JOB_BODY,
     summary="Make a picture or a video",
@@ -107,7 +107,7 @@ async def create_job(request: Request, service: Service) -> Response:
 
 @router.post(
     "",
-    response_model=batch_schemas.Batch,
+    response_model=server_schemas.Batch,
     responses=_CREATE,
     openapi_extra=_BODY,
     summary="Run a job file",
@@ -169,18 +169,18 @@ async def _accept(
     "",
     responses=responses(400),
     summary="List batches",
-    response_model=batch_schemas.BatchList,
+    response_model=server_schemas.BatchList,
 )
 async def list_batches(service: Service, limit: Limit = 20, after: After = None) -> Response:
     if after is not None and service.batch(after) is None:
         raise ApiError(400, f"after: there is no batch {after!r}", param="after")
     rows = service.store.batches(limit=limit + 1, after=after, owner=service.owner)
-    return batch_schemas.BatchList(**schemas.page([_batch(service, row) for row in rows], limit)).response()
+    return server_schemas.BatchList(**schemas.page([_batch(service, row) for row in rows], limit)).response()
 
 
 @router.get(
     "/{batch_id}",
-    response_model=batch_schemas.Batch,
+    response_model=server_schemas.Batch,
     responses=responses(400, 404),
     summary="Get a batch",
 )
@@ -208,7 +208,7 @@ async def get_manifest(service: Service, batch_id: JobId) -> Response:
 
 @router.post(
     "/{batch_id}/cancel",
-    response_model=batch_schemas.Batch,
+    response_model=server_schemas.Batch,
     responses=responses(400, 404, 503, 507),
     summary="Cancel the open jobs of a batch",
 )
@@ -231,19 +231,19 @@ def _answer(
     return _batch(service, row, skipped=skipped).response()
 
 
-def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = None) -> batch_schemas.Batch:
+def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = None) -> server_schemas.Batch:
     is_over = row.completed_at is not None
     records = [] if is_over else [r for r in service.mirror.records.values() if r.facts.batch_id == row.id]
     made_of = service.uploads.batch(row.id)
     num_refused = 0 if made_of is None else len(made_of.failures)
     ends = [r.predicted_end_at for r in records]
     known_ends = [end for end in ends if end is not None]
-    return batch_schemas.Batch(
+    return server_schemas.Batch(
         id=row.id,
         status=("cancelled" if row.is_cancelled else "completed") if is_over else "in_progress",
         created_at=int(row.created_at),
         completed_at=None if row.completed_at is None else int(row.completed_at),
-        request_counts=batch_schemas.RequestCounts(
+        request_counts=server_schemas.RequestCounts(
             total=row.total + num_refused,
             completed=row.completed,
             failed=row.failed + num_refused,
