@@ -1,4 +1,4 @@
-"""A cluster in virtual time: the driver, and on each node a whole control plane over simulated ranks; plans for it."""
+"""A cluster in virtual time: the driver, and on each node a whole control plane; and plans for it."""
 
 from __future__ import annotations
 

@@ -808,9 +808,9 @@ def test_the_command_line_submits_to_a_server_and_cancels_there(server, tmp_path
     submitted = target.submit(JobSource(files=(str(tmp_path / "jobs.jsonl"),)))
     batch, single = submitted.answer
     assert (submitted.num_jobs, batch["object"], single["status"]) == (2, "batch", "queued")
-    standing = target.standing()
-    assert {"far-1", None} <= {row["name"] for row in standing.jobs}
-    assert (standing.kind, standing.state) == ("server", "ready")
+    status = target.status()
+    assert {"far-1", None} <= {row["name"] for row in status.jobs}
+    assert (status.kind, status.state) == ("server", "ready")
     found = target.cancel(["far-*", single["id"], "never"])
     assert (found.num_cancelled, found.unmatched) == (2, ["never"])
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a", "model": "other"}')
