@@ -225,6 +225,12 @@ class Snapshot:
 
     recent: tuple[JobView, ...] = ()
     """The jobs that arrived last, as they were then: what may be expected to come."""
+    parked: Mapping[str, JobView] = field(default_factory=dict)
+    """Jobs of models that ranks do not hold, those of the next model first."""
+    load_s: Mapping[str, float] = field(default_factory=dict)
+    """Predicted time of all ranks to load each of these models."""
+    writers_free_s: tuple[float, ...] = ()
+    """When each writer of files is predicted to have written all that it was given."""
     expects_more: bool = False
     """Whether further jobs may come; if not, the end of the last present job is the end of all."""
     shares_cores: bool = False

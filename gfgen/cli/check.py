@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -24,7 +24,7 @@ from gfgen.runtime.core.devices import CUDA
 from gfgen.runtime.core.memory_check import gpu_work_bytes, job_bytes
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.profile_file import Profile, check_profile
-from gfgen.runtime.simulate.estimate import SeldomAsked, decides_first, estimate, everything_open
+from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open, seldom_asked
 from gfgen.runtime.simulate.planner import FULL_TASKS
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.session.admission import Admission, AdmittedSource, judge, warn_of_passed_deadlines
@@ -182,9 +182,10 @@ def _outcomes(
     if options.batch == 1 or num_tasks > FULL_TASKS:
         snapshot = everything_open(jobs, batch=options.batch, **start)
         return estimate(jobs, snapshot, decides_first(policy, snapshot))
-    seldom = replace(policy, decide=SeldomAsked(policy.decide))
     try:
-        run = simulate(jobs, policy=seldom, batch=options.batch, **start)
+        run = simulate(
+            jobs, policy=seldom_asked(policy.name), load=seldom_asked, batch=options.batch, **start
+        )
     except RunError:
         return None
     return None if run.summary.policy_fault is not None else run.outcomes

@@ -51,7 +51,7 @@ from gfgen.runtime.core.devices import parse_memory
 from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.live import write_live
-from gfgen.runtime.predict.choosers import SwitchableChooser
+from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
@@ -369,7 +369,7 @@ def serve_models(options: ServeOptions) -> None:
         cluster = options.cluster
         session = stack.enter_context(session_of(options, cluster))
         _ = session.signals  # caught from here on, so that the HTTP process is always stopped
-        chooser = stack.enter_context(contextlib.closing(SwitchableChooser(options.policy.choose)))
+        chooser = stack.enter_context(contextlib.closing(ThreadedChooser(options.policy.choose)))
         bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
         supervisor = Supervisor(listener, options.front, bridge)
         supervisor.start()
@@ -409,7 +409,7 @@ def usual_jobs(models: Sequence[str], admit: Admit) -> Sequence[AdmittedJob]:
 def serve_on(
     session: Session,
     bridge: RunBridge,
-    chooser: SwitchableChooser,
+    chooser: ThreadedChooser,
     models: Sequence[ServedModel],
     *,
     admit: Admit,

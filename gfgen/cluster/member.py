@@ -37,7 +37,7 @@ from gfgen.runtime.core.events import (
     TaskFailed,
 )
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome
-from gfgen.runtime.predict.choosers import SwitchableChooser
+from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.session.admission import Admission
 from gfgen.session.ranks import AskedRanks, Ranks, made_with
 from gfgen.session.session import Arrivals, Session, SessionOptions
@@ -124,7 +124,7 @@ class JobFeed(Observer):
 
     refresh_s = NOTES_S
 
-    def __init__(self, connection: Connection, admission: Admission, chooser: SwitchableChooser) -> None:
+    def __init__(self, connection: Connection, admission: Admission, chooser: ThreadedChooser) -> None:
         self.chooser = chooser
         """Chooses among policies, if the run's policy does."""
         self._connection = connection
@@ -263,7 +263,7 @@ def serve(connection: Connection) -> None:
         made = {name: made_with(ranks, each, kernels=kernels) for name, each in checkpoints.items()}
         clock = Clock()
         connection.send(Ready(ranks, made, clock.started_at))
-        chooser = stack.enter_context(contextlib.closing(SwitchableChooser(session_options.policy.choose)))
+        chooser = stack.enter_context(contextlib.closing(ThreadedChooser(session_options.policy.choose)))
         feed = JobFeed(connection, replace(session.admission, loaded=session.checkpoints), chooser)
         arrivals = Arrivals(feed, observers=[feed], requests=feed, chooser=chooser)
         session.run([], arrivals=arrivals, clock=clock)

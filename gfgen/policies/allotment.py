@@ -16,6 +16,8 @@ from gfgen.snapshot import Decision, JobView, Snapshot
 
 WAIT_SHARE = 0.25
 """The longest wait for ranks, as a share of a step: free ranks idle meanwhile."""
+NUM_FOR_GAPS = 8
+"""Jobs whose tasks are tried on held ranks."""
 OVERRUN_S = 0.01
 """A task on a held rank may end this much after the rank is wanted."""
 
@@ -32,15 +34,16 @@ def allot(
     chosen: the task of a job on a layout, which may be its step without the transformer.
     """
     ranks = _RankClaims(snapshot, chosen)
-    decisions = []
+    decisions, num_tried = list[Decision](), 0
     for job in queue:
         if job.job_id in snapshot.busy:
             ranks.hold_for_busy(job, wanted(job))
         elif ranks.unheld:
             decisions += ranks.start(job, wanted(job))
-        elif (decision := ranks.fill_gap(job)) is not None:
-            decisions.append(decision)
-        if not ranks.free:  # before the next job, whose place may take long to find
+        else:
+            num_tried += 1
+            decisions += ranks.fill_gap(job)
+        if not ranks.free or num_tried == NUM_FOR_GAPS:  # before the next job, whose place takes long to find
             break
     return decisions
 
@@ -109,15 +112,15 @@ class _RankClaims:
                 self._held_until_s |= {rank: running.predicted_end_s for rank in self.unheld if rank in own}
                 self._hold(num_more, running.predicted_end_s, island)
 
-    def fill_gap(self, job: JobView) -> Decision | None:
+    def fill_gap(self, job: JobView) -> list[Decision]:
         """Run one task on a held rank, if it ends before the rank is wanted."""
         for rank in self.free:
             layout = job.layout((rank,))
             end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
             if end_s <= self._held_until_s[rank] + OVERRUN_S:
                 self.free.remove(rank)
-                return Decision(self._chosen(job, layout), layout)
-        return None
+                return [Decision(self._chosen(job, layout), layout)]
+        return []
 
     def _better_later(
         self, job: JobView, wanted: int, island: Collection[int], *, num_unheld: int

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from gfgen.graph import Stage, Task
@@ -25,8 +25,8 @@ MEMORY = 0.7
 NUM_SPREADS = 2.0
 """The present policy is left for a gain of more than twice the spread of the predictions."""
 THRIFT = 1.04
-"""A degree saves rank time if another one takes more than this factor of it. Two GPUs share the branches of
-guidance with a loss of one or two percent, which is within the variation of measurements."""
+"""A degree wastes ranks if it takes more than this factor of the rank time of one. Two GPUs share the
+branches of guidance with a loss of one or two percent, which is within the variation of measurements."""
 DEGREES = (2, 1, 4, 8)
 """The first wins a tie: pairs share a step with guidance almost without loss."""
 
@@ -44,7 +44,7 @@ def auto(snapshot: Snapshot) -> list[Decision]:
 def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None:
     """The candidate with the best outlook; None if there is no choice."""
     present = None if last is None else last.policy
-    candidates = _candidates(snapshot, present)
+    candidates = _candidates(snapshot)
     if snapshot.foresee is None or len(candidates) < 2:
         return None
     ahead = {name: snapshot.foresee(policy) for name, (policy, _) in candidates.items()}
@@ -61,32 +61,30 @@ def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None
     return Choice(best, reason, late)
 
 
-def _candidates(snapshot: Snapshot, present: str | None) -> dict[str, tuple[Policy, bool]]:
+def _candidates(snapshot: Snapshot) -> dict[str, tuple[Policy, bool]]:
     """The candidates by name, and whether they waste ranks; the first wins a tie.
 
-    Triage with groups of each degree that saves work for some job compared with twice the degree, and with
-    all ranks; the shortest job first on all ranks, with the shortest steps and thus the shortest waits for a
-    boundary; `edf` with deadlines; and without, the orders that end some files sooner: they look at no
-    deadline, so any error of a prediction would make jobs late. The present degree always stays a candidate:
-    a change of a few percent in the costs learnt for one degree could otherwise drop it without evidence.
-    While as many jobs wait as there are ranks, a degree that takes more rank time than one rank is a waste;
-    with deadlines only on ranks that share cores, whose gain by sharing is in doubt.
+    Triage with groups of each degree; the shortest job first on all ranks, with the shortest steps and thus
+    the shortest waits for a boundary; `edf` with deadlines; and without, the orders that end some files
+    sooner: they look at no deadline, so any error of a prediction would make jobs late. While as many jobs
+    wait as there are ranks, a degree that takes more rank time than one rank is a waste; with deadlines only
+    on ranks that share cores, whose gain by sharing is in doubt.
     """
-    kinds, most = _kinds(snapshot), power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))
-    has_deadlines = any(job.deadline_s < math.inf for job in _jobs(snapshot))
+    jobs = (*snapshot.open.values(), *snapshot.busy.values(), *snapshot.parked.values(), *snapshot.recent)
+    most = power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))
+    has_deadlines = any(job.deadline_s < math.inf for job in jobs)
     is_full = len(snapshot.open) + len(snapshot.busy) >= 2 * len(snapshot.ranks)
-    is_to_save = is_full and (snapshot.shares_cores or not has_deadlines)
-
-    def is_wasteful(degree: int) -> bool:
-        return is_to_save and _rank_s(snapshot, kinds, degree) > THRIFT * _rank_s(snapshot, kinds, 1)
-
-    found: dict[str, tuple[Policy, bool]] = {}
-    for n in (n for n in DEGREES if n <= most):
-        name = f"triage,degree={n}"
-        if n == most or name == present or _saves_work(snapshot, kinds, n):
-            found[name] = functools.partial(triage, degree=n), is_wasteful(n)
+    wasteful: set[int] = set()
+    if is_full and (snapshot.shares_cores or not has_deadlines):
+        rank_s = _rank_s(snapshot, jobs)
+        wasteful = {n for n in DEGREES if rank_s[n] > THRIFT * rank_s[1]}
+    found: dict[str, tuple[Policy, bool]] = {
+        f"triage,degree={n}": (functools.partial(triage, degree=n), n in wasteful)
+        for n in DEGREES
+        if n <= most
+    }
     if most > 1:
-        found[f"srtf,degree={most}"] = functools.partial(srtf, degree=most), is_wasteful(most)
+        found[f"srtf,degree={most}"] = functools.partial(srtf, degree=most), most in wasteful
     if has_deadlines:
         found["edf"] = edf, False
     elif not snapshot.expects_more:
@@ -94,42 +92,19 @@ def _candidates(snapshot: Snapshot, present: str | None) -> dict[str, tuple[Poli
     return found
 
 
-_Kinds = Mapping[tuple[str, str], tuple[JobView, int]]
-"""An example of each model and shape, and the steps left of all such jobs."""
+def _rank_s(snapshot: Snapshot, jobs: Iterable[JobView]) -> Mapping[int, float]:
+    """Rank time of all steps that are left, by degree. A hundred thousand jobs have a few kinds."""
+    examples: dict[tuple[str, str], JobView] = {}
+    num_left = Counter[tuple[str, str]]()
+    for job in jobs:
+        examples[job.model, job.shape] = job
+        num_left[job.model, job.shape] += max(0, job.num_tasks - 1 - max(2, job.next_task.index))
 
+    def step_s(job: JobView, degree: int) -> float:
+        layout = job.step_layout(tuple(range(min(degree, power_of_two(job.step_degree)))))
+        return layout.degree * snapshot.costs.task_s(Task(job.job_id, 2, Stage.DENOISE, 0), layout)
 
-def _jobs(snapshot: Snapshot) -> Iterable[JobView]:
-    return itertools.chain(snapshot.open.values(), snapshot.busy.values(), snapshot.recent)
-
-
-def _kinds(snapshot: Snapshot) -> _Kinds:
-    """A hundred thousand jobs have a few kinds."""
-    found: dict[tuple[str, str], tuple[JobView, int]] = {}
-    for job in _jobs(snapshot):
-        if (num_left := job.num_tasks - 1 - max(2, job.next_task.index)) > 0:
-            kind = job.model, job.shape
-            example, number = found.get(kind, (job, 0))
-            found[kind] = example, number + num_left
-    return found
-
-
-def _rank_s(snapshot: Snapshot, kinds: _Kinds, degree: int) -> float:
-    """Rank time of all steps that are left, on `degree` ranks each."""
-    return sum(number * _step_rank_s(snapshot, job, degree) for job, number in kinds.values())
-
-
-def _saves_work(snapshot: Snapshot, kinds: _Kinds, degree: int) -> bool:
-    """Whether some job takes notably less rank time on `degree` ranks than on twice as many."""
-    return any(
-        _step_rank_s(snapshot, job, degree) * THRIFT < _step_rank_s(snapshot, job, 2 * degree)
-        for job, _ in kinds.values()
-        if job.step_degree >= 2 * degree
-    )
-
-
-def _step_rank_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
-    layout = job.step_layout(tuple(range(min(degree, power_of_two(job.step_degree)))))
-    return layout.degree * snapshot.costs.task_s(Task(job.job_id, 2, Stage.DENOISE, 0), layout)
+    return {n: sum(num_left[kind] * step_s(job, n) for kind, job in examples.items()) for n in DEGREES}
 
 
 def _smoothed(ahead: Mapping[str, Outlook], last: Choice | None) -> dict[str, float]:

@@ -7,7 +7,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from gfgen.graph import Task
@@ -165,9 +165,8 @@ class _Queue:
                 break
             place = 0
             if not room.is_enough_for(self._work_s(waiting[0])):
-                room_s = room.by_job()
-                fits = (self._work_s(job) <= room_s.get(job.job_id, room.least_s) for job in waiting)
-                place = next(place for place, does_fit in enumerate(fits) if does_fit)
+                room_of = room.by_job()
+                place = next(at for at, job in enumerate(waiting) if self._work_s(job) <= room_of(job.job_id))
             job = waiting.pop(place)
             yield job
             room.take(job.job_id, self._work_s(job))
@@ -245,11 +244,11 @@ class _Room:
     def __init__(self, now_s: float, saved: list[_Case], *, before_s: float) -> None:
         ends_s = itertools.accumulate([work_s for _, work_s, _ in saved], initial=before_s)
         next(ends_s)
-        self._due = saved
+        self._places = {job.job_id: place for place, (job, _, _) in enumerate(saved)}
         self._room_s = [
             (job.due_s - now_s) / ROOM - end_s for (job, _, _), end_s in zip(saved, ends_s, strict=True)
         ]
-        """By job of `_due`."""
+        """By place; infinite for those that have been taken."""
         self.least_s = min(self._room_s, default=math.inf)
         """Room before all of them; a lower bound while jobs are `_taken`."""
         self._taken: list[tuple[str, float]] = []
@@ -262,10 +261,11 @@ class _Room:
             self._subtract()
         return work_s <= self.least_s
 
-    def by_job(self) -> dict[str, float]:
-        """By saved job: the room for it before the saved jobs that are due earlier."""
-        least_s = itertools.accumulate(self._room_s, min, initial=math.inf)
-        return {job.job_id: room_s for (job, _, _), room_s in zip(self._due, least_s, strict=False)}
+    def by_job(self) -> Callable[[str], float]:
+        """The room for each job before the saved jobs due earlier; before all of them if it is not saved."""
+        least_s = list(itertools.accumulate(self._room_s, min, initial=math.inf))
+        places, last = self._places, len(self._room_s)
+        return lambda job_id: least_s[places.get(job_id, last)]
 
     def take(self, job_id: str, work_s: float) -> None:
         """A job goes next."""
@@ -274,12 +274,10 @@ class _Room:
 
     def _subtract(self) -> None:
         """Subtract each taken job's work from the room of the saved jobs that it overtook."""
-        due, room_s = [job.job_id for job, _, _ in self._due], self._room_s
+        room_s = self._room_s
         for job_id, work_s in self._taken:
-            num_delayed = due.index(job_id) if job_id in due else len(due)
+            num_delayed = self._places.get(job_id, len(room_s))
             room_s[:num_delayed] = [each_s - work_s for each_s in room_s[:num_delayed]]
-            del due[num_delayed : num_delayed + 1], room_s[num_delayed : num_delayed + 1]
-        gone = {job_id for job_id, _ in self._taken}
-        self._due = [case for case in self._due if case[0].job_id not in gone]
+            room_s[num_delayed : num_delayed + 1] = [math.inf] * (num_delayed < len(room_s))
         self._taken.clear()
         self.least_s = min(room_s, default=math.inf)

@@ -282,6 +282,7 @@ class Session:
         """The control loop; `records` are options of `Control`. `stack` is closed after the run."""
         options, arrivals, ranks = setup.options, setup.arrivals, setup.options.ranks
         costs = CostModel(setup.profile, shares_cores=_share_cores(ranks))
+        own_chooser = stack.enter_context(contextlib.closing(ThreadedChooser(options.policy.choose)))
         backend = ProcessBackend(
             self.pool,
             JobMemory(jobs, options.output_dir, setup.start.resume),
@@ -301,7 +302,7 @@ class Session:
             policy=options.policy,
             steering=Steering(
                 intake=arrivals.intake,
-                chooser=arrivals.chooser or _chooser(options.policy, stack),
+                chooser=arrivals.chooser or own_chooser,
                 residency=self.residency,
                 on_turn=arrivals.on_turn,
             ),
@@ -331,6 +332,7 @@ class Session:
         pool, folder = self.pool, options.output_dir
         return RunStart(
             num_ranks=pool.num_ranks,
+            num_writers=len(pool.writers),
             lookahead_s=options.lookahead_s,
             started_at=clock.started_at,
             last_number=pool.last_number,
@@ -366,12 +368,6 @@ class Session:
         journal = Journal(options.output_dir / JOURNAL_NAME, header=header)
         stack.callback(journal.close)
         return journal
-
-
-def _chooser(policy: NamedPolicy, stack: contextlib.ExitStack) -> Chooser | None:
-    if policy.choose is None:
-        return None
-    return stack.enter_context(contextlib.closing(ThreadedChooser(policy.choose)))
 
 
 def _share_cores(ranks: Ranks) -> bool:

@@ -14,7 +14,7 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import JobCancelled, RankReady, StopRequested, TaskDone
 from gfgen.runtime.core.observer import skipped_outcome
 from gfgen.runtime.ipc.content import content_of
-from gfgen.runtime.predict.choosers import SwitchableChooser
+from gfgen.runtime.predict.choosers import ThreadedChooser
 
 
 class Wire:
@@ -22,7 +22,7 @@ class Wire:
 
     def __init__(self, admission):
         self.end, theirs = Pipe()
-        self.feed = JobFeed(theirs, admission, SwitchableChooser(None))
+        self.feed = JobFeed(theirs, admission, ThreadedChooser(None))
 
     def send(self, *messages):
         """Events that the control loop gets after these messages."""

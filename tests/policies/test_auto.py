@@ -105,13 +105,9 @@ def test_what_auto_has_seen_before_counts():
     assert choose_auto(foreseeing(dict.fromkeys(DUE, outlook(late=4))), before).policy == "srtf,degree=4"
 
 
-@pytest.mark.parametrize(("num_late", "chosen"), [(4, "triage,degree=2"), (0, "triage,degree=4")])
-def test_the_degree_that_auto_has_chosen_stays_a_candidate(num_late, chosen):
-    """Learnt costs had moved its thrift below the threshold, and the best of the others took over at once."""
-    ahead = dict.fromkeys(DUE, outlook(late=4)) | {"triage 4": outlook(late=num_late)}
-    picture = foreseeing(ahead, costs=WorkCosts)
-    assert choose_auto(picture, Choice("triage,degree=2", "")).policy == chosen
-    assert choose_auto(picture, Choice("triage,degree=8", "")).policy == "triage,degree=4"
+def test_where_what_auto_has_chosen_is_no_choice_any_more_the_best_is_taken():
+    ahead = dict.fromkeys(DUE, outlook(late=5)) | {"srtf 4": outlook(late=4)}
+    assert choose_auto(foreseeing(ahead), Choice("triage,degree=8", "")).policy == "srtf,degree=4"
 
 
 @pytest.mark.parametrize(("num_jobs", "chosen"), [(8, "triage,degree=1"), (7, "srtf,degree=4")])

@@ -101,3 +101,32 @@ def test_of_many_jobs_those_that_run_are_looked_at_and_those_that_are_due_next()
 def test_many_jobs_are_looked_at_by_the_next_deadlines():
     jobs = [make_job(f"job-{n}", deadline_s=1000.0 - n) for n in range(rollout.MAX_JOBS + 20)]
     assert with_foresight(traffic(*jobs)).foresee(srtf).num_jobs == rollout.MAX_JOBS
+
+
+def test_files_wait_for_their_writer():
+    snapshot = traffic(*[make_job(f"job-{n}", steps=1) for n in range(6)])
+    slow = {job_id: replace(job, write_s=30.0) for job_id, job in snapshot.open.items()}
+    ends_s = []
+    for number in (1, 3):
+        ahead = with_foresight(replace(snapshot, open=slow, writers_free_s=(0.0,) * number))
+        ends_s.append(ahead.foresee(srtf).makespan_s)
+    assert ends_s == [pytest.approx(180.0, abs=2.0), pytest.approx(60.0, abs=2.0)]
+
+
+def test_jobs_of_a_model_that_ranks_do_not_hold_come_after_its_load():
+    snapshot = traffic(make_job("a"), make_job("b"))
+    parked = {"b": replace(snapshot.open["b"], model="other")}
+    picture = replace(snapshot, open={"a": snapshot.open["a"]}, parked=parked, load_s={"other": 50.0})
+    alone = with_foresight(replace(picture, parked={})).foresee(srtf)
+    outlook = with_foresight(picture).foresee(srtf)
+    assert outlook.num_jobs == 2
+    assert outlook.makespan_s == pytest.approx(2 * alone.makespan_s + 50.0)
+
+
+def test_without_deadlines_a_sample_stands_for_all_jobs():
+    jobs = [make_job(f"job-{n}", steps=1 + n % 7) for n in range(4 * rollout.MAX_JOBS)]
+    snapshot = traffic(*jobs)
+    work_s = sum(job.remaining_s for job in snapshot.open.values())
+    outlook = with_foresight(snapshot).foresee(srtf)
+    assert outlook.num_jobs == rollout.MAX_JOBS
+    assert outlook.makespan_s == pytest.approx(work_s / 2, rel=0.03)

@@ -25,7 +25,7 @@ from gfgen.runtime.core.events import (
     TaskDone,
 )
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.runtime.predict.choosers import SwitchableChooser
+from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.server.bridge import run_bridge as run_bridge
 from gfgen.server.bridge.run_bridge import MAX_AT_ONCE, RunBridge
 from gfgen.server.jobs.mirror import RunMirror
@@ -318,11 +318,11 @@ def test_messages_arrive_one_by_one():
 
 
 def test_a_chooser_can_be_left_out_and_taken_up_again():
-    chooser = SwitchableChooser(None)
+    chooser = ThreadedChooser(None)
     chooser.consider(None)
     assert chooser.take() is None
     chooser.follow(load_policy("auto").choose)
-    assert chooser._inner is not None
+    assert chooser._choose is not None
     chooser.follow(None)
     assert chooser.take() is None
     chooser.close()

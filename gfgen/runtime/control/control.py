@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gfgen.errors import InterruptedRunError, PolicyFault, RunError, StalledError
-from gfgen.policies.catalog import NamedPolicy
+from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.decider import Chooser, Decider
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
@@ -83,6 +83,8 @@ class Steering:
     """With an intake the run goes on until it is asked to stop."""
     chooser: Chooser | None = None
     residency: Residency | None = None
+    load: Callable[[str], NamedPolicy] = load_policy
+    """Finds the policies that the chooser names."""
     on_turn: Callable[[float], None] | None = None
     """Called with the seconds of each turn, from one wait to the next."""
 
@@ -107,7 +109,9 @@ class Control:
         self.backend = backend
         self.clock = state.clock
         num_ranks = len(state.ranks.records)
-        self.decider = Decider(policy, clock=state.clock, num_ranks=num_ranks, chooser=steering.chooser)
+        self.decider = Decider(
+            policy, clock=state.clock, num_ranks=num_ranks, chooser=steering.chooser, load=steering.load
+        )
         self.journal = journal or NoJournal()
         self.metrics = Metrics()
         self.observers = (self.metrics, *observers, *filter(None, [steering.residency]))
@@ -266,8 +270,10 @@ class Control:
         if choice is not None and self.decider.can_follow(choice):
             self.record(PolicyChanged(self.clock.now_s, choice.policy, choice.reason))
         has_ready = any(rank.is_ready for rank in self.state.ranks.records)
-        if self.state.jobs.records and has_ready and self.decider.is_choice_due():
-            chooser.consider(self.state.snapshot_of_traffic())
+        num_jobs = len(self.state.jobs.records)
+        if num_jobs and has_ready and self.decider.is_choice_due(num_jobs):
+            residency = self._steering.residency
+            chooser.consider(self.state.snapshot_of_traffic(residency.load_times if residency else None))
 
     def change_models(self, residency: Residency) -> None:
         """Let ranks hold other models, where not all fit and the turn of others has come."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -24,8 +24,8 @@ MAX_POLICY_FAULTS = 3
 """After this many calls in which the policy was at fault the run goes on under FALLBACK."""
 FALLBACK = "fcfs"
 CHANGES_PER_CHOICE = 24
-"""A policy is chosen again after this many arrivals and ends of jobs; at the start of a run sooner, when each
-of them changes the picture. More often gained nothing in the study of policies."""
+"""A policy is chosen again after this many arrivals and ends of jobs, or an eighth of the jobs left; at the
+start of a run sooner, when each changes the picture. More often gained nothing in the study of policies."""
 
 
 class Chooser(Protocol):
@@ -41,8 +41,17 @@ class Chooser(Protocol):
 class Decider:
     """Asks the policy. `fcfs` replaces a policy that fails too often, and a chooser may replace any."""
 
-    def __init__(self, policy: NamedPolicy, *, clock: Clock, num_ranks: int, chooser: Chooser | None) -> None:
+    def __init__(
+        self,
+        policy: NamedPolicy,
+        *,
+        clock: Clock,
+        num_ranks: int,
+        chooser: Chooser | None,
+        load: Callable[[str], NamedPolicy] = load_policy,
+    ) -> None:
         self.policy = policy
+        self._load = load
         self.given_up: str | None = None
         """Why FALLBACK has replaced the policy, if it has."""
         self.num_faults = 0
@@ -98,7 +107,7 @@ class Decider:
 
     def follow(self, event: PolicyChanged) -> None:
         if event.policy != self.policy.name:
-            self.policy, self.chooser = load_policy(event.policy), self._usual_chooser
+            self.policy, self.chooser = self._load(event.policy), self._usual_chooser
             logger.debug("from now on %s decides: %s", event.policy, event.reason)
 
     def note_change(self) -> None:
@@ -116,11 +125,11 @@ class Decider:
             return False
         return True
 
-    def is_choice_due(self) -> bool:
-        """Whether enough jobs have come or gone since this was true last."""
+    def is_choice_due(self, num_jobs: int) -> bool:
+        """Whether enough jobs have come or gone since this was true last; `num_jobs` are left."""
         if self._num_changes < self._next_choice:
             return False
-        self._next_choice = self._num_changes + min(self._num_changes, CHANGES_PER_CHOICE)
+        self._next_choice = self._num_changes + min(self._num_changes, max(CHANGES_PER_CHOICE, num_jobs // 8))
         return True
 
 

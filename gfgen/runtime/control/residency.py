@@ -175,6 +175,11 @@ class Residency(Observer):
         return {model: self._needs[model].checkpoint for model in sorted(self.resident)}
 
     @property
+    def load_times(self) -> Mapping[str, float]:
+        """Predicted seconds to load each model that ranks do not hold."""
+        return {model: self._load_s([model]) for model in self._needs.keys() - self.resident}
+
+    @property
     def checkpoints(self) -> list[Path]:
         return sorted(set(self.held.values()))
 

@@ -52,6 +52,7 @@ class State:
         self._costs = costs
         costs.price_first_uses(start.first_use_s, start.warm)
         self._is_looking_ahead = start.lookahead_s > 0
+        self._num_writers = start.num_writers
         self.models = ModelTurns(
             start.resident if start.resident is not None else {job.spec.model or "" for job in jobs},
             is_limited=start.resident is not None,
@@ -135,17 +136,23 @@ class State:
             kept=self._costs.kept,
         )
 
-    def snapshot_of_traffic(self) -> Snapshot:
-        """The same, with the last arrivals and what their tasks cost: to look ahead from.
+    def snapshot_of_traffic(self, load_s: Mapping[str, float] | None = None) -> Snapshot:
+        """The same, with all that looks ahead need; `load_s` by model that ranks do not hold.
 
         What a policy sees later does not depend on whether somebody looked ahead: a replay does not.
         """
         recent = self.jobs.recent
         records = ChainMap(dict(self.jobs.records), {record.job_id: record for record, _ in recent})
+        own, places = self.jobs.records, {model: place for place, model in enumerate(self.models.wanted())}
+        parked = sorted([own[each] for each in self.models.parked], key=lambda job: places[job.model])
+        left_s = sum([own[each].cost_class.write_s for each in self.jobs.writing]) / self._num_writers
         return replace(
             self.snapshot(),
             costs=_JobCosts(records, self._costs, are_handed_out=False),
             recent=tuple([view for _, view in recent]),
+            parked={record.job_id: record.view(self._costs) for record in parked},
+            load_s=load_s or {},
+            writers_free_s=(self.clock.turn_s + left_s,) * self._num_writers,
             expects_more=self.expects_more or not all(job.arrived for job in self.jobs.records.values()),
             shares_cores=self._costs.shares_cores,
             kept={},

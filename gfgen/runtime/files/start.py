@@ -46,6 +46,8 @@ class RunStart:
     """Sets of ranks that reach each other's memory. None: all do."""
     batch: int = 1
     """The most jobs that take their steps together."""
+    num_writers: int = 1
+    """Processes that write files; looks ahead count with them."""
     first_use_s: float = 0.0
     """Extra time of the first step or decode of a model and shape on some degrees, until the run has learned
     it; 0: it costs nothing."""

@@ -41,82 +41,62 @@ class ImmediateChooser:
 
 
 class ThreadedChooser:
-    """Chooses in its own thread, so that the control loop never waits for it.
+    """Chooses in a thread, so that the control loop never waits for it; one choice at a time."""
 
-    One choice at a time: `consider` does nothing while another is in progress. Only the control loop calls
-    `consider` and `take`; only the thread writes `_choice`, once, before it ends.
-    """
-
-    def __init__(self, choose: Choose) -> None:
+    def __init__(self, choose: Choose | None) -> None:
         self._choose = choose
         self._last: Choice | None = None
-        self._choice: Choice | None = None
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
+        self._thought: _Thought | None = None
+
+    def follow(self, choose: Choose | None) -> None:
+        """Choose with another function, or not at all, from now on."""
+        if self._thought is not None:
+            self._thought.is_abandoned = True
+        self._choose, self._last, self._thought = choose, None, None
 
     def consider(self, snapshot: Snapshot) -> None:
-        if self._thread is not None:
-            return
-        ahead = with_foresight(snapshot, pause=self._pause)
-        self._thread = threading.Thread(target=self._think, args=(ahead,), name="chooser", daemon=True)
-        self._thread.start()
+        if self._choose is not None and self._thought is None:
+            self._thought = _Thought(self._choose, snapshot, self._last)
 
     def take(self) -> Choice | None:
-        if self._thread is None or self._thread.is_alive():
+        if self._thought is None or self._thought.is_alive():
             return None
-        self._thread = None
-        choice, self._choice = self._choice, None
+        choice, self._thought = self._thought.choice, None
         self._last = choice or self._last
         return choice
 
-    def abandon(self) -> None:
-        """Stop a choice in progress without waiting."""
-        self._is_closed = True
-
     def close(self) -> None:
         """Stop a choice in progress, and wait up to CLOSE_TIMEOUT_S."""
-        self.abandon()
-        if self._thread is not None:
-            self._thread.join(CLOSE_TIMEOUT_S)
-            if self._thread.is_alive():
+        thought = self._thought
+        self.follow(None)
+        if thought is not None:
+            thought.join(CLOSE_TIMEOUT_S)
+            if thought.is_alive():
                 logger.warning("choosing a policy has not ended %g s after the run", CLOSE_TIMEOUT_S)
 
-    def _think(self, snapshot: Snapshot) -> None:
-        self._choice = _asked(self._choose, snapshot, self._last)
+
+class _Thought(threading.Thread):
+    """A choice in progress."""
+
+    def __init__(self, choose: Choose, snapshot: Snapshot, last: Choice | None) -> None:
+        super().__init__(name="chooser", daemon=True)
+        self._asked = choose, with_foresight(snapshot, pause=self._pause), last
+        self.choice: Choice | None = None
+        """Written by the thread, before it ends."""
+        self.is_abandoned = False
+        self.start()
+
+    def run(self) -> None:
+        self.choice = _asked(*self._asked)
 
     def _pause(self) -> None:
-        if self._is_closed:
+        if self.is_abandoned:
             raise _Closed
         time.sleep(PAUSE_S)
 
 
 class _Closed(Exception):
     """The run is over and needs no choice."""
-
-
-class SwitchableChooser:
-    """Runs the chooser of the current policy (`auto`), if it has one."""
-
-    def __init__(self, choose: Choose | None) -> None:
-        self._inner: ThreadedChooser | None = None
-        self.follow(choose)
-
-    def follow(self, choose: Choose | None) -> None:
-        """Use another chooser, or none, from now on."""
-        if self._inner is not None:
-            self._inner.abandon()
-        self._inner = None if choose is None else ThreadedChooser(choose)
-
-    def consider(self, snapshot: Snapshot) -> None:
-        if self._inner is not None:
-            self._inner.consider(snapshot)
-
-    def take(self) -> Choice | None:
-        return None if self._inner is None else self._inner.take()
-
-    def close(self) -> None:
-        if self._inner is not None:
-            self._inner.close()
 
 
 def _asked(choose: Choose, snapshot: Snapshot, last: Choice | None) -> Choice | None:

@@ -103,6 +103,10 @@ class Profile:
         """Whether ranks slow each other down, as those of a CPU do."""
         return any(row.loaded_s is not None for row in self.rows)
 
+    def num_writers(self, num_ranks: int) -> int:
+        """Of a run with four cores for each GPU; with fewer it has fewer writers."""
+        return 1 if self.shares_cores else num_ranks
+
     @property
     def hash(self) -> str:
         return hashlib.sha256(self.as_json().encode()).hexdigest()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class RolloutCosts:
 
     def __init__(self, snapshot: Snapshot) -> None:
         recent = {job.job_id: job for job in snapshot.recent}
-        self._jobs = (snapshot.open, snapshot.busy, recent)
+        self._jobs = (snapshot.open, snapshot.busy, snapshot.parked, recent)
         self._kinds: dict[str, JobKind] = {}
         """A cache by job."""
         examples: dict[JobKind, JobView] = {}
@@ -203,7 +203,8 @@ def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] | None = Non
 
 def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> RolloutStart:
     table = RolloutCosts(snapshot)
-    present = _present(snapshot)
+    present, parked = _present(snapshot), _sample(snapshot.parked.values())
+    num_jobs = len(snapshot.open) + len(snapshot.busy) + len(snapshot.parked)
     arrivals = _expected(snapshot, table)
     return RolloutStart(
         replace(
@@ -211,12 +212,13 @@ def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> RolloutSt
             open={job.job_id: job for job in present if job.job_id in snapshot.open},
             busy={job.job_id: job for job in present if job.job_id in snapshot.busy},
             costs=table,
+            parked={job_id: job for job_id, job in snapshot.parked.items() if job in parked},
             orders=None,
             recent=(),
             foresee=None,
         ),
         arrivals,
-        num_unseen=len(snapshot.open) + len(snapshot.busy) - len(present),
+        num_unseen=num_jobs - len(present) - len(parked),
         pause=pause,
     )
 
@@ -230,12 +232,19 @@ def _present(snapshot: Snapshot) -> Sequence[JobView]:
         return (*snapshot.open.values(), *snapshot.busy.values())
     running = [running.task.job_id for running in snapshot.running]
     at_work = [snapshot.open[job_id] for job_id in running if job_id in snapshot.open]
-    by_due = snapshot.in_order(_due)
-    next_due = by_due[:MAX_JOBS]
-    if next_due[0].deadline_s == math.inf:
-        next_due = [by_due[number * len(by_due) // MAX_JOBS] for number in range(MAX_JOBS)]
-    found = {job.job_id: job for job in (*next_due, *at_work, *snapshot.busy.values())}
+    sample = _sample(snapshot.in_order(_due))
+    found = {job.job_id: job for job in (*sample, *at_work, *snapshot.busy.values())}
     return heapq.nsmallest(MAX_JOBS, found.values(), key=lambda job: (job.job_id not in running, *_due(job)))
+
+
+def _sample(jobs: Collection[JobView]) -> Sequence[JobView]:
+    """At most MAX_JOBS: the next due, or without deadlines as many of each length as there are."""
+    if len(jobs) <= MAX_JOBS:
+        return tuple(jobs)
+    by_due = sorted(jobs, key=_due)
+    if by_due[0].deadline_s < math.inf:
+        return by_due[:MAX_JOBS]
+    return [by_due[number * len(by_due) // MAX_JOBS] for number in range(MAX_JOBS)]
 
 
 def _due(job: JobView) -> tuple[float, float]:
@@ -313,6 +322,10 @@ class _Rollout:
         self._latencies_s: list[float] = []
         self._spreads: list[float] = []
         self._ends_s: dict[str, float] = {}
+        self._num_ended = 0
+        """Jobs that have ended, or begun a decode, since the policy was last asked for all."""
+        self._parked = list(snapshot.parked.values())
+        self._writers_free_s = list(snapshot.writers_free_s or (snapshot.now_s,))
         self._num_late = 0
         self._late_variance = 0.0
         self._makespan_s = self._rank_s = 0.0
@@ -333,7 +346,11 @@ class _Rollout:
     def run(self) -> Outlook:
         """Simulate until all jobs have ended, or MAX_TURNS is reached."""
         self._pass_turns(MAX_TURNS)
-        left = [*self._open.frozen().values(), *(segment.job for segment in self._segments.values())]
+        left = [
+            *self._open.frozen().values(),
+            *self._parked,
+            *(segment.job for segment in self._segments.values()),
+        ]
         for job in left:  # a lower bound: their ends are unknown
             self._note_end(job, self._now_s + job.remaining_s)
         return self._outlook()
@@ -361,11 +378,28 @@ class _Rollout:
         self._settle()
         for _ in itertools.count() if most is None else range(most):
             self._decide()
-            if not self._segments and not self._arrivals and not self._decoding_until_s:
+            if self._num_ended > len(self._segments) or (self._num_ended and self._num_idle):
+                self._cut()
+            is_at_rest = not self._segments and not self._decoding_until_s
+            if is_at_rest and not self._arrivals and not self._load_next():
                 break
             self._pass_time()
             if self._start.pause is not None:
                 self._start.pause()
+
+    def _load_next(self) -> bool:
+        """Load the next model that jobs wait for, when no task of the others can run."""
+        if not self._parked or len(self._open):
+            return False
+        model = self._parked[0].model
+        for job in self._parked:
+            if job.model == model:
+                self._open.put(job)
+        self._parked = [job for job in self._parked if job.model != model]
+        snapshot = self._start.snapshot
+        loaded_s = self._now_s + snapshot.load_s.get(model, 0.0)
+        self._decoding_until_s = dict.fromkeys([view.rank for view in snapshot.ranks], loaded_s)
+        return True
 
     def _pass_time(self) -> None:
         """Advance to the next end of a segment or the next arrival."""
@@ -377,14 +411,14 @@ class _Rollout:
         due_s = self._now_s + _SAME_S
         for rank in [rank for rank, end_s in self._decoding_until_s.items() if end_s <= due_s]:
             del self._decoding_until_s[rank]
-        has_changed = False
         for segment in [segment for segment in self._segments.values() if segment.end_s <= due_s]:
-            has_changed |= self._end(segment)
+            self._num_ended += self._end(segment)
+        has_arrived = False
         while self._arrivals and self._arrivals[-1].arrival_s <= due_s:
             job = self._arrivals.pop()
             self._open.put(job)
-            has_changed = True
-        if has_changed:
+            has_arrived = True
+        if has_arrived:
             self._cut()
 
     def _end(self, segment: _Segment) -> bool:
@@ -406,9 +440,16 @@ class _Rollout:
 
     def _cut(self) -> None:
         """Cut every segment at its next boundary, so that the policy decides again."""
+        self._num_ended = 0
         for segment in self._segments.values():
             segment.num_tasks = segment.num_done(self._now_s)
         self._settle()
+
+    @property
+    def _num_idle(self) -> int:
+        num_taken = len(self._decoding_until_s)
+        num_taken += sum([segment.layout.degree for segment in self._segments.values()])
+        return len(self._start.snapshot.ranks) - num_taken
 
     def _settle(self) -> None:
         ends_s = [segment.end_s for segment in self._segments.values() if segment.job.next_task.index > 1]
@@ -487,19 +528,22 @@ class _Rollout:
         )
 
     def _note_end(self, job: JobView, end_s: float) -> None:
+        """A decode has ended; its file waits for a writer."""
+        writer = self._writers_free_s.index(min(self._writers_free_s))
+        end_s = self._writers_free_s[writer] = max(end_s, self._writers_free_s[writer]) + job.write_s
         self._ends_s[job.job_id] = end_s
         self._ended()
         self._latencies_s.append(end_s - job.arrival_s)
-        self._num_late += end_s > job.due_s
+        self._num_late += end_s > job.deadline_s
         ahead_s, spread = (
             end_s - self._start.snapshot.now_s,
             self._costs.spread(job.next_task, Layout.single(0)),
         )
         self._spreads.append(spread)
         if job.job_id.endswith(" again"):  # it may as well come at another time, or not at all
-            self._late_variance += end_s > job.due_s
+            self._late_variance += end_s > job.deadline_s
             return
-        if abs(end_s - job.due_s) < spread * ahead_s:  # it may be late as well as in time
+        if abs(end_s - job.deadline_s) < spread * ahead_s:  # it may be late as well as in time
             self._late_variance += 0.25
         self._makespan_s = max(self._makespan_s, ahead_s)
 

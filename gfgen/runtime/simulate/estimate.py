@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from gfgen.errors import PolicyError
 from gfgen.graph import STEPS
@@ -36,7 +37,13 @@ def everything_open(
     """The snapshot from which estimates start: all jobs are open, including those that arrive later."""
     state = State(
         jobs,
-        RunStart(num_ranks=num_ranks, lookahead_s=LOOKAHEAD_S, started_at=started_at, batch=batch),
+        RunStart(
+            num_ranks=num_ranks,
+            num_writers=profile.num_writers(num_ranks),
+            lookahead_s=LOOKAHEAD_S,
+            started_at=started_at,
+            batch=batch,
+        ),
         clock=Clock(virtual=True),
         costs=CostModel(profile),
     )
@@ -44,7 +51,7 @@ def everything_open(
         state.apply(RankReady(0.0, rank, 1, 0.0))
     for job in jobs:
         state.apply(JobArrived(job.spec.arrival_s, job.job_id))
-    return state.snapshot()
+    return state.snapshot_of_traffic()
 
 
 def decides_first(policy: NamedPolicy, snapshot: Snapshot) -> Policy:
@@ -59,31 +66,46 @@ def decides_first(policy: NamedPolicy, snapshot: Snapshot) -> Policy:
     return policy.decide
 
 
+def seldom_asked(text: str) -> NamedPolicy:
+    """The policy that `text` names, asked seldom."""
+    named = load_policy(text)
+    return replace(named, decide=SeldomAsked(named.decide))
+
+
 class SeldomAsked:
     """Calls a policy only when jobs arrive or end; in between, jobs continue their steps on their ranks.
 
-    After each change the policy is called until every task of that moment has ended, and then once more for
-    each rank, as in estimates. Otherwise a simulation of many jobs spends most of its time in the policy.
+    After arrivals, after as many ends as jobs run, and if ranks stay idle after an end, the policy is called
+    until every task of that moment has ended, and then once more for each rank, as in estimates. Otherwise a
+    simulation of many jobs spends most of its time in the policy.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._num_jobs = 0
+        self._num_jobs = self._num_ended = 0
         self._settled_s = 0.0
         self._job_on: dict[int, str] = {}
         """By rank, the job that the policy placed there since `_settled_s`."""
 
     def __call__(self, snapshot: Snapshot) -> Sequence[Decision]:
         num_jobs = len(snapshot.open) + len(snapshot.busy)
-        if num_jobs != self._num_jobs:
-            self._num_jobs = num_jobs
-            self._settled_s = max([each.predicted_end_s for each in snapshot.running], default=0.0)
-            self._job_on.clear()
+        has_arrived = num_jobs > self._num_jobs
+        self._num_ended += max(0, self._num_jobs - num_jobs)
+        self._num_jobs = num_jobs
+        if has_arrived or self._num_ended > len(snapshot.running):
+            self._ask_all(snapshot)
         decisions = self._continued(snapshot) or list(self._policy(snapshot))
+        if self._num_ended and sum([each.layout.degree for each in decisions]) < len(snapshot.free_ranks):
+            self._ask_all(snapshot)
         if snapshot.now_s > self._settled_s:
             for decision in decisions:
                 self._job_on |= dict.fromkeys(decision.layout.ranks, decision.task.job_id)
         return decisions
+
+    def _ask_all(self, snapshot: Snapshot) -> None:
+        self._settled_s = max([each.predicted_end_s for each in snapshot.running], default=0.0)
+        self._job_on.clear()
+        self._num_ended = 0
 
     def _continued(self, snapshot: Snapshot) -> Sequence[Decision] | None:
         """The next step of the job on each free rank; None if the policy must decide."""
@@ -107,8 +129,8 @@ def estimate(
 ) -> Sequence[JobOutcome] | None:
     """The outcomes of a run from `everything_open`, in a tenth of the time that `simulate` takes, or less.
 
-    The policy is called only when jobs arrive or end. Every task takes its median time; moves between ranks,
-    changing models take no time, and a writer is always free. `ended` is called for each job that ends.
+    The policy is called only when jobs arrive or end. Every task takes its median time; moves between ranks
+    take no time. `ended` is called for each job that ends.
 
     None if the policy fails or leaves jobs waiting; a simulation shows the details.
     Raises: DecisionTimeout if the policy does not return.
@@ -122,10 +144,7 @@ def estimate(
     if len(ends_s) < len(jobs):
         return None
     views = snapshot.open
-    outcomes = [
-        _outcome(job, ends_s[job.job_id] + views[job.job_id].write_s, views[job.job_id].deadline_s)
-        for job in jobs
-    ]
+    outcomes = [_outcome(job, ends_s[job.job_id], views[job.job_id].deadline_s) for job in jobs]
     return sorted(outcomes, key=lambda outcome: outcome.ended_s)
 
 

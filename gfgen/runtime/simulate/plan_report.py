@@ -14,7 +14,7 @@ from gfgen.system.wording import in_words
 MAX_LINES, MAX_NAMED = 5, 5
 """Jobs with a line each, and further jobs named in one line."""
 BAR_CHARS = 30
-ESTIMATED = "~ Estimated, without moves between ranks and without writing files; the rest is simulated."
+ESTIMATED = "~ Estimated, without moves between ranks; the rest is simulated."
 _DAY_S = 86400.0
 _SHORT_S = 600.0
 """Below this duration, clock times have seconds."""

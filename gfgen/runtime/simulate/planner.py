@@ -9,17 +9,19 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from gfgen.errors import PolicyError, RunError
+from gfgen.policies.auto import SAME_END
 from gfgen.policies.catalog import load_policy
+from gfgen.policies.speed import rest_s, widest
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.predict.cost import UncertainEstimate
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.simulate.estimate import SeldomAsked, decides_first, estimate, everything_open
+from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open, seldom_asked
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.snapshot import Policy, Snapshot
 from gfgen.system.signals import DecisionTimeout
@@ -27,8 +29,6 @@ from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 
-SAME_END = 1.01
-"""Batches whose ends differ by less are equally long: what comes sooner on average decides."""
 FULL_TASKS = 20_000
 """With more tasks than this in all simulations together (about 3 s) the alternatives are estimated."""
 ESTIMATE_SHARE = 0.15
@@ -195,7 +195,8 @@ def _by_ranks(
 ) -> Iterator[PlanOption]:
     """The best policy on each number of ranks, the smallest number first.
 
-    Once every policy misses something on a number of ranks, smaller numbers are not searched further.
+    Once every policy misses something on a number of ranks, or the work does not fit, smaller numbers are not
+    searched further.
     """
     found: dict[int, PlanOption] = {}
     is_hopeful = here[0].meets_all
@@ -203,7 +204,7 @@ def _by_ranks(
         if count == here[0].num_ranks:
             found[count] = here[0]
             continue
-        is_searched = is_hopeful or count > here[0].num_ranks
+        is_searched = (is_hopeful or count > here[0].num_ranks) and evaluator.may_fit(count)
         names = dict.fromkeys(_on(each.policy, count) for each in here)
         tried: list[PlanOption] = []
         for option in evaluator.at(names, count):
@@ -283,13 +284,12 @@ class _Evaluator:
 
     def in_full(self, policy: str, num_ranks: int) -> PlanOption | None:
         """The option with every task simulated; None if the policy cannot run the jobs."""
-        named = load_policy(policy)
-        if self.is_coarse:
-            named = replace(named, decide=SeldomAsked(named.decide))
+        load = seldom_asked if self.is_coarse else load_policy
         try:
             run = simulate(
                 self.jobs,
-                policy=named,
+                policy=load(policy),
+                load=load,
                 num_ranks=num_ranks,
                 profile=self.profile,
                 started_at=self.window.started_at,
@@ -305,8 +305,17 @@ class _Evaluator:
             return None
         return option_of(run.outcomes, policy, num_ranks, self.window.by_s, doubts=run.doubts)
 
-    def _estimated(self, policy: str, num_ranks: int) -> PlanOption | None:
-        """The estimated option; None if only a simulation can tell."""
+    def may_fit(self, num_ranks: int) -> bool:
+        """Whether the ranks have the time for the work that is due by each deadline."""
+        snapshot, by_s, work_s = self._snapshot(num_ranks), self.window.by_s, 0.0
+        for job in sorted(snapshot.open.values(), key=lambda job: job.deadline_s):
+            degrees = [n for n in (1, 2, 4, 8) if n <= widest(snapshot, job)]
+            work_s += min(n * rest_s(snapshot, job, n, num_given_up=job.num_reusable) for n in degrees)
+            if work_s > num_ranks * min(job.deadline_s, math.inf if by_s is None else by_s):
+                return False
+        return True
+
+    def _snapshot(self, num_ranks: int) -> Snapshot:
         if num_ranks not in self._snapshots:
             self._snapshots[num_ranks] = everything_open(
                 self.jobs,
@@ -315,7 +324,11 @@ class _Evaluator:
                 started_at=self.window.started_at,
                 batch=self.window.batch,
             )
-        snapshot = self._snapshots[num_ranks]
+        return self._snapshots[num_ranks]
+
+    def _estimated(self, policy: str, num_ranks: int) -> PlanOption | None:
+        """The estimated option; None if only a simulation can tell."""
+        snapshot = self._snapshot(num_ranks)
         decide = decides_first(load_policy(policy), snapshot)
         key = (num_ranks, *_as_called(decide))
         if key not in self._estimates:

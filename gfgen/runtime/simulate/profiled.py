@@ -28,15 +28,13 @@ def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: 
     policies that use them. A task varies equally in every simulation, so that policies are compared on equal
     terms. Ranks that do not slow each other down are GPUs, each with its own writer.
     """
-    # A profile does not give the number of cores; this assumes enough. With fewer than four per GPU, a run
-    # has fewer writers (`pool.default_writers`), which matters if many files are written at once.
     truth = _Truth(profile, jobs)
     return SimulatedTimes(
         task_s=truth.task_s,
         loaded_s=truth.loaded_s if profile.shares_cores else None,
         move_s=truth.move_s,
         write_s=truth.write_s,
-        num_writers=1 if profile.shares_cores else num_ranks,
+        num_writers=profile.num_writers(num_ranks),
         dispatch_s=profile.dispatch_s,
     )
 

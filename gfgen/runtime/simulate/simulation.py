@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gfgen.policies.catalog import NamedPolicy
+from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
@@ -43,13 +43,14 @@ def simulate(
     observers: Sequence[Observer] = (),
     times: SimulatedTimes | None = None,
     residency: Residency | None = None,
+    load: Callable[[str], NamedPolicy] = load_policy,
     **start: Any,
 ) -> Simulated:
     """Run these jobs in virtual time, with task times from the profile.
 
     The policy sees the same predictions as in a real run that starts from this profile. `times` replaces the
     profile's true times. `residency`, for one run only, lets models take turns; without it all of them are in
-    memory. `start`: further fields of `RunStart`.
+    memory. `load` finds the policies that `auto` names. `start`: further fields of `RunStart`.
 
     Raises: StalledError if the policy leaves jobs waiting forever; it names them.
     """
@@ -60,6 +61,7 @@ def simulate(
         jobs,
         RunStart(
             num_ranks=num_ranks,
+            num_writers=times.num_writers,
             lookahead_s=LOOKAHEAD_S,
             resident=residency.resident if residency else None,
             **start,
@@ -76,6 +78,7 @@ def simulate(
         steering=Steering(
             chooser=None if policy.choose is None else ImmediateChooser(policy.choose),
             residency=residency,
+            load=load,
         ),
     )
     summary = control.run()
