@@ -199,7 +199,7 @@ def test_a_plan_predicts_batches_as_runs_measured_them(
         profile = Profile("a test", "2026-11-26", "made up", 1, (*rows, *more))
         options = {"policies": ["srtf", "fcfs"], "num_ranks": 1, "rank_counts": [1]}
         plan = planner.make_plan(jobs, profile=profile, window=window, **options)
-        assert {each.is_estimated for each in plan.by_policy[1:]} == {is_coarse}
+        assert is_coarse or not any(each.is_estimated for each in plan.by_policy)
         assert len({round(each.end_s, 6) for each in plan.by_policy}) == 1
         return plan.best.end_s
 

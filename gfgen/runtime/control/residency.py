@@ -5,7 +5,7 @@ changed, on all ranks, each after its present task,
 
 - when nothing of them can run any more, and jobs of others wait;
 - when jobs of others wait, and the last change was so long ago that changes take a hundredth of the time
-  at most; a tenth for a job with a deadline or a raised priority. Whose model comes first is that of the
+  at most; a tenth for a job whose deadline or priority comes before those of all jobs that can run. Whose model comes first is that of the
   most urgent job, or of one that has waited for a hundred times what a change takes.
 
 So there are never more changes than jobs, and one for each hundred, or ten, times what a change takes.
@@ -235,8 +235,22 @@ class Residency(Observer):
     def _reason(self, state: _RunState, now_s: float) -> str | None:
         if state.is_at_rest:
             return "nothing is left to do with the others"
-        share = URGENT_SHARE if state.models.urgent else SHARE
+        share = URGENT_SHARE if self._is_first(state) else SHARE
         return "its jobs have waited long" if now_s >= self._changed_s + self._longest_s / share else None
+
+    def _is_first(self, state: _RunState) -> bool:
+        """Whether a job that waits has a deadline or a raised priority, and comes before all that can run.
+
+        Otherwise models would take turns while the jobs of neither are late, and each turn costs time.
+        """
+        turns = state.models
+        waiting = [turns.parked[job_id].urgency for job_id in turns.urgent]
+        running = [
+            (-each.job.spec.priority, each.deadline_s)
+            for each in (state.jobs.records.values() if waiting else ())
+            if each.arrived and each.model in turns.resident and not each.is_writing
+        ]
+        return bool(waiting) and (not running or min(waiting) < min(running))
 
     def _overdue(self, turns: ModelTurns, now_s: float) -> str | None:
         """A model that jobs have waited for so long that more urgent ones come after it."""
