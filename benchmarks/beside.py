@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gfgen.bench.policy_comparison import scores_of
-from gfgen.bench.scores import JobScore, Score
+from gfgen.bench.policy_comparison import JobScore, Score, scores_of
 from gfgen.system.wording import in_words
 
 ATTAINMENT_GOAL, MAKESPAN_GOAL = 0.03, 0.05

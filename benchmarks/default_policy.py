@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.policy_study import profile
 from gfgen.bench.workloads import weightless_model
-from gfgen.cli.shown.simulated_memory import SimulatedMemory
+from gfgen.cli.shown.prediction import SimulatedMemory
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob, admit

@@ -35,8 +35,7 @@ from gfgen.models.fast.kernels import KernelChoice, using
 from gfgen.models.fast.recording import Graphs
 from gfgen.models.loading.stock_pipeline import join_group
 from gfgen.models.parallel.branches import evaluate_itself, shared_step, watch
-from gfgen.models.parallel.parallel import Parallel, parallel_from
-from gfgen.models.parallel.rehearsal import rehearsal
+from gfgen.models.parallel.parallel import Parallel, parallel_from, rehearsal
 from gfgen.runtime.ipc.arenas import GPU_PLAN
 from gfgen.runtime.worker.recorder import CudaRecorder
 

@@ -28,8 +28,7 @@ import torch
 
 from gfgen.gfc.arena import ArenaPlan, create_arena
 from gfgen.gfc.descriptor import Descriptor
-from gfgen.gfc.endpoint import Endpoint
-from gfgen.gfc.group import CpuGroup
+from gfgen.gfc.endpoint import CpuGroup, Endpoint
 from gfgen.graph import Artifact
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields

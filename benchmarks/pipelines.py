@@ -72,8 +72,8 @@ def _check_call(name: str, args: Mapping[str, Any]) -> Result:
     """One call in steps, and as a whole."""
     from benchmarks.small_pipelines import CannotBuildError, small_pipeline
     from gfgen.models.geometry.call import signature_of
+    from gfgen.models.stepping.check import difference, stepped_call, whole_call
     from gfgen.models.stepping.program import NotSteppableError
-    from gfgen.models.stepping.verify import difference, stepped_call, whole_call
 
     try:
         whole = whole_call(small_pipeline(name), args, seed=SEED)

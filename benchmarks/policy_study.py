@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bounds import least_makespan_s
-from gfgen.bench.scores import Score, score
+from gfgen.bench.policy_comparison import Score, score
 from gfgen.bench.workloads import (
     MIXES,
     Name,

@@ -25,7 +25,7 @@ from benchmarks.reuse_caches import cached_latents, cases, mag_ratios
 from benchmarks.reuse_sampling import guided_flow, sampled
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.outputs import extrapolated, keep_outputs
-from gfgen.models.fast.prompt_memory import remember_prompts
+from gfgen.models.fast.texts import keep_text_results
 from gfgen.models.geometry.reuse import NUM_FIRST, NUM_LAST, chosen_steps
 from training.codec import LatentScale, decode_clip
 from training.evaluation import Question, _judged, questions
@@ -253,7 +253,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     parts = load(SHAPES)
-    remember_prompts(parts.transformer)
+    keep_text_results(parts.transformer)
     ways: list[Iterator[Row]] = []
     if options.videos:
         videos = asked_of(VIDEO.frames, options.videos + 1)

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from gfgen.gfc.arena import ArenaPlan, create_arena
 from gfgen.gfc.descriptor import Descriptor, GroupKind
-from gfgen.gfc.endpoint import Endpoint
-from gfgen.gfc.group import CpuGroup
+from gfgen.gfc.endpoint import CpuGroup, Endpoint
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields

@@ -20,7 +20,7 @@ from tokenizers import pre_tokenizers
 
 from benchmarks.small_pipelines import WIDTH, CannotBuildError, small_pipeline, small_tokenizer
 from gfgen.models.loading.components import without_progress_bars
-from gfgen.models.loading.tiny_text import qwen_tokenizer, t5_tokenizer
+from gfgen.models.loading.random_weights import qwen_tokenizer, t5_tokenizer
 
 FAMILIES = (
     "FluxPipeline",

@@ -55,7 +55,7 @@ class Problem:
     """What several problems have in common; a list of them says it once, at its end."""
 
     def __str__(self) -> str:
-        place = "" if self.line is None else f"line {self.line}: "
+        place = "" if self.line is None else f"{at(self.line)}: "
         subject = "" if self.field is None else self.field
         if self.value is not None:
             subject = f"{subject} = {self.value}" if subject else self.value
@@ -65,6 +65,11 @@ class Problem:
     def of(cls, field: str | None, value: object, accepted: str) -> Problem:
         """A problem whose line is not known, with any value as a person can read it."""
         return cls(line=None, field=field, value=_shortened(value), accepted=accepted)
+
+
+def at(line: int) -> str:
+    """A line of a job file in words, or what is in its place (job/inputs.py)."""
+    return f"{getattr(line, 'place', 'line')} {line}"
 
 
 def listed(problems: Sequence[Problem], *, limit: int = MAX_PROBLEMS_SHOWN) -> list[str]:

@@ -8,8 +8,7 @@ from random import Random
 from builders import STEP_S, Recorder
 
 from gfgen.cluster.driver import Driver, driver_of, start_of
-from gfgen.cluster.fleet import Fleet
-from gfgen.cluster.node import JobEnded, Report
+from gfgen.cluster.node import Fleet, JobEnded, Report
 from gfgen.cluster.simulated import SimulatedCluster, SimulatedNode
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob

@@ -57,7 +57,7 @@ from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.link import FrontSettings
-from gfgen.server.protocol.served_model import served_model
+from gfgen.server.protocol.server_schemas import served_model
 from gfgen.session.ranks import AskedRanks, Ranks
 from gfgen.session.session import Session
 
@@ -236,9 +236,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         lookahead_s=0.002,
         host="127.0.0.1",
         port=port,
-        front=FrontSettings(
-            (folder / "out").absolute(), key, is_loopback=True, limits=limits, version="1", api=api, keys=keys
-        ),
+        front=FrontSettings((folder / "out").absolute(), key, limits=limits, version="1", api=api, keys=keys),
     )
     chosen.output_dir.mkdir(parents=True, exist_ok=True)
     (folder / "faults").mkdir(exist_ok=True)

@@ -34,7 +34,7 @@ from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control
-from gfgen.runtime.control.jobs import MAX_LOST_WORKERS, MAX_TASK_FAILURES
+from gfgen.runtime.control.job_record import MAX_LOST_WORKERS, MAX_TASK_FAILURES
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import BATCH_FAMILIES, AdmittedJob
 from gfgen.runtime.core.clock import Clock

@@ -23,10 +23,9 @@ from faulty_worker import FAULTS, FaultyAdapter
 from gfgen.errors import ProtocolError
 from gfgen.gfc import native
 from gfgen.gfc.descriptor import Descriptor
-from gfgen.gfc.endpoint import Endpoint
-from gfgen.gfc.group import CpuGroup
+from gfgen.gfc.endpoint import CpuGroup, Endpoint
 from gfgen.layout import Layout
-from gfgen.models.parallel.rehearsal import rehearsal
+from gfgen.models.parallel.parallel import rehearsal
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas
 from gfgen.runtime.ipc.settings import WorkerSettings

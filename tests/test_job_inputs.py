@@ -14,8 +14,7 @@ import pytest
 from gfgen.errors import InputError
 from gfgen.job import inputs
 from gfgen.job.inputs import FileLine
-from gfgen.job.reader import ParsedJobs, read_jobs
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource, ParsedJobs, read_jobs
 
 
 def read(folder: Path, name: str, text: str | bytes) -> ParsedJobs:
@@ -74,20 +73,23 @@ def test_each_line_of_a_text_is_a_prompt_but_for_blank_lines_and_comments(tmp_pa
     assert [spec.line for spec in parsed.specs] == [1, 4]
 
 
-def test_an_array_may_have_defaults_and_names_the_line_of_each_problem(tmp_path):
+def test_an_array_may_have_defaults_and_names_the_entry_of_each_problem(tmp_path):
     text = '# mine\n[\n {"defaults": {"steps": 4}},\n {"prompt": "a fox"},\n {\n  "prompt": ""\n },\n 5\n]\n'
     parsed = read(tmp_path, "a.json", text)
-    assert [(spec.steps, spec.line) for spec in parsed.specs] == [(4, 4)]
-    assert [problem.line for problem in parsed.problems] == [5, 8]
+    assert [(spec.steps, spec.line) for spec in parsed.specs] == [(4, 2)]
+    assert [str(problem)[:8] for problem in parsed.problems] == ["entry 3:", "entry 4:"]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[{"prompt": "a"}\n{"prompt": "b"}]', 'line 2: the array has no "," or "]" here'),
+        (
+            '[{"prompt": "a"}\n{"prompt": "b"}]',
+            "line 2: the array is not JSON (Expecting ',' delimiter at column 1)",
+        ),
         ('[{"prompt": "a"},\n{"prompt": }]', "line 2: the array is not JSON (Expecting value at column 12)"),
-        ('[{"prompt": "a"}', 'line 1: the array has no "," or "]" here'),
-        ('[{"prompt": "a"}]\n{}', "more text after the end of the array"),
+        ('[{"prompt": "a"}', "line 1: the array is not JSON (Expecting ',' delimiter at column 17)"),
+        ('[{"prompt": "a"}]\n{}', "line 2: the array is not JSON (Extra data at column 1)"),
         ("[" * 100_000, "nested too deeply"),
         ('[{"prompt": ' + "[" * 100_000, "nested too deeply"),
     ],
@@ -157,18 +159,17 @@ def test_an_endless_array_and_an_endless_beginning_are_given_up(monkeypatch):
             buffer[: len(piece)] = piece
             return len(piece)
 
-    monkeypatch.setattr(inputs, "MAX_WHOLE_BYTES", 10_000)
-    monkeypatch.setattr(inputs, "MAX_FILE_BYTES", 4 * 2**20)
-    for begin, piece, message in ((b"[ ", b'"a",', "JSON array of more"), (b"#", b"\n", "the file has more")):
+    monkeypatch.setattr(inputs, "MAX_FILE_BYTES", 2**20)
+    for begin, piece in ((b"[ ", b'"a",'), (b"#", b"\n"), (b"", b"x")):
         stream = io.BufferedReader(Endless(begin, piece))
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stream))
         parsed = read_jobs("-")
-        assert message in str(parsed.problems[0])
+        assert "the file has more" in str(parsed.problems[0])
 
 
 def test_a_table_that_is_not_utf8_names_the_line(tmp_path):
     (problem,) = read(tmp_path, "a.csv", b"prompt\na fox\n\xff\n").problems
-    assert "line 3: not UTF-8" in str(problem)
+    assert "line 3: character 1 of the line (0xff) is not UTF-8" in str(problem)
 
 
 # Several sources --------------------------------------------------------------------------------
@@ -243,14 +244,14 @@ def test_a_first_line_that_is_not_csv_is_no_crash(tmp_path, text):
     assert problem.accepted.startswith("line 1: the header")
 
 
-def test_entries_of_an_array_on_one_line_do_not_share_an_id_or_a_file(tmp_path):
+def test_entries_of_an_array_do_not_share_an_id_or_a_file(tmp_path):
     path = tmp_path / "jobs.json"
     same = {"id": "fox", "prompt": "a fox"}, {"id": "owl", "prompt": "an owl", "output": "fox.png"}
     path.write_text(json.dumps([same[0], same[0], same[1]]))
     parsed = read_jobs(path)
     assert [str(problem) for problem in parsed.problems] == [
-        'line 1: id = "fox": line 1 already uses it (case is ignored); each job needs its own',
-        'line 1: output = "fox.png": line 1 already writes fox.png; rename one of them',
+        'entry 2: id = "fox": entry 1 already uses it (case is ignored); each job needs its own',
+        'entry 3: output = "fox.png": entry 1 already writes fox.png; rename one of them',
     ]
     assert [spec.id for spec in parsed.specs] == ["fox"]
 

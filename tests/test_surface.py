@@ -185,7 +185,6 @@ def test_options_of_serve():
         "--max-body",
         "--max-frames",
         "--max-open",
-        "--max-per-address",
         "--max-pixels",
         "--max-step-time",
         "--max-steps",

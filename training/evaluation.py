@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from gfgen.models.fast.prompt_memory import remember_prompts
+from gfgen.models.fast.texts import keep_text_results
 from training.drawing import draw, sketch
 from training.measures import Scores, Sight, judge, look
 from training.parts import FLOW_SHIFT, GUIDANCE_SCALE, STEPS, Parts, load
@@ -253,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
     with Supply(num_processes=options.processes) as supply:
         parts = load(options.model, device=options.device)
         if options.device == "cpu":
-            remember_prompts(parts.transformer)
+            keep_text_results(parts.transformer)
         recipe = Recipe(
             steps=options.steps, flow_shift=options.flow_shift, guidance_scale=options.guidance_scale
         )

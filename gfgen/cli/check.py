@@ -16,10 +16,9 @@ import click
 
 from gfgen.cli.run_files import STATUSES, KnownJobs, RunOptions, check_records, has_bar
 from gfgen.cli.shown.prediction import known_here, machine
-from gfgen.cluster.session import cluster_admission
 from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.inputs import FileLine
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource
 from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of, tell_of_rounding
 from gfgen.runtime.core.devices import CUDA
 from gfgen.runtime.core.memory_check import gpu_work_bytes, job_bytes
@@ -30,7 +29,7 @@ from gfgen.runtime.simulate.planner import FULL_TASKS
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.session.admission import Admission, AdmittedSource, judge, warn_of_passed_deadlines
 from gfgen.session.ranks import Ranks
-from gfgen.system.timelimit import DecisionTimeout
+from gfgen.system.signals import DecisionTimeout
 from gfgen.system.wording import counted, in_words, size_in_words
 
 MAX_IDS = 20
@@ -48,6 +47,8 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
         if cluster is None:
             admission = options.ranks.admission(options.model, bounds=options.job_bounds)
         else:
+            from gfgen.cluster.session import cluster_admission
+
             admission = cluster_admission(options, cluster)
         found = judge(source, admission, has_bar=has_bar(options), done=known.done, claim=known.claim)
         tell_of_rounding(found.jobs)

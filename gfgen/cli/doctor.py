@@ -32,8 +32,7 @@ from gfgen.models.families.registry import find_configs
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
 from gfgen.session import caches
-from gfgen.session.packages import COMPUTING, LORAS, SERVING, VIDEOS
-from gfgen.system.machine import cache_dir
+from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, cache_dir
 from gfgen.system.wording import counted, size_in_words
 
 _CUDNN = "nvidia-cudnn-frontend"
@@ -143,11 +142,9 @@ def _caches() -> Iterator[str]:
     yield f"compiled exchanges: {len(kept())} in {_short(kernels_dir())}"
     if find_spec("triton") is not None and (architectures := _architectures()):
         with Compiling(all_calls(), architectures, compiles=False) as counting:
-            count = counting.wait().all
-        yield (
-            f"kernels for {', '.join(architectures)}: {count.present} of {count.total} are compiled "
-            "(`gfgen cache fill` compiles the others, a run those of its jobs)"
-        )
+            report = counting.wait()
+        ready = f"{report.number('present')} of {report.counts.total()} are compiled"
+        yield f"kernels for {', '.join(architectures)}: {ready} (`gfgen cache fill` compiles the others)"
     tables = [path.name for path in caches.own_caches()["tables"].paths]
     example = _short(table_path("name"))
     yield f"tuned tables: {', '.join(tables) or f'none (`gfgen bench gfc --tune` writes {example})'}"
@@ -220,10 +217,11 @@ def fill(models: tuple[str, ...], *, architectures: tuple[str, ...]) -> int:
     calls = needed({find_configs(name): Uses() for name in models}) if models else all_calls()
     with Compiling(calls, found) as compiling:
         report = compiling.wait()
-    for kind, count in report.kinds.items():
-        click.echo(f"{kind:<26}{count.compiled} compiled, {count.present} present, {count.missing} failed")
+    for kind in dict.fromkeys(kind for kind, _ in report.counts):
+        numbers = (f"{report.counts[kind, each]} {each}" for each in ("compiled", "present", "missing"))
+        click.echo(f"{kind:<12}{', '.join(numbers)}")
     click.echo(f"for {', '.join(found)}, in {report.duration_s:.1f} s")
-    return int(bool(report.problems) or report.all.missing > 0)
+    return int(report.number("missing") > 0 or not report.counts)
 
 
 @cache.command()

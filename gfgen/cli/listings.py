@@ -25,7 +25,7 @@ from gfgen.models.geometry.weights import device_bytes, footprint
 from gfgen.policies.catalog import BUILT_IN, describe
 from gfgen.runtime.core.devices import CPU, DEVICES, choose_devices
 from gfgen.runtime.core.memory_check import available_bytes, check_models
-from gfgen.session.packages import COMPUTING, check_packages
+from gfgen.system.machine import COMPUTING, check_packages
 from gfgen.system.wording import counted
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from click.shell_completion import CompletionItem
 from gfgen import log
 from gfgen.errors import InputError
 from gfgen.job.fields import parse_duration
+from gfgen.job.reader import JobSource
 from gfgen.job.shared import parse_loras, parse_overrides
-from gfgen.job.source import JobSource
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL, MODELS
 from gfgen.models.geometry.weights import VAE_DTYPES

@@ -26,16 +26,17 @@ from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import (
     NodesType,
     RankCounts,
+    SimulatedMemory,
     choose_profile,
     default_ranks,
     describe,
     machine,
     profile_of_nodes,
+    simulated_memory_option,
     unseen_shapes,
 )
-from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
-from gfgen.cluster.plan import NodePlanner, Nodes
-from gfgen.job.moments import closing_at
+from gfgen.cluster.simulated import NodePlanner, Nodes
+from gfgen.job.shared import closing_at
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.core.admission import check_batch, families_of
 from gfgen.runtime.predict.profile_file import Profile

@@ -22,7 +22,7 @@ from gfgen.bench.workloads import MIXES, calibration_jobs
 from gfgen.cli.options import A_MODEL, Named, RankOptions, configure_log, precision_options, rank_options
 from gfgen.cli.shown.prediction import known_here
 from gfgen.errors import InputError, InterruptedRunError
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import DEFAULT_MODEL, PACKAGED, TINY_NAMES
 from gfgen.runtime.core.admission import AdmittedJob

@@ -10,12 +10,11 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from gfgen import log
-from gfgen.cli.check import check_jobs
 from gfgen.cli.options import (
     Duration,
     JobOptions,
@@ -40,6 +39,7 @@ from gfgen.cli.options import (
 )
 from gfgen.cli.run_files import (
     ClusterOptions,
+    FileHook,
     RunOptions,
     admit_jobs,
     check_records,
@@ -47,25 +47,23 @@ from gfgen.cli.run_files import (
     check_written,
     cluster_options,
     resolved,
+    run_done_hook,
+    session_of,
 )
-from gfgen.cli.shown.progress import make_file_progress, make_progress
-from gfgen.cluster.session import ClusterSession
 from gfgen.errors import GfgenError, InputError, InterruptedRunError, LockedError, Problem
-from gfgen.job.moments import closing_at
+from gfgen.job.shared import closing_at
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
-from gfgen.runtime.files.inbox import Inbox
-from gfgen.runtime.files.live import write_live
 from gfgen.runtime.files.ownership import default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
-from gfgen.runtime.report.trace import TraceWriter
-from gfgen.runtime.simulate.comparison import numbers
 from gfgen.session.admission import with_time
-from gfgen.session.hooks import FileHook, run_done_hook
 from gfgen.session.session import Arrivals, Session, try_to_write
 from gfgen.system.wording import counted
+
+if TYPE_CHECKING:
+    from gfgen.runtime.files.inbox import Inbox
 
 logger = logging.getLogger(__name__)
 
@@ -209,9 +207,11 @@ def run(
         )
         if dry_run:
             assert source is not None
+            from gfgen.cli.check import check_jobs
+
             return check_jobs(source, options)
         problems: Sequence[Problem] = ()
-        with Session(options) if found is None else ClusterSession(options, found) as session:
+        with session_of(options, found) as session:
             if output is None and default_folder(Path("outputs"), name, first) != output_dir:
                 raise LockedError(f"another job file has just taken {output_dir}: run the same command again")
             check_records(output_dir)
@@ -290,6 +290,9 @@ def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary
     check_watched(folder, options.output_dir)
     check_trace(options.trace)
     _ = session.signals  # caught from here on: looking at the folder and loading may take long
+    from gfgen.runtime.files.inbox import Inbox
+    from gfgen.runtime.files.live import write_live
+
     inbox = Inbox(
         folder,
         output_dir=options.output_dir,
@@ -384,6 +387,8 @@ def check_trace(trace: Path | None) -> None:
 
 
 def _observers(options: RunOptions) -> list[Observer]:
+    from gfgen.cli.shown.progress import make_file_progress, make_progress
+
     logs = options.logs
     observers = [make_progress(quiet=logs.quiet, log_json=logs.log_json)]
     if logs.log_file:
@@ -391,6 +396,8 @@ def _observers(options: RunOptions) -> list[Observer]:
     if options.on_file is not None:
         observers.append(options.on_file)
     if options.trace:
+        from gfgen.runtime.report.trace import TraceWriter
+
         observers.append(TraceWriter(options.trace))
     return observers
 
@@ -417,6 +424,8 @@ def _report(summary: Summary, options: RunOptions) -> None:
 def _tell_of_end(summary: Summary, options: RunOptions, *, stopped_by: str | None = None) -> None:
     """Write the event `run_ended` to standard output and the log file; `stopped_by` names a signal."""
     ended = {"event": "run_ended", "output": str(options.output_dir), "stopped_by": stopped_by}
+    from gfgen.runtime.simulate.comparison import numbers
+
     ended |= numbers(summary)
     message = "the run has ended" if stopped_by is None else f"the run was stopped by {stopped_by}"
     logger.info("%s", message, extra={**log.FILE_ONLY, **log.fields(**ended)})

@@ -1,4 +1,6 @@
-"""What `gfgen run` checks before it starts: each file has one purpose; foreign files stay; its cluster."""
+"""What `gfgen run` checks before it starts: each file has one purpose; foreign files stay; its cluster.
+Its hooks, too: commands of the user for complete files and for the end (--on-file, --on-done).
+"""
 
 from __future__ import annotations
 
@@ -7,29 +9,34 @@ import functools
 import json
 import logging
 import os
+import queue
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from gfgen.cli.options import LogOptions, RankOptions, taken_as
-from gfgen.cli.shown.board import has_cursor
-from gfgen.cluster.member import MemberOptions
-from gfgen.cluster.ray_cluster import LOCAL, RayCluster
-from gfgen.cluster.ray_node import RayOptions
 from gfgen.errors import InputError, Problem
 from gfgen.job.formats import SUFFIXES
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.files.inbox import WATCHED_NAME
+from gfgen.runtime.core.metrics import Summary
+from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
     SIMULATED,
+    WATCHED_NAME,
     ManifestLine,
     check_own,
     finished_jobs,
@@ -37,11 +44,16 @@ from gfgen.runtime.files.manifest import (
 )
 from gfgen.runtime.files.ownership import claim_files, job_file_name, with_dates
 from gfgen.session.admission import Admission, jobs_to_run, judge
-from gfgen.session.hooks import FileHook
-from gfgen.session.provenance import differences, made_with
-from gfgen.session.session import SessionOptions
+from gfgen.session.ranks import differences, made_with
+from gfgen.session.session import Session, SessionOptions
+from gfgen.system.wording import counted, in_words
+
+if TYPE_CHECKING:
+    from gfgen.cluster.ray_cluster import RayCluster
 
 logger = logging.getLogger(__name__)
+LOCAL = "local"
+"""The value of --ray that starts a cluster on this machine."""
 
 
 def check_written(files: Sequence[Path], written: Mapping[str, Path | None]) -> None:
@@ -185,7 +197,18 @@ def admit_jobs(
     return admitted, known.done_ids, problems
 
 
+def session_of(options: SessionOptions, cluster: RayCluster | None) -> Session:
+    """A run on this machine, or on a cluster."""
+    if cluster is None:
+        return Session(options)
+    from gfgen.cluster.session import ClusterSession
+
+    return ClusterSession(options, cluster)
+
+
 def has_bar(options: RunOptions) -> bool:
+    from gfgen.cli.shown.board import has_cursor
+
     return has_cursor(sys.stderr) and not (options.logs.quiet or options.logs.log_json)
 
 
@@ -236,6 +259,10 @@ class ClusterOptions:
             raise InputError(
                 f"--policy {policy}: nodes have no such file; with --ray, one of {', '.join(BUILT_IN)}"
             )
+        from gfgen.cluster.member import MemberOptions  # only here: a run on one machine has no use for Ray
+        from gfgen.cluster.ray_cluster import RayCluster
+        from gfgen.cluster.ray_node import RayOptions
+
         options = RayOptions(
             address=self.ray,
             member=MemberOptions(
@@ -287,3 +314,109 @@ cluster_options = taken_as(
         help="Ask Ray's autoscaler for as many nodes as the open jobs fill, at most those of --ray-nodes.",
     ),
 )
+
+
+MAX_SHOWN_CHARS = 300
+
+
+class FileHook(Observer):
+    """Runs a command for each finished job, one after the other, in a thread: ranks never wait for it."""
+
+    def __init__(self, command: str, output_dir: Path, *, limit_s: float) -> None:
+        self._command, self._output_dir, self._limit_s = command, output_dir, limit_s
+        self._todo: queue.SimpleQueue[JobOutcome | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_stopped = False
+
+    def ended(self, outcome: JobOutcome) -> None:
+        if outcome.status != "done":
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="on-file", daemon=True)
+            self._thread.start()
+        self._todo.put(outcome)
+
+    def stop(self) -> None:
+        self._is_stopped = True
+
+    def finish(self) -> None:
+        """Wait for the commands of all finished jobs; each has its time limit."""
+        if self._thread is None:
+            return
+        self._todo.put(None)
+        if num_left := self._todo.qsize() - 1:
+            logger.info("waiting for --on-file of %s", counted(num_left, "job"))
+        self._thread.join()
+
+    def _work(self) -> None:
+        num_left = 0
+        while (outcome := self._todo.get()) is not None:
+            if self._is_stopped:
+                num_left += 1
+                continue
+            info = outcome.info
+            variables = {
+                "JOB_ID": info.job_id,
+                "FILE": str(self._output_dir.absolute() / info.file),
+                "PROMPT": info.spec.prompt,
+                "SEED": str(info.spec.seed),
+                "TAG": info.spec.tag or "",
+                "OUTPUT": str(self._output_dir.absolute()),
+            }
+            run_hook("--on-file", self._command, variables, limit_s=self._limit_s, what=f"job {info.job_id}")
+        if num_left:
+            logger.warning(
+                "--on-file was not run for %s, because the run was stopped", counted(num_left, "job")
+            )
+
+
+def run_done_hook(command: str, summary: Summary, output_dir: Path, *, status: str, limit_s: float) -> None:
+    """Run a command with the counts of a run; `status` is done, failed or stopped."""
+    variables = {
+        "STATUS": status,
+        "DONE": str(summary.num_done),
+        "FAILED": str(summary.num_failed),
+        "SKIPPED": str(summary.num_skipped),
+        "UNFINISHED": str(summary.num_unfinished),
+        "OUTPUT": str(output_dir.absolute()),
+    }
+    run_hook("--on-done", command, variables, limit_s=limit_s, what="the run")
+
+
+def run_hook(option: str, command: str, variables: Mapping[str, str], *, limit_s: float, what: str) -> bool:
+    """Run a shell command with GFGEN_ variables; a failure is logged. Returns whether it succeeded.
+
+    Its output goes to a file, not to a pipe: a command that it leaves in the background (`CMD &`) would
+    keep a pipe open.
+    """
+    values = {f"GFGEN_{name}": value.replace("\0", "") for name, value in variables.items()}
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", command],
+                env={**os.environ, **values},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:  # such as a prompt longer than an environment may be
+            logger.error("%s for %s could not start: %s", option, what, error.strerror)
+            return False
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            logger.error("%s for %s took longer than %s and was killed", option, what, in_words(limit_s))
+            return False
+        output.seek(max(output.seek(0, os.SEEK_END) - 4 * MAX_SHOWN_CHARS, 0))
+        text = " ".join(output.read().decode("utf-8", "replace").split())[-MAX_SHOWN_CHARS:]
+    if process.returncode != 0:
+        logger.error(
+            "%s for %s failed with status %d%s", option, what, process.returncode, text and f": {text}"
+        )
+        return False
+    logger.debug("%s for %s: %s", option, what, text or "done")
+    return True

@@ -38,10 +38,9 @@ from gfgen.cli.options import (
     taken_as,
     trust_code_option,
 )
-from gfgen.cli.run_files import ClusterOptions, cluster_options
+from gfgen.cli.run_files import ClusterOptions, cluster_options, session_of
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.cluster.ray_cluster import RayCluster
-from gfgen.cluster.session import ClusterSession
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import DEFAULT_MODEL
@@ -57,16 +56,13 @@ from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.jobs.webhooks import secret_bytes
-from gfgen.server.protocol.keys import check_key, read_keys
-from gfgen.server.protocol.limits import ApiOptions, ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, ServerLimits, check_key, read_keys
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
-from gfgen.server.protocol.served_model import served_model
-from gfgen.server.protocol.server_schemas import ServedModel
+from gfgen.server.protocol.server_schemas import ServedModel, served_model
 from gfgen.session.loras import ServedLora, find_loras
-from gfgen.session.packages import SERVING, check_packages
 from gfgen.session.session import Arrivals, Session, SessionOptions
-from gfgen.system import descriptors
-from gfgen.system.machine import versions
+from gfgen.system import machine
+from gfgen.system.machine import SERVING, check_packages, versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -192,12 +188,6 @@ _limit_options = taken_as(
     ServerLimits,
     _most("--max-open", "open_jobs", DEFAULTS.open_jobs, "Most jobs open at once."),
     _most("--max-streams", "streams", DEFAULTS.streams, "Most event streams open at once."),
-    _most(
-        "--max-per-address",
-        "connections_per_address",
-        DEFAULTS.connections_per_address,
-        "Most connections of one address, for example of a proxy.",
-    ),
     click.option(
         "--max-body",
         "body_bytes",
@@ -349,7 +339,6 @@ def serve(
             output_dir=output.absolute(),
             api_key=api_key,
             keys=keys,
-            is_loopback=_is_loopback(host),
             limits=limits,
             version=versions().get("gfgen", "unknown"),
             api=api,
@@ -372,15 +361,13 @@ def serve_models(options: ServeOptions) -> None:
     Raises: InputError when the address or a model is unavailable; LockedError when another run holds
             the output folder; InterruptedRunError when a second signal did not let steps end.
     """
-    descriptors.allow_most()
+    machine.allow_most()
     check_addresses()
     with contextlib.ExitStack() as stack:
         listener = listen(options.host, options.port)
         stack.callback(listener.close)
         cluster = options.cluster
-        session = stack.enter_context(
-            Session(options) if cluster is None else ClusterSession(options, cluster)
-        )
+        session = stack.enter_context(session_of(options, cluster))
         _ = session.signals  # caught from here on, so that the HTTP process is always stopped
         chooser = stack.enter_context(contextlib.closing(ThreadedChooser(options.policy.choose)))
         bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))

@@ -25,8 +25,14 @@ from gfgen.cli.options import (
     profile_option,
 )
 from gfgen.cli.shown.board import has_cursor
-from gfgen.cli.shown.prediction import RankCounts, choose_profile, default_ranks, describe
-from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
+from gfgen.cli.shown.prediction import (
+    RankCounts,
+    SimulatedMemory,
+    choose_profile,
+    default_ranks,
+    describe,
+    simulated_memory_option,
+)
 from gfgen.cluster.simulated import MAX_NODES, simulate_nodes
 from gfgen.errors import InputError, OutputError, RunError
 from gfgen.policies.catalog import NamedPolicy, load_policy

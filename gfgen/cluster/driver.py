@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gfgen.cluster.backend import ClusterBackend, Links
-from gfgen.cluster.fleet import Fleet
+from gfgen.cluster.backend import ClusterBackend, Links, WholeJobCosts, as_whole
 from gfgen.cluster.handout import HandOut
-from gfgen.cluster.node import Cluster
-from gfgen.cluster.whole_job import WholeJobCosts, as_whole
+from gfgen.cluster.node import Cluster, Fleet
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control, Intake
 from gfgen.runtime.control.state import State

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from gfgen.cluster.fleet import Fleet
+from gfgen.cluster.node import Fleet
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot

@@ -39,8 +39,7 @@ from gfgen.runtime.core.events import (
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.session.admission import Admission
-from gfgen.session.provenance import made_with
-from gfgen.session.ranks import AskedRanks, Ranks
+from gfgen.session.ranks import AskedRanks, Ranks, made_with
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.snapshot import JobView, Snapshot
 

@@ -8,19 +8,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from gfgen.cluster.actor import Gone, NodeActor, versions_here
 from gfgen.cluster.delivery import FileDelivery, make_shared
 from gfgen.cluster.member import Ended, MemberOptions, Noted, Ready, Refused
-from gfgen.cluster.node import JobEnded, NodeNotes
+from gfgen.cluster.node import JobEnded, NodeNotes, Report
 from gfgen.errors import GfgenError, InputError, ModelError, OutputError, WorkerError
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
 from gfgen.runtime.core.events import Event
 from gfgen.session.ranks import Ranks
-
-if TYPE_CHECKING:
-    from gfgen.cluster.ray_cluster import RayCluster
 
 POLL_S = 5.0
 """A node answers within this time, with or without reports."""
@@ -50,8 +47,19 @@ class RayOptions:
     """Asks Ray's autoscaler for nodes."""
 
 
+class RayDriver(Protocol):
+    """What a node asks its cluster (ray_cluster.py)."""
+
+    options: RayOptions
+    ray: Any
+
+    def report(self, report: Report) -> None: ...
+
+    def second_of(self, moment: float) -> float: ...
+
+
 class RayNode:
-    def __init__(self, cluster: RayCluster, ray_id: str, name: str, resources: Mapping[str, float]) -> None:
+    def __init__(self, cluster: RayDriver, ray_id: str, name: str, resources: Mapping[str, float]) -> None:
         self.name, self.ray_id = name, ray_id
         self.ranks: Ranks | None = None
         """None until its actor has started."""

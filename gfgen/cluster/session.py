@@ -12,7 +12,7 @@ from typing import Any
 
 from gfgen.cluster.backend import Links
 from gfgen.cluster.driver import Driver, driver_of, start_of
-from gfgen.cluster.fleet import Fleet
+from gfgen.cluster.node import Fleet
 from gfgen.cluster.ray_cluster import RayCluster
 from gfgen.cluster.watchers import Watchers
 from gfgen.errors import ModelError, Problem

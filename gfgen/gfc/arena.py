@@ -113,3 +113,7 @@ def _map(fd: int, plan: ArenaPlan) -> int:
         reason = os.strerror(ctypes.get_errno())
         raise RunError(f"mapping an arena of {num_bytes} bytes failed: {reason}")
     return address
+
+
+CONTROL_PLAN = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
+"""Sizes of the arena that serves as the page in host memory of a rank on a GPU."""

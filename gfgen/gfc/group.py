@@ -9,19 +9,13 @@ rank, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from gfgen.errors import LayoutError
-from gfgen.gfc import native
-from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
-from gfgen.gfc.failure import Failure
-from gfgen.gfc.reshard import POINTERS, Resharding, Sizes, reshard
-
-if TYPE_CHECKING:
-    from gfgen.gfc.endpoint import Endpoint
+from gfgen.gfc.descriptor import GroupKind
+from gfgen.gfc.reshard import Resharding, Sizes
 
 
 class Collectives(Protocol):
@@ -130,88 +124,3 @@ class Exchanges:
     ) -> tuple[Tensor, ...]:
         """One exchange of all tensors; without a resharding, a barrier."""
         raise NotImplementedError
-
-
-class CpuGroup(Exchanges):
-    """The ranks of a dispatch, or a subgroup of them, as one rank sees it.
-
-    `Endpoint.group` makes it. Results are always fresh memory, and calls return when they are complete. A
-    wait that fails poisons the task: every later collective of the task, in any subgroup, raises the same
-    error at once.
-    """
-
-    __slots__ = ("_endpoint", "_kind", "_task", "descriptor", "ranks", "slot")
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        descriptor: Descriptor,
-        task: native.TaskStruct,
-        *,
-        kind: GroupKind = "whole",
-    ) -> None:
-        layout = descriptor.layout
-        slots = subgroup_slots(layout.degrees, kind, task.group.slot)
-        self._endpoint = endpoint
-        self._task = task
-        self._kind = GROUP_KINDS[kind]
-        self.descriptor = descriptor
-        self.ranks = tuple(layout.ranks[slot] for slot in slots)
-        self.size = len(slots)
-        self.slot = slots.index(task.group.slot)
-
-    @property
-    def room_bytes(self) -> int | None:
-        """None: results that do not fit in an arena arrive in rounds."""
-        return None
-
-    def beside(self, max_blocks: int) -> CpuGroup:
-        return self
-
-    def subgroup(self, kind: GroupKind) -> CpuGroup:
-        """The group of this kind that this rank belongs to. Needs no communication."""
-        return CpuGroup(self._endpoint, self.descriptor, self._task, kind=kind)
-
-    def enter(self) -> None:
-        """The entry barrier of the dispatch: once, on the whole layout, before anything else.
-
-        Waits without a timeout until every rank has entered or the host aborts the dispatch: a peer that is
-        late may be busy with a long task.
-        """
-        self._check(self._endpoint.native.gfc_enter(self._endpoint.context, self._task))
-
-    def barrier(self) -> None:
-        """Returns after every rank of the group has called it."""
-        self._move((), None, in_arena=False)
-
-    def gather_tokens(
-        self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
-    ) -> tuple[Tensor, ...]:
-        gathered = self._move(tensors, Resharding(-1, 1, (), tuple(token_sizes)), in_arena=in_arena)
-        start = sum(token_sizes[: self.slot])
-        return tuple(x if start == 0 else torch.cat((x[:, start:], x[:, :start]), 1) for x in gathered)
-
-    def _move(
-        self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
-    ) -> tuple[Tensor, ...]:
-        results = []
-        content = b""
-        for x in tensors:
-            assert resharding is not None
-            assert x.device.type == "cpu"
-            assert not x.is_conj()
-            assert not x.is_neg()
-            if len(resharding.concat_sizes) != self.size:
-                raise LayoutError(f"{self.size} ranks need as many sizes, got {resharding.concat_sizes}")
-            part = reshard(x.shape, x.stride(), x.element_size(), self.slot, resharding)
-            result = torch.empty(part.result_shape, dtype=x.dtype)
-            content += POINTERS.pack(x.data_ptr(), result.data_ptr()) + part.content
-            results.append(result)
-        endpoint = self._endpoint
-        status = endpoint.native.gfc_exchange(endpoint.context, self._task, self._kind, content, len(results))
-        self._check(status)
-        return tuple(results)
-
-    def _check(self, status: int) -> None:
-        if status != native.OK:
-            raise Failure.from_record(self._task.failure).as_error()

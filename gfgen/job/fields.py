@@ -20,8 +20,7 @@ from typing import Any
 
 from gfgen.errors import Problem, nearest
 from gfgen.job.formats import NAMES, PLACEHOLDER, SUFFIXES
-from gfgen.job.images import IMAGE_FORMATS, VIDEO_FORMATS, ImageError, ImageReader
-from gfgen.job.loras import LoraError
+from gfgen.job.images import IMAGE_FORMATS, VIDEO_FORMATS, ImageError, ImageReader, LoraError
 
 MIN_SIDE, MAX_SIDE = 16, 8192
 """Pixels of a side; the largest is six times what the models were trained on."""
@@ -291,9 +290,9 @@ def _parse_sigmas(value: object) -> list[float]:
         raise Refused("")
     if not 1 <= len(value) <= MAX_STEPS:
         raise Refused(f"this list has {len(value):,}")
-    numbers = [float(_number(item)) for item in value]
-    if not all(0 <= number <= MAX_SIGMA for number in numbers):
+    if not all(0 <= _number(item) <= MAX_SIGMA for item in value):
         raise Refused("")
+    numbers = [float(item) for item in value]
     if any(later >= number for number, later in itertools.pairwise(numbers)):
         raise Refused("each is smaller than the one before it")
     return numbers

@@ -1,33 +1,24 @@
 """Kinds of job files: JSON Lines, a JSON array, CSV with a header, or a prompt on each line.
 
-    bytes -> kind -> entries: (line, the object of a job, or its Problem)
-
-Line length and file size are bounded: an endless file, or one that is not a job file, gives a report and
-does not fill memory.
+bytes -> text -> kind -> entries: (its line or number, the object of a job, or its Problem)
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import re
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from gfgen.errors import Problem
 from gfgen.job.fields import FIELDS, RepeatedKeys, plain_name, printable, shown, suggestion
 from gfgen.job.shared import VARIATION_FIELDS, value_of
 
-MAX_LINE_BYTES = 2**20
-MAX_FILE_BYTES = 2**30
-MAX_WHOLE_BYTES = 2**28
-"""Of an array or a table, which is read into memory."""
-MAX_INT_DIGITS = 1_000
-"""Python does not read integers of more than 4,300 digits; no field needs that many."""
-BYTE_ORDER_MARK = "\ufeff"
+MAX_FILE_BYTES = 2**28
+"""Of a file, which is read into memory."""
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXAMPLE = '{"prompt": "a red circle falls"}'
 
@@ -43,7 +34,8 @@ OVER_LINES = (
     "an object over several lines; write each job on one line ('jq -c . FILE' does that), "
     "or all jobs as one JSON array"
 )
-_SPACE = re.compile(r"\s*")
+_COMMENTS = re.compile(r"(?:[^\S\n]*(?:#[^\n]*)?\n)*")
+"""Comments and blank lines before the first entry."""
 
 Entry = tuple[int, Mapping[str, object] | Problem]
 
@@ -54,6 +46,12 @@ class ReadingEnded(Exception):
     def __init__(self, line: int, accepted: str) -> None:
         super().__init__(accepted)
         self.line, self.accepted = line, accepted
+
+
+class ArrayEntry(int):
+    """The number of an entry of a JSON array, where other files have a line."""
+
+    place = "entry"
 
 
 class FileLine(int):
@@ -71,8 +69,12 @@ class FileLine(int):
     def __getnewargs__(self) -> tuple[int, str, int]:  # type: ignore[override]
         return self.line, self.file, self.file_idx
 
+    @property
+    def place(self) -> str:
+        return getattr(self.line, "place", "line")
+
     def __str__(self) -> str:
-        return f"{self.line} of {self.file}"
+        return f"{int(self.line)} of {self.file}"
 
     def __format__(self, spec: str) -> str:
         return str(self)
@@ -83,13 +85,32 @@ def entries_of(stream: BinaryIO, *, suffix: str) -> tuple[str, Iterator[Entry]]:
 
     The entries raise ReadingEnded.
     """
-    rewound = _Rewound(stream)
-    number, beginning = rewound.first_line()
-    kind = _kind_of(_text(beginning), suffix.lower())
-    if kind in (JSON_LINES, PROMPTS):
-        lines = raw_lines(rewound)
-        return kind, json_lines(lines) if kind == JSON_LINES else _prompts(lines)
-    return kind, _whole(rewound, kind, number)
+    content = stream.read(MAX_FILE_BYTES + 1)
+    text = content.decode("utf-8-sig", "surrogateescape")
+    first = _COMMENTS.match(text).end()  # type: ignore[union-attr]
+    kind = _kind_of(text[first:].partition("\n")[0].strip(), suffix.lower())
+    return kind, _entries(content, text, _READERS[kind])
+
+
+def _entries(content: bytes, text: str, read: Callable[[str], Iterator[Entry]]) -> Iterator[Entry]:
+    if content.startswith(UTF16_MARKS):
+        raise ReadingEnded(1, "the file is UTF-16; save it as UTF-8")
+    if len(content) > MAX_FILE_BYTES:
+        raise ReadingEnded(1, f"the file has more than {MAX_FILE_BYTES:,} bytes; split it")
+    yield from read(text)
+
+
+def _not_utf8(text: str) -> tuple[int, str] | None:
+    """The first byte that is not UTF-8: its line, and what to do."""
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        line, column = text.count("\n", 0, error.start), error.start - text.rfind("\n", 0, error.start)
+        byte = ord(text[error.start]) - 0xDC00
+        return line + 1, f"character {column} of the line (0x{byte:02x}) is not UTF-8; save the file as UTF-8"
+    return None
 
 
 def _kind_of(text: str, suffix: str) -> str:
@@ -123,121 +144,46 @@ def _names(header: str, delimiter: str) -> list[str]:
         return []
 
 
-class _Rewound:
-    """A stream whose first lines can be read twice."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._pieces: deque[bytes] = deque()
-
-    def first_line(self) -> tuple[int, bytes]:
-        """The first line that is neither blank nor a comment, and its number."""
-        num_read = 0
-        for number in itertools.count(1):
-            piece = self._stream.readline(MAX_LINE_BYTES + 1)
-            self._pieces.append(piece)
-            num_read += len(piece)
-            content = _text(piece)
-            if not piece or num_read > MAX_LINE_BYTES or (content and not content.startswith("#")):
-                return number, piece
-        raise AssertionError
-
-    def readline(self, size: int) -> bytes:
-        return self._pieces.popleft() if self._pieces else self._stream.readline(size)
-
-    def read(self, size: int) -> bytes:
-        beginning = b"".join(self._pieces)
-        self._pieces.clear()
-        return beginning + self._stream.read(max(0, size - len(beginning)))
-
-
-def _text(content: bytes) -> str:
-    return content.decode("utf-8", "replace").removeprefix(BYTE_ORDER_MARK).strip()
-
-
-def json_lines(lines: Iterator[tuple[int, bytes]]) -> Iterator[Entry]:
+def _json_lines(text: str) -> Iterator[Entry]:
     is_first, begun_at = True, None
-    for number, content in lines:
-        text = _decoded(number, content)
-        if isinstance(text, Problem):
-            yield number, text
-        elif text and not text.startswith("#"):
-            if begun_at is not None and not text.startswith("{"):
-                raise ReadingEnded(begun_at, OVER_LINES)
-            yield number, _decode_object(number, text)
-            is_open = text.startswith("{") and text.endswith(("{", ",", "["))
-            begun_at = number if is_first and is_open else None
-            is_first = False
+    for number, line in _lines(text):
+        if begun_at is not None and not line.startswith("{"):
+            raise ReadingEnded(begun_at, OVER_LINES)
+        yield number, _decode_object(number, line)
+        is_open = line.startswith("{") and line.endswith(("{", ",", "["))
+        begun_at = number if is_first and is_open else None
+        is_first = False
 
 
-def _prompts(lines: Iterator[tuple[int, bytes]]) -> Iterator[Entry]:
-    for number, content in lines:
-        text = _decoded(number, content)
-        if isinstance(text, Problem):
-            yield number, text
-        elif text and not text.startswith("#"):
-            yield number, {"prompt": text}
+def _prompts(text: str) -> Iterator[Entry]:
+    for number, line in _lines(text):
+        bad = _not_utf8(line)
+        yield number, Problem(number, None, None, bad[1]) if bad else {"prompt": line}
 
 
-def raw_lines(stream: BinaryIO | _Rewound) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines; if a line is too long, its first MAX_LINE_BYTES + 1 bytes.
-
-    Holds at most two pieces of that size, and stops after MAX_FILE_BYTES.
-    """
-    num_read = 0
-    for number in itertools.count(1):
-        content = piece = stream.readline(MAX_LINE_BYTES + 1)
-        if not content:
-            return
-        num_read += len(content)
-        while (
-            len(content) > MAX_LINE_BYTES
-            and piece
-            and not piece.endswith(b"\n")
-            and num_read <= MAX_FILE_BYTES
-        ):
-            piece = stream.readline(MAX_LINE_BYTES)
-            num_read += len(piece)
-        yield number, content
-        if num_read > MAX_FILE_BYTES:
-            raise ReadingEnded(
-                number, f"the file has more than {MAX_FILE_BYTES:,} bytes; lines below this one were not read"
-            )
-
-
-def _decoded(line: int, content: bytes) -> str | Problem:
-    """The line as text without spaces at its ends, or its problem."""
-    if line == 1 and content.startswith(UTF16_MARKS):
-        raise ReadingEnded(line, "the file is UTF-16; save it as UTF-8")
-    if len(content) > MAX_LINE_BYTES:
-        return Problem(
-            line,
-            None,
-            None,
-            f"the line has more than {MAX_LINE_BYTES:,} bytes; write each job on one shorter line",
-        )
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        place = f"byte {error.start + 1} of the line (0x{content[error.start]:02x})"
-        return Problem(line, None, None, f"{place} is not UTF-8; save the file as UTF-8")
-    return (text.removeprefix(BYTE_ORDER_MARK) if line == 1 else text).strip()
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines without spaces at their ends; neither blank ones nor comments."""
+    for number, line in enumerate(io.StringIO(text), start=1):
+        if (line := line.strip()) and not line.startswith("#"):
+            yield number, line
 
 
 def _decode_object(line: int, text: str) -> Mapping[str, object] | Problem:
+    if bad := _not_utf8(text):
+        return Problem(line, None, None, bad[1])
     try:
-        value = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        reason = f"not JSON ({error.msg} at column {error.colno})"
-        return Problem(
-            line,
-            None,
-            printable(text),
-            f"{reason}; write each job as one object on one line, such as {EXAMPLE}",
-        )
+        return _as_object(line, _DECODER.decode(text))
+    except ValueError as error:
+        hint = f"write each job as one object on one line, such as {EXAMPLE}"
+        return Problem(line, None, printable(text), f"not JSON ({_reason(error)}); {hint}")
     except RecursionError:
-        return Problem(line, None, shown(text), TOO_DEEP)
-    return _as_object(line, value)
+        return Problem(line, None, printable(text), TOO_DEEP)
+
+
+def _reason(error: ValueError) -> str:
+    if not isinstance(error, json.JSONDecodeError):
+        return "a number of thousands of digits"  # which Python refuses to convert
+    return f"{error.msg} at column {error.colno}"
 
 
 def _as_object(line: int, value: object) -> Mapping[str, object] | Problem:
@@ -248,85 +194,50 @@ def _as_object(line: int, value: object) -> Mapping[str, object] | Problem:
     return value
 
 
-def _parse_int(digits: str) -> int | float:
-    """The number; one with too many digits becomes infinity, which no field accepts."""
-    return int(digits) if len(digits) <= MAX_INT_DIGITS else float(digits)
-
-
-def _parse_object(pairs: list[tuple[str, Any]]) -> RepeatedKeys:
-    decoded = RepeatedKeys(pairs)
-    if len(decoded) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        decoded.repeated = tuple(name for name, count in counts.items() if count > 1)
-    return decoded
-
-
-_DECODER = json.JSONDecoder(parse_int=_parse_int, object_pairs_hook=_parse_object)
-
-
-def _whole(stream: _Rewound, kind: str, first: int) -> Iterator[Entry]:
-    """The entries of an array or a table, which begins at line `first`."""
-    content = stream.read(MAX_WHOLE_BYTES + 1)
-    if len(content) > MAX_WHOLE_BYTES:
-        raise ReadingEnded(first, f"{kind} of more than {MAX_WHOLE_BYTES:,} bytes; write JSON Lines")
+def _array(text: str) -> Iterator[Entry]:
+    """The objects of an array, by their numbers; a text in it is a prompt."""
+    if bad := _not_utf8(text):
+        raise ReadingEnded(*bad)
+    first = _COMMENTS.match(text).end()  # type: ignore[union-attr]
     try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ReadingEnded(line, "not UTF-8; save the file as UTF-8") from None
-    rest = "\n".join(text.split("\n")[first - 1 :])
-    yield from (_array if kind == ARRAY else _table)(rest, first)
+        values = _DECODER.decode("\n" * text.count("\n", 0, first) + text[first:])
+    except ValueError as error:
+        raise ReadingEnded(getattr(error, "lineno", 1), f"the array is not JSON ({_reason(error)})") from None
+    except RecursionError:
+        raise ReadingEnded(1, TOO_DEEP) from None
+    for number, value in enumerate(values, start=1):
+        place = ArrayEntry(number)
+        yield place, {"prompt": value} if isinstance(value, str) else _as_object(place, value)
 
 
-def _array(text: str, first: int) -> Iterator[Entry]:
-    """The objects of an array; a text in it is a prompt."""
-    line, counted, is_between = first, 0, False
-    place = text.index("[") + 1
-    while True:
-        place = _SPACE.match(text, place).end()  # type: ignore[union-attr]
-        line, counted = line + text.count("\n", counted, place), place
-        char = text[place : place + 1]
-        if char == "]":
-            break
-        if is_between and char != ",":
-            raise ReadingEnded(line, 'the array has no "," or "]" here')
-        if is_between:
-            place, is_between = place + 1, False
-            continue
-        try:
-            value, place = _DECODER.raw_decode(text, place)
-        except json.JSONDecodeError as error:
-            at = first + error.lineno - 1
-            raise ReadingEnded(at, f"the array is not JSON ({error.msg} at column {error.colno})") from None
-        except RecursionError:
-            raise ReadingEnded(line, TOO_DEEP) from None
-        yield line, {"prompt": value} if isinstance(value, str) else _as_object(line, value)
-        is_between = True
-    if text[place + 1 :].strip():
-        raise ReadingEnded(line, "more text after the end of the array; remove it")
-
-
-def _table(text: str, first: int) -> Iterator[Entry]:
-    header = text.partition("\n")[0].strip()
+def _table(text: str) -> Iterator[Entry]:
+    if bad := _not_utf8(text):
+        raise ReadingEnded(*bad)
+    first = _COMMENTS.match(text).end()  # type: ignore[union-attr]
+    header, num_before = text[first:].partition("\n")[0].strip(), text.count("\n", 0, first)
     delimiter = _delimiter(header) or max(DELIMITERS, key=header.count)
     names = _names(header, delimiter)
     if not names:
         raise ReadingEnded(
-            first, "the header is not CSV; write names of fields, with line ends as on Linux or Windows"
+            num_before + 1,
+            "the header is not CSV; write names of fields, with line ends as on Linux or Windows",
         )
-    _check_header(names, first)
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    begins = first
-    while True:
-        try:
-            cells = next(rows, None)
-        except csv.Error as error:
-            raise ReadingEnded(begins, f"not CSV ({error})") from None
-        if cells is None:
-            return
-        if begins > first and any(cell.strip() for cell in cells):
-            yield begins, _row(begins, names, cells)
-        begins = first + rows.line_num
+    _check_header(names, num_before + 1)
+    lines = io.StringIO(text[first:], newline="")
+    rows = csv.DictReader(lines, names, restkey="", restval="", delimiter=delimiter, strict=True)
+    try:
+        next(rows)  # the header
+        for row in rows:
+            more = row.pop("", [])
+            cells = [*row.values(), *more]
+            number = num_before + rows.line_num - sum(cell.count("\n") for cell in cells)
+            if any(cell.strip() for cell in more):
+                count = f"{len(cells)} cells, but the header has {len(names)}"
+                yield number, Problem(number, None, None, f"{count}; write texts with a delimiter in quotes")
+            elif given := {name: text for name, cell in row.items() if (text := cell.strip())}:
+                yield number, {name: value_of(name, text) for name, text in given.items()}
+    except csv.Error as error:
+        raise ReadingEnded(num_before + rows.reader.line_num, f"not CSV ({error})") from None
 
 
 def _check_header(names: Sequence[str], line: int) -> None:
@@ -338,10 +249,18 @@ def _check_header(names: Sequence[str], line: int) -> None:
         raise ReadingEnded(line, "the header names a field twice")
 
 
-def _row(line: int, names: Sequence[str], cells: Sequence[str]) -> Mapping[str, object] | Problem:
-    if any(cell.strip() for cell in cells[len(names) :]):
-        text = f"{len(cells)} cells, but the header has {len(names)}; write texts with a delimiter in quotes"
-        return Problem(line, None, None, text)
-    return {
-        name: value_of(name, cell.strip()) for name, cell in zip(names, cells, strict=False) if cell.strip()
-    }
+def _parse_object(pairs: list[tuple[str, Any]]) -> RepeatedKeys:
+    decoded = RepeatedKeys(pairs)
+    if len(decoded) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        decoded.repeated = tuple(name for name, count in counts.items() if count > 1)
+    return decoded
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_parse_object)
+_READERS: Mapping[str, Callable[[str], Iterator[Entry]]] = {
+    JSON_LINES: _json_lines,
+    PROMPTS: _prompts,
+    ARRAY: _array,
+    TABLE: _table,
+}

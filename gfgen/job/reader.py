@@ -2,24 +2,26 @@
 
     bytes -> objects (inputs.py) -> fields (fields.py) -> ids and file names (spec.py)
 
-Jobs and problems are bounded, like lines and files.
+Jobs and problems are bounded, like files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, TypeVar
 
-from gfgen.errors import InputError, JobError, Problem
+from gfgen.errors import InputError, JobError, Problem, at
 from gfgen.job.fields import FIELDS, parse_fields, shown
 from gfgen.job.images import ImageReader
 from gfgen.job.inputs import (
@@ -243,11 +245,10 @@ class _JobList:
     specs: list[JobSpec] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     occurrences: Counter[str] = field(default_factory=Counter)
-    num_entries: int = 0
     num_varied: int = 0
-    id_takers: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By id: the number of the entry that uses it, and its line, which entries of an array may share."""
-    file_takers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    id_takers: dict[str, int] = field(default_factory=dict)
+    """By id: the line that uses it."""
+    file_takers: dict[str, int] = field(default_factory=dict)
 
     def add_file(
         self, entries: Iterable[Entry], source: str, *, folder: Path, images: ImageReader | None = None
@@ -260,7 +261,7 @@ class _JobList:
                 self._add(line, entry, is_first=place == 0)
         except ReadingEnded as end:
             # A problem of the file, not of a line: sorting by lines puts it first, where everyone sees it.
-            self.problems.append(Problem(None, None, None, f"line {end.line}: {end.accepted}"))
+            self.problems.append(Problem(None, None, None, f"{at(end.line)}: {end.accepted}"))
             raise _ListEnded from None
         if len(self.specs) + len(self.problems) == num_before:
             accepted = f"no jobs in {source}; write one job per line, such as {EXAMPLE}"
@@ -276,7 +277,6 @@ class _JobList:
         elif is_first and is_defaults(entry):
             self._take_defaults(line, entry["defaults"])
         else:
-            self.num_entries += 1
             given = over(over(self.fallbacks, self.defaults), entry)
             self._add_line_of_jobs(line, over(given, self._overrides_of(entry)))
 
@@ -336,12 +336,11 @@ class _JobList:
 
     def _take_names(self, line: int, values: Mapping[str, Any]) -> Iterator[Problem]:
         """Record the names that an entry's job uses; yields a problem for each that an earlier one uses."""
-        own = (self.num_entries, line)
         job_id, output = values.get("id"), values.get("output")
         if job_id is not None:
-            taken_by = self.id_takers.setdefault(name_key(job_id), own)
-            if taken_by != own:
-                accepted = f"line {taken_by[1]} already uses it (case is ignored); each job needs its own"
+            taken_by = self.id_takers.setdefault(name_key(job_id), line)
+            if taken_by != line:
+                accepted = f"{at(taken_by)} already uses it (case is ignored); each job needs its own"
                 yield Problem(line, "id", shown(job_id), accepted)
                 return
         if job_id is None and output is None:
@@ -349,7 +348,74 @@ class _JobList:
         field_name, value = ("id", job_id) if output is None else ("output", output)
         names = file_names(job_id or "", output, values.get("format"))
         for name in numbered_names(names, values.get("args")):
-            taken_by = self.file_takers.setdefault(name_key(name), own)
-            if taken_by != own:
-                accepted = f"line {taken_by[1]} already writes {name}; rename one of them"
+            taken_by = self.file_takers.setdefault(name_key(name), line)
+            if taken_by != line:
+                accepted = f"{at(taken_by)} already writes {name}; rename one of them"
                 yield Problem(line, field_name, shown(value), accepted)
+
+
+MAX_IDS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSource:
+    files: tuple[str, ...] = ()
+    """Job files; "-" is standard input."""
+    prompts: tuple[str, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of all jobs, whatever the files say."""
+    fallbacks: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of jobs where neither a line nor the defaults of its file have a value."""
+    only: tuple[str, ...] = ()
+    """Patterns of ids; a job needs to match one."""
+    tags: tuple[str, ...] = ()
+    limit: int | None = None
+    """The most jobs, the first ones of those that match."""
+
+    def __post_init__(self) -> None:
+        if "" in self.files:
+            raise InputError("JOBS is empty; name a job file, or - for standard input")
+        files = [file if file == "-" else os.path.realpath(file) for file in self.files]
+        named = zip(self.files, files, strict=True)
+        twice = next((name for name, file in named if files.count(file) > 1), None)
+        if twice is not None:
+            raise InputError(f"JOBS names {twice} twice; name each job file once")
+
+    @property
+    def name(self) -> str:
+        return source_name(self.files)
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        return [Path(file) for file in self.files if file != "-"]
+
+    def read(self, *, has_bar: bool = False) -> ParsedJobs:
+        """The selected jobs, and the problems of all.
+
+        Raises: InputError when a file cannot be read, or when no job is selected.
+        """
+        files = ["-" if file == "-" else Path(file) for file in self.files]
+        parsed = read_jobs(
+            *files,  # type: ignore[arg-type]
+            prompts=self.prompts,
+            overrides=self.overrides,
+            fallbacks=self.fallbacks,
+            has_bar=has_bar,
+        )
+        if not (self.only or self.tags or self.limit):
+            return parsed
+        specs = [spec for spec in parsed.specs if self._has(spec)]
+        if not specs and not parsed.problems:
+            raise InputError(f"{parsed.source}: {self._mismatch(parsed.specs)}")
+        return replace(parsed, specs=tuple(specs[: self.limit]))
+
+    def _has(self, spec: JobSpec) -> bool:
+        has_id = not self.only or any(fnmatchcase(spec.id, pattern) for pattern in self.only)
+        return has_id and (not self.tags or spec.tag in self.tags)
+
+    def _mismatch(self, specs: Sequence[JobSpec]) -> str:
+        asked = [f"--only {pattern}" for pattern in self.only] + [f"--tag {tag}" for tag in self.tags]
+        more = f" and {len(specs) - MAX_IDS:,} more" if len(specs) > MAX_IDS else ""
+        ids = ", ".join(spec.id for spec in specs[:MAX_IDS]) + more
+        tags = ", ".join(sorted({spec.tag for spec in specs if spec.tag}))
+        return f"no job matches {' '.join(asked)}; ids are {ids}; tags are {tags or 'not given'}"

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gfgen.errors import InputError, JobError, JobFileError, ModelError, Problem, listed
-from gfgen.gfc.cuda.device_arena import arena_bytes
-from gfgen.job.reader import ParsedJobs, passed_deadlines, with_bar
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource, ParsedJobs, passed_deadlines, with_bar
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import (
     ATTENTION,
@@ -52,8 +50,16 @@ from gfgen.runtime.core.memory_check import (
 )
 from gfgen.runtime.ipc.arenas import SIDE_BYTES, default_plan
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
-from gfgen.session.lora_memory import Lora, LoraMemory, LoraNeed, loras_of
-from gfgen.session.loras import ServedLora, check_fit, split_by_loras, with_served_loras
+from gfgen.session.loras import (
+    Lora,
+    LoraMemory,
+    LoraNeed,
+    ServedLora,
+    check_fit,
+    loras_of,
+    split_by_loras,
+    with_served_loras,
+)
 from gfgen.system.wording import counted, first_of, in_words
 
 logger = logging.getLogger(__name__)
@@ -468,6 +474,8 @@ class Admission:
     @property
     def _beside_bytes(self) -> int:
         """Memory of each GPU that is used before any model is loaded."""
+        from gfgen.gfc.cuda.device_arena import arena_bytes
+
         plan = default_plan(num_ranks=self.devices.num_ranks, are_on_gpus=True)
         return arena_bytes(plan) + SIDE_BYTES + CONTEXT_BYTES
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from gfgen.errors import JobFileError
-from gfgen.gfc.cuda import compiler
 from gfgen.job.spec import JobSpec
 from gfgen.models.ahead.listing import Uses, needed
 from gfgen.models.ahead.pool import Compiling
-from gfgen.models.families.precision import ATTENTION, FP8, check_precision, precision_of
+from gfgen.models.families.precision import ATTENTION, AUTO, FP8, check_precision, precision_of
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.checkpoint import model_name
+from gfgen.models.geometry.weight_files import weights_id
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, DEFAULT_CPU_RANKS, Devices, choose_devices, parse_memory
 from gfgen.runtime.core.memory_check import check_addresses
@@ -27,8 +28,7 @@ from gfgen.runtime.predict.profile_store import find_profile
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.session.admission import Admission
-from gfgen.session.packages import COMPUTING, check_packages
-from gfgen.system.machine import cpu_name
+from gfgen.system.machine import COMPUTING, check_packages, cpu_name, key_versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -207,8 +207,11 @@ def ready_pool(
         ranks.devices.kind,
         ", ".join(sorted(model_name(path) for path in checkpoints)),
     )
-    if ranks.are_on_gpus and not compiler.kept():
-        logger.info("compiling kernels first; this takes about 20 s, once per machine")
+    if ranks.are_on_gpus:
+        from gfgen.gfc.cuda import compiler
+
+        if not compiler.kept():
+            logger.info("compiling kernels first; this takes about 20 s, once per machine")
     islands = ranks.devices.islands
     if len(islands) > 1:
         logger.info(
@@ -282,3 +285,30 @@ def _uses(ranks: Ranks, checkpoint: Path, jobs: Sequence[AdmittedJob]) -> Uses:
         has_images=any(spec.image is not None for spec in specs),
         has_loras=any(spec.lora is not None for spec in specs),
     )
+
+
+def made_with(ranks: Ranks, checkpoint: Path, *, kernels: KernelChoice = "own") -> dict[str, Any]:
+    """Plain values that are equal where equal jobs give equal files."""
+    return {
+        "versions": dict(key_versions()),
+        "weights": "random" if ranks.has_random_weights else weights_id(checkpoint),
+        "device": "cpu" if ranks.devices.kind == CPU else ranks.device_name,
+        "vae_dtype": ranks.vae_dtype,
+        **({} if kernels == "own" else {"kernels": kernels}),
+        **({} if precision_of(ranks.precision, checkpoint) == AUTO else {"precision": FP8}),
+        **({} if precision_of(ranks.attention, checkpoint) == AUTO else {"attention": FP8}),
+    }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs in words, such as 'torch 2.10.0 (now 2.11.0)'."""
+    old, new = before.get("versions") or {}, now["versions"]
+    found = [
+        f"{name} {old[name]} (now {new.get(name, 'none')})" for name in old if old[name] != new.get(name)
+    ]
+    before, now = ({"precision": AUTO, "attention": AUTO, **each} for each in (before, now))
+    return found + [
+        f"{name} {before[name]} (now {now[name]})"
+        for name in ("weights", "device", "vae_dtype", "precision", "attention")
+        if name in before and before[name] != now[name]
+    ]

@@ -47,8 +47,7 @@ from gfgen.runtime.processes.workers import ProcessBackend, Requests, WarmUps
 from gfgen.session.admission import Admission, warn_of_passed_deadlines
 from gfgen.session.kernels import choose_kernels
 from gfgen.session.live import LiveRun
-from gfgen.session.provenance import made_with
-from gfgen.session.ranks import Ranks, ready_pool
+from gfgen.session.ranks import Ranks, made_with, ready_pool
 from gfgen.session.warming import warm_up, warm_ups_of
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted

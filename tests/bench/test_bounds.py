@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.bounds import least_makespan_s
-from gfgen.bench.scores import score
+from gfgen.bench.policy_comparison import score
 from gfgen.graph import Stage
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.cli.listings import models
-from gfgen.models.stepping import verify
+from gfgen.models.stepping import check as verification
 from gfgen.models.stepping.program import NotSteppableError
 
 
@@ -57,21 +57,21 @@ def test_a_pipeline_that_cannot_be_cut(folder: Path, monkeypatch: pytest.MonkeyP
     def refuse(*args: object, **options: object) -> None:
         raise NotSteppableError("pipeline.py:1: has no loop over timesteps")
 
-    monkeypatch.setattr(verify, "Stepper", refuse)
+    monkeypatch.setattr(verification, "Stepper", refuse)
     result = check(folder)
     assert result.return_value == 0
     assert "in steps      no, each job runs as one task: pipeline.py:1: has no loop" in result.stdout
 
 
 def test_results_that_differ_are_a_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = verify.Stepper.step
+    step = verification.Stepper.step
 
     def another(*args: Any) -> Any:
         state = step(*args)
         state.tensors["sample"] = state.tensors["sample"] + 1
         return state
 
-    monkeypatch.setattr(verify.Stepper, "step", another)
+    monkeypatch.setattr(verification.Stepper, "step", another)
     result = check(folder)
     assert result.return_value == 1
     assert "in steps      no; 2 steps at 64x64x9 on cpu: output.frames: largest difference" in result.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_workers_are_told_how_many_gpus_they_share_and_what_each_may_use(monkeyp
 
     def note(settings, checkpoints, **options):
         told.append(settings)
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(SimpleNamespace(living=[]))
 
     monkeypatch.setattr(ranks, "WorkerPool", note)
     monkeypatch.setattr(ranks.compiler, "kept", list)
@@ -39,7 +40,9 @@ def test_workers_are_told_how_many_gpus_they_share_and_what_each_may_use(monkeyp
     ("kind", "is_first", "is_told"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
 def test_the_first_start_on_gpus_says_that_it_compiles(caplog, monkeypatch, kind, is_first, is_told):
-    monkeypatch.setattr(ranks, "WorkerPool", lambda *_, **options: contextlib.nullcontext())
+    monkeypatch.setattr(
+        ranks, "WorkerPool", lambda *_, **options: contextlib.nullcontext(SimpleNamespace(living=[]))
+    )
     monkeypatch.setattr(ranks.compiler, "kept", lambda: [] if is_first else [Path("kernels.cubin")])
     caplog.set_level("INFO", "gfgen")
     with (

@@ -10,9 +10,9 @@ from builders import make_job
 from click.testing import CliRunner
 
 from gfgen.cli.main import cli
+from gfgen.cli.remote.commands import find_target
 from gfgen.cli.remote.server import _recent_row
-from gfgen.cli.remote.standing import Standing
-from gfgen.cli.remote.target import find_target
+from gfgen.cli.remote.status import RunStatus
 from gfgen.errors import InputError, Problem
 from gfgen.job.spec import output_name, spec_hash
 from gfgen.runtime.files.inbox import Inbox
@@ -121,7 +121,7 @@ def test_a_name_of_nothing_is_one_line(tmp_path, monkeypatch, name, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=words) as caught:
-        find_target(name, key=None).standing()
+        find_target(name, key=None).status()
     assert "\n" not in str(caught.value)
 
 
@@ -138,12 +138,12 @@ def test_the_view_fits_the_terminal_and_puts_running_jobs_first():
     ]
     ranks = [{"rank": number, "state": "busy", "job": "fox", "stage": "denoise"} for number in range(64)]
     counts = {"jobs": 500, "done": 123, "running": 8, "waiting": 369}
-    standing = Standing(target="out", kind="run", state="running", counts=counts, ranks=ranks, jobs=jobs)
+    status = RunStatus(target="out", kind="run", state="running", counts=counts, ranks=ranks, jobs=jobs)
     for columns, rows in ((80, 24), (40, 10), (20, 3)):
-        lines = standing.lines(now=60.0, columns=columns, rows=rows)
+        lines = status.lines(now=60.0, columns=columns, rows=rows)
         assert len(lines) <= rows
         assert all(len(line) <= columns for line in lines)
-    lines = standing.lines(now=60.0, columns=80, rows=80)
+    lines = status.lines(now=60.0, columns=80, rows=80)
     assert any(line.endswith("2:20 late") for line in lines)
     assert lines[-1] == "and 369 more"
 

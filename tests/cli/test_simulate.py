@@ -284,7 +284,7 @@ def test_a_policy_that_starves_a_job_is_named_beside_the_others(gfgen, folder):
         (["--ranks", "9"], "give 1 to 8 ranks"),
         (["--ranks", "5"], "knows 1 to 4 ranks"),
         (["--profile", "other.json"], "has no tiny-qwen-image, tiny-wan"),
-        (["--profile", "partial.json"], "for decode"),
+        (["--profile", "partial.json"], "for denoise"),
         (["--profile", "missing.json"], "No such file"),
         (["--policy", "strf"], "did you mean srtf?"),
     ],
@@ -292,7 +292,7 @@ def test_a_policy_that_starves_a_job_is_named_beside_the_others(gfgen, folder):
 def test_bad_input_is_one_clear_line(gfgen, folder, monkeypatch, command, arguments, message):
     monkeypatch.chdir(folder)
     write_profile(folder / "other.json", models=("qwen-image",))
-    lacking = tuple(stage for stage in Stage if stage is not Stage.DECODE)
+    lacking = tuple(stage for stage in Stage if stage is not Stage.DENOISE)
     write_profile(folder / "partial.json", models=("tiny-wan", "tiny-qwen-image"), stages=lacking)
     profile = [] if "--profile" in arguments else ["--profile", "profile.json"]
     code, out, err = gfgen(command, "night.jsonl", *profile, *arguments)

@@ -7,8 +7,7 @@ import pytest
 from builders import STEP_S, Recorder, make_job
 from fake_cluster import FakeCluster, FaultyCluster, driver_on
 
-from gfgen.cluster.fleet import LANES_PER_RANK
-from gfgen.cluster.node import JobEnded
+from gfgen.cluster.node import LANES_PER_RANK, JobEnded
 from gfgen.cluster.simulated import LATENCY_S, simulate_nodes
 from gfgen.graph import Stage
 from gfgen.policies.catalog import load_policy

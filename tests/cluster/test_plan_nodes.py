@@ -3,8 +3,8 @@
 import pytest
 from builders import make_job
 
-import gfgen.cluster.plan
-from gfgen.cluster.plan import NodePlanner, Nodes
+import gfgen.cluster.simulated
+from gfgen.cluster.simulated import NodePlanner, Nodes
 from gfgen.errors import RunError
 from gfgen.graph import Stage
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
@@ -33,7 +33,7 @@ def test_the_fewest_nodes_are_found(by_s, fewest, words):
 
 
 def test_large_batches_are_estimated_except_for_the_best_policy(monkeypatch):
-    monkeypatch.setattr(gfgen.cluster.plan, "FULL_TASKS", 100)
+    monkeypatch.setattr(gfgen.cluster.simulated, "FULL_TASKS", 100)
     planner = NodePlanner(JOBS, Nodes(4, 2), PROFILE, PlanWindow(1_800_000_000.0, 60.0))
     plan = planner.plan(["fcfs", "srtf"])
     assert [option.is_estimated for option in plan.by_policy] == [False, True]
@@ -44,14 +44,14 @@ def test_large_batches_are_estimated_except_for_the_best_policy(monkeypatch):
 
 
 def test_a_policy_that_fails_is_left_out(monkeypatch):
-    simulate_nodes = gfgen.cluster.plan.simulate_nodes
+    simulate_nodes = gfgen.cluster.simulated.simulate_nodes
 
     def failing(jobs, *, policy, **options):
         if policy.name == "edf":
             raise RunError("policy edf failed: it has a fault")
         return simulate_nodes(jobs, policy=policy, **options)
 
-    monkeypatch.setattr(gfgen.cluster.plan, "simulate_nodes", failing)
+    monkeypatch.setattr(gfgen.cluster.simulated, "simulate_nodes", failing)
     plan = NodePlanner(JOBS[:8], Nodes(2, 2), PROFILE, PlanWindow(0.0)).plan(["edf", "fcfs"])
     assert [option.policy for option in plan.by_policy] == ["fcfs"]
     assert plan.refused == ("policy edf failed: it has a fault",)

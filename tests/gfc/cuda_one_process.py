@@ -11,8 +11,8 @@ import random
 import cuda_programs as programs
 import torch
 
-from gfgen.gfc.arena import ArenaPlan, create_arena
-from gfgen.gfc.cuda.device_arena import CONTROL_PLAN, DeviceArena
+from gfgen.gfc.arena import CONTROL_PLAN, ArenaPlan, create_arena
+from gfgen.gfc.cuda.device_arena import DeviceArena
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout

@@ -15,7 +15,7 @@ from gfgen.gfc.cuda.captured import Captured
 from gfgen.gfc.cuda.compiler import compiled
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import CudaGroup
-from gfgen.gfc.cuda.launch import Launch
+from gfgen.gfc.cuda.kernels import Launch
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.gfc.cuda.selector import KernelChoice, Rule, Selector
 from gfgen.gfc.descriptor import Descriptor, GroupKind

@@ -13,8 +13,7 @@ from pathlib import Path
 from gfgen.gfc.cuda import compiler, device_group
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import Bank
-from gfgen.gfc.cuda.kernels import Kernels
-from gfgen.gfc.cuda.launch import Launch
+from gfgen.gfc.cuda.kernels import Kernels, Launch
 
 NOTHING, NO_BARRIER, ONE_BANK, COPY_AT_ONCE, RECEIVE_AT_ONCE, EDGE_KEPT = range(6)
 CHANGES = (

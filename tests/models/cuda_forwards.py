@@ -21,8 +21,7 @@ from gfgen.models.fast import texts
 from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.recording import Graphs
 from gfgen.models.parallel.counted_attention import is_fast
-from gfgen.models.parallel.parallel import Parallel, parallel_from
-from gfgen.models.parallel.rehearsal import rehearsal
+from gfgen.models.parallel.parallel import Parallel, parallel_from, rehearsal
 from gfgen.models.stepping.adapter import PipelineAdapter
 from gfgen.runtime.ipc.messages import WarmUp
 from gfgen.runtime.worker.forwards import Forwards

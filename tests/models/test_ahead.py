@@ -16,10 +16,10 @@ import pytest
 from benchmarks.kernel_list import made_list
 from gfgen.gfc.cuda import compiler
 from gfgen.models.ahead import compiling
-from gfgen.models.ahead.compiling import EXCHANGES, prepare
+from gfgen.models.ahead.compiling import EXCHANGES, outcomes
 from gfgen.models.ahead.listing import LIST, Uses, all_calls, needed
 from gfgen.models.ahead.places import compiler_dirs, pin_compilers
-from gfgen.models.ahead.pool import Compiling, Count
+from gfgen.models.ahead.pool import Compiling
 from gfgen.models.families.registry import WEIGHTS
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.system.sharing import locked
@@ -64,26 +64,23 @@ def test_a_run_needs_only_the_kernels_of_its_jobs() -> None:
 # The pool -------------------------------------------------------------------------------------------
 
 
-def noted(item: compiling.Item) -> None:
-    with Path(os.environ["GFGEN_CACHE"]).open("a") as file:
-        file.write(f"{item[0]}\n")
+def pretended(item: compiling.Item) -> str:
     if item[0] == "sm_1":
         raise ValueError("no such GPU")
+    return "compiled"
 
 
-def killed(item: compiling.Item) -> None:
+def killed(item: compiling.Item) -> str:
     os._exit(1)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # of torch's, here
-def test_only_what_is_missing_is_compiled_and_a_failure_ends_nothing(caches: Path) -> None:
-    items: list[compiling.Item] = [(name, None) for name in ("sm_80", "sm_1", "sm_90")]
-    found = prepare(items, is_there=lambda item: item[0] == "sm_80", make=noted)
-    assert found["kinds"] == {EXCHANGES: [1, 1, 1]}
-    assert found["problems"] == [f"{EXCHANGES} for sm_1: ValueError: no such GPU"]
-    assert sorted((caches / "gfgen").read_text().split()) == ["sm_1", "sm_90"]
-    assert prepare(items, is_there=lambda _: False, make=None)["kinds"] == {EXCHANGES: [0, 0, 3]}
-    assert prepare(items, is_there=lambda _: False, make=killed)["kinds"] == {EXCHANGES: [0, 0, 3]}
+def test_a_kernel_that_fails_does_not_end_the_others() -> None:
+    items: list[compiling.Item] = [(name, None) for name in ("sm_1", "sm_90")]
+    failed, made = outcomes(items, pretended)
+    assert failed == (EXCHANGES, "missing", "ValueError: no such GPU")
+    assert made == (EXCHANGES, "compiled", "")
+    assert [each[:2] for each in outcomes(items, killed)] == [(EXCHANGES, "missing")] * 2
 
 
 def test_a_process_waits_for_what_another_one_makes(tmp_path: Path) -> None:
@@ -108,21 +105,17 @@ def test_a_lock_that_is_never_released_is_waited_for_once(tmp_path: Path) -> Non
 
 def test_a_kernel_that_does_not_compile_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     call = ("gfgen.models.fast.row_kernels:_nothing", [], {})
-    with Compiling([call], ["sm_90"], compiles=False) as counting:
-        assert counting.wait().kinds["denoising"] == Count(0, 0, 1)
-    with Compiling([call], ["sm_90"]) as compiling:
-        report = compiling.wait()
-        assert compiling.is_done
-    assert report.kinds["denoising"] == Count(0, 0, 1)
-    assert "not compiled ahead: denoising for sm_90" in caplog.text
+    with Compiling([call], ["sm_90"]) as pool:
+        assert pool.wait().counts["denoising", "missing"] == 1
+    assert "not compiled ahead: " in caplog.text
 
 
 def test_processes_that_were_killed_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    compiling = Compiling(all_calls(), ["sm_90"])
-    compiling._process.kill()
-    assert compiling.wait().all.total == 0
-    assert "not compiled ahead" in caplog.text
-    compiling.close()
+    pool = Compiling(all_calls(), ["sm_90"])
+    pool._process.kill()
+    assert pool.wait().counts.total() == 0
+    assert "not compiled ahead: the process ended" in caplog.text
+    pool.close()
 
 
 # The caches -----------------------------------------------------------------------------------------
@@ -166,21 +159,21 @@ def test_what_the_user_has_set_stays(caches: Path, monkeypatch: pytest.MonkeyPat
 def test_triton_compiles_for_a_gpu_that_is_not_here(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = needed({QWEN: PLAIN})[:2]
 
-    def count(*, compiles: bool) -> Count:
+    def found(*, compiles: bool) -> dict[str, int]:
         with Compiling(calls, ["sm_90"], compiles=compiles) as pool:
-            return pool.wait().kinds["denoising"]
+            return {outcome: n for (kind, outcome), n in pool.wait().counts.items() if kind == "denoising"}
 
-    assert count(compiles=False) == Count(0, 0, 2)
+    assert found(compiles=False) == {"missing": 2}
     assert not (caches / "triton").exists()
-    assert count(compiles=True) == Count(0, 2, 0)
-    assert count(compiles=True) == Count(2, 0, 0)
+    assert found(compiles=True) == {"compiled": 2}
+    assert found(compiles=True) == {"present": 2}
     first, second = (caches / "triton").rglob("*.cubin")
     first.write_bytes(b"")
     second.unlink()
-    assert count(compiles=False) == Count(0, 0, 2)
-    assert count(compiles=True) == Count(0, 2, 0)
+    assert found(compiles=False) == {"missing": 2}
+    assert found(compiles=True) == {"compiled": 2}
     (caches / "prepared").mkdir()
     (caches / "triton").rename(caches / "prepared" / "triton")
-    assert count(compiles=False) == Count(0, 0, 2)
+    assert found(compiles=False) == {"missing": 2}
     monkeypatch.setenv("GFGEN_PREPARED", str(caches / "prepared"))
-    assert count(compiles=False) == Count(2, 0, 0)
+    assert found(compiles=False) == {"present": 2}

@@ -55,7 +55,8 @@ def test_one_record_serves_all_prompts_of_a_length(
     launched = [encoder(ids, lambda stack, inputs: stack(**inputs)[0]) for ids in prompts]
     graphs = Graphs(ImitationRecorder(), CPU)
     with torch.no_grad(), graphs.rehearsing(None):
-        encoder.rehearse(graphs)
+        for rehearse in encoder.rehearsals(graphs):
+            rehearse()
     assert graphs.num_records == 2
     assert all(map(torch.equal, [encoder(ids, graphs) for ids in prompts], launched))
     assert graphs.num_records == 2

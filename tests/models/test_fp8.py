@@ -20,8 +20,7 @@ from gfgen.models.families.precision import check_layers, check_precision, preci
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.fast import rows
 from gfgen.models.fast.fused import fuse
-from gfgen.models.fast.linears import Fp8Linear
-from gfgen.models.fast.modulation import Modulation
+from gfgen.models.fast.linears import Fp8Linear, Modulation
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import parallel_from

@@ -32,8 +32,7 @@ from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.kernels import using
 from gfgen.models.fast.recording import Graphs
 from gfgen.models.fast.texts import with_texts
-from gfgen.models.parallel.parallel import Parallel, parallel_from
-from gfgen.models.parallel.rehearsal import RehearsalGroup, rehearsal
+from gfgen.models.parallel.parallel import Parallel, RehearsalGroup, parallel_from, rehearsal
 from gfgen.models.parallel.sequence_parallel import active
 
 torch.set_num_threads(1)

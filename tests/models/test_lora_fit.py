@@ -12,7 +12,7 @@ import torch
 from one_job import parse_job
 from safetensors.torch import save_file
 
-from gfgen.cli.shown.simulated_memory import SimulatedMemory
+from gfgen.cli.shown.prediction import SimulatedMemory
 from gfgen.errors import InputError, ModelError
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import NoImages
@@ -28,8 +28,7 @@ from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.runtime.core.memory_check import job_bytes
 from gfgen.session import admission as admission_module
 from gfgen.session.admission import Admission
-from gfgen.session.lora_memory import LoraMemory, LoraNeed
-from gfgen.session.loras import find_loras
+from gfgen.session.loras import LoraMemory, LoraNeed, find_loras
 
 LAYER = "blocks.0.attn1.to_q"
 GB = 10**9

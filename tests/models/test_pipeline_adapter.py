@@ -27,8 +27,8 @@ from gfgen.models.geometry.pipeline import TOKEN_SIDES, PipelineGeometry
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.models.parallel.plans import PLANS
 from gfgen.models.stepping import adapter as stepping_adapter
+from gfgen.models.stepping.check import moved
 from gfgen.models.stepping.program import NotSteppableError
-from gfgen.models.stepping.verify import moved
 from gfgen.runtime.core.admission import ResolvedModel, admit
 from gfgen.runtime.core.memory_check import job_bytes
 from gfgen.runtime.ipc.slab import SlabPlan

@@ -21,7 +21,7 @@ from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.model import shipped_geometry
 from gfgen.models.geometry.reuse import chosen_steps
 from gfgen.models.geometry.wan import WanGeometry
-from gfgen.models.stepping.verify import moved
+from gfgen.models.stepping.check import moved
 
 JOB = JobSpec(id="a", prompt="a red cat", width=64, height=64, frames=1, steps=12, seed=3, reuse=0.4)
 

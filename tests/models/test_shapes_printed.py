@@ -11,7 +11,7 @@ import torch
 from shapes_prompts import PRINTED, Frames
 
 from gfgen.models.families.registry import resolve_checkpoint
-from gfgen.models.fast.prompt_memory import remember_prompts
+from gfgen.models.fast.texts import keep_text_results
 from training.measures import judge, look
 from training.parts import load
 from training.prompts import SHAPE_WORDS
@@ -69,7 +69,7 @@ def test_documents_show_no_prompt_that_the_built_in_model_does_not_understand() 
 def drawn() -> dict[str, list[Frames]]:
     """What the model makes of each prompt."""
     parts = load(resolve_checkpoint("shapes"))
-    remember_prompts(parts.transformer)
+    keep_text_results(parts.transformer)
     found: dict[str, list[Frames]] = {}
     for frames in (1, FRAMES):
         asked = [

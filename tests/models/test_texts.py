@@ -27,8 +27,7 @@ from gfgen.models.fast.recording import Graphs
 from gfgen.models.fast.texts import common_length, padded_length, with_texts
 from gfgen.models.parallel import counted_attention
 from gfgen.models.parallel.counted_attention import counted_attention as attend
-from gfgen.models.parallel.parallel import parallel_from
-from gfgen.models.parallel.rehearsal import rehearsal
+from gfgen.models.parallel.parallel import parallel_from, rehearsal
 from gfgen.models.parallel.sequence_parallel import active, present_degrees
 
 torch.set_num_threads(1)
@@ -86,7 +85,7 @@ def test_on_a_cpu_texts_are_as_long_as_they_are(fused_qwen: Any) -> None:
 
 
 def test_one_text_without_padding_is_itself() -> None:
-    """What a transformer remembers of a prompt it remembers of this tensor (prompt_memory.py)."""
+    """What a transformer keeps for a prompt it keeps for this tensor."""
     inputs = qwen_inputs(5)
     text = inputs["encoder_hidden_states"]
     given = with_texts(inputs, [text])

@@ -10,7 +10,7 @@ from diffusers import UniPCMultistepScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gfgen.models.families.unipc import HostUniPC
+from gfgen.models.families.solver import HostUniPC
 
 torch.set_num_threads(1)
 

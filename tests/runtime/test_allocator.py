@@ -5,7 +5,7 @@ import sys
 
 FILL = """
 import ctypes, resource
-from gfgen.system.allocator import keep_freed_memory
+from gfgen.system.machine import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -26,7 +26,7 @@ print(faults())
 SCATTER = """
 import ctypes
 from pathlib import Path
-from gfgen.system.allocator import give_back_freed_memory, keep_freed_memory
+from gfgen.system.machine import give_back_freed_memory, keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.forward import SHAPES
 from benchmarks.measure_forward import ForwardShape
-from gfgen.gfc.arena import Arena, ArenaPlan
-from gfgen.gfc.cuda.device_arena import CONTROL_PLAN, arena_bytes
+from gfgen.gfc.arena import CONTROL_PLAN, Arena, ArenaPlan
+from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.gfc.cuda.device_group import bank_of, canonical
 from gfgen.gfc.descriptor import GROUP_KINDS
 from gfgen.gfc.reshard import shard_sizes

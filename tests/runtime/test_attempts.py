@@ -9,7 +9,7 @@ from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankTimes
 from gfgen.runtime.ipc.migration import Transfer
-from gfgen.runtime.processes.attempts import Attempts, Cause
+from gfgen.runtime.processes.recovery import Attempts, Cause
 
 
 def begun(*dispatches: tuple[int, tuple[int, ...], int | None]) -> Attempts:

@@ -7,7 +7,7 @@ import pytest
 from builders import STEP_S, make_job, simulate, simulated_control
 
 from gfgen.errors import InputError, InterruptedRunError, StalledError
-from gfgen.job.moments import closing_at
+from gfgen.job.shared import closing_at
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.events import ClosingTime, StopRequested
 

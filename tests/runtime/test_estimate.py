@@ -17,7 +17,7 @@ from gfgen.runtime.control import decider
 from gfgen.runtime.simulate import estimate, planner
 from gfgen.runtime.simulate.estimate import SeldomAsked, decides_first, everything_open
 from gfgen.runtime.simulate.simulation import simulate
-from gfgen.system.timelimit import DecisionTimeout, within
+from gfgen.system.signals import DecisionTimeout, within
 
 JOBS = [
     make_job(f"job-{n}", steps=3 + n % 5, arrival_s=7.0 * (n // 6), deadline_s=90.0 + 30 * (n % 7))
@@ -173,7 +173,7 @@ def test_what_returns_in_time_is_not_touched():
 
 
 def test_a_function_that_catches_the_first_interruption_is_interrupted_again(monkeypatch):
-    monkeypatch.setattr("gfgen.system.timelimit._AGAIN_S", 0.01)
+    monkeypatch.setattr("gfgen.system.signals._AGAIN_S", 0.01)
     caught = []
 
     def stubborn(_):

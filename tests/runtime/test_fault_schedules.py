@@ -28,9 +28,9 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, StopRequested, TaskFailed
 from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, FramesStored, TaskFault, TaskReport
-from gfgen.runtime.processes.attempts import Cause
 from gfgen.runtime.processes.child import Lost, Phase
 from gfgen.runtime.processes.job_memory import JobMemory
+from gfgen.runtime.processes.recovery import Cause
 from gfgen.runtime.processes.workers import ProcessBackend
 
 NUM_SCHEDULES = 100

@@ -57,11 +57,12 @@ def learned(folder):
     }
 
 
-def assert_as_good(first, second):
+def assert_as_good(first, second, *, least_s=OVERHEAD_S):
+    """Within 10%, or `least_s`."""
     both = first.keys() & second.keys()
     assert {stage for *_, stage, _ in both} >= {Stage.DENOISE, Stage.DECODE}
     off = {key: (first[key], second[key]) for key in both}
-    off = {key: (a, b) for key, (a, b) in off.items() if abs(a - b) > max(0.1 * b, OVERHEAD_S)}
+    off = {key: (a, b) for key, (a, b) in off.items() if abs(a - b) > max(0.1 * b, least_s)}
     assert not off
 
 
@@ -101,7 +102,8 @@ def test_a_first_run_predicts_as_well_as_a_second_one(tmp_path, seed):
 
 @pytest.mark.skipif(not RECORDED.is_dir(), reason="no runs were recorded")
 def test_a_first_run_on_gpus_predicted_as_well_as_the_second_one():
-    assert_as_good(learned(RECORDED / "first"), learned(RECORDED / "second"))
+    """Encodes, and decodes of small pictures, differ by some milliseconds between any two runs."""
+    assert_as_good(learned(RECORDED / "first"), learned(RECORDED / "second"), least_s=0.01)
 
 
 def test_an_event_that_is_marked_on_one_rank_is_a_first_use_and_counts_in_its_job():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.control.jobs import JobRecord
+from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.core import openjobs
 from gfgen.runtime.core.openjobs import MAX_ORDERS, OpenJobOrders, OpenJobs, is_unbegun, kind_of
 from gfgen.runtime.predict.cost import CostModel

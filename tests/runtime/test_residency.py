@@ -384,6 +384,15 @@ def test_jobs_with_a_deadline_or_a_raised_priority_get_it_after_ten_times_the_ch
     assert first.time_s == pytest.approx(10 * LOAD_S["qwen"], abs=20)
 
 
+def test_models_do_not_take_turns_for_a_deadline_that_comes_after_those_of_all_jobs_that_run():
+    jobs = [job_of("wan", f"first-{n}", steps=9, deadline_s=1e6) for n in range(4)]
+    later = job_of("qwen", "later", deadline_s=2e6)
+    control, recorder = controlled([*jobs, later], num_ranks=1, step_s=10.0)
+    control.run()
+    assert recorder.end_order[-1] == "later"
+    assert len([event for event in recorder.events if isinstance(event, ModelsChanged)]) == 1
+
+
 def test_a_job_without_a_deadline_gets_its_turn_among_those_with_one_that_never_end():
     others = [
         job_of(("wan", "qwen")[n % 2], f"job-{n}", arrival_s=10.0 * n, deadline_s=5000.0) for n in range(1500)

@@ -16,7 +16,7 @@ from gfgen.layout import Layout
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.ipc.messages import MemoryUse
-from gfgen.runtime.report.blocks import merged, task_blocks, tasks_of_jobs, write_blocks
+from gfgen.runtime.report.picture import merged, task_blocks, tasks_of_jobs, write_blocks
 from gfgen.runtime.report.timeline import read_timeline
 from gfgen.runtime.report.trace import FIRST_WRITER_TID, TraceWriter
 

@@ -19,8 +19,7 @@ from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import recording
 from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.recording import Graphs
-from gfgen.models.parallel.parallel import Parallel
-from gfgen.models.parallel.rehearsal import RehearsalGroup
+from gfgen.models.parallel.parallel import Parallel, RehearsalGroup
 from gfgen.runtime.ipc.messages import RunTask, WarmUp
 from gfgen.runtime.worker import forwards as worker_forwards
 from gfgen.runtime.worker.device import RankTask

@@ -28,7 +28,7 @@ from gfgen.graph import Stage, Task
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
-from gfgen.models.parallel import counted_attention, lanes
+from gfgen.models.parallel import counted_attention, parallel
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.core.events import FramesLost, ModelsChanged, RankLoaded, TaskDone, TaskFailed
@@ -297,7 +297,7 @@ def test_a_rank_leaves_a_task_when_nothing_of_it_is_under_way_on_any_stream(monk
     device._device = torch.device("cuda", 0)
     main, arrivals, departures = map(Stream, ("main", "arrivals", "departures"))
     device._streams = SimpleNamespace(main=main, arrivals=arrivals, departures=departures)
-    monkeypatch.setattr(lanes, "_exchange_stream", lambda device: Stream("lane"))
+    monkeypatch.setattr(parallel, "_exchange_stream", lambda device: Stream("lane"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     device.drain()
     assert sorted(waited) == ["arrivals", "lane", "main"]

@@ -49,8 +49,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, receiver: Receiver) -> Iter
         tmp_path_factory.mktemp("server"),
         body_bytes=2**21,
         streams=12,
-        header_s=1,
-        body_s=2,
         webhook_host=f"127.0.0.1:{receiver.port}",
         webhook_secret="whsec_" + 8 * "c2Vj",
     )

@@ -20,9 +20,8 @@ from starlette.responses import Response, StreamingResponse
 
 from gfgen.server.http import routes_server
 from gfgen.server.http.app import install_errors
-from gfgen.server.http.guard import COOKIE, RequestGuard
-from gfgen.server.http.keys import ApiKeys
-from gfgen.server.protocol import batch_schemas, schemas, server_schemas
+from gfgen.server.http.guard import COOKIE, ApiKeys, RequestGuard
+from gfgen.server.protocol import schemas, server_schemas
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.problems import ApiError
 
@@ -59,7 +58,7 @@ class FakeServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
         config = uvicorn.Config(
-            RequestGuard(self._app(), keys=self._keys, limits=ServerLimits(), is_loopback=True),
+            RequestGuard(self._app(), keys=self._keys, limits=ServerLimits()),
             log_level="error",
             timeout_graceful_shutdown=1,
         )
@@ -175,8 +174,8 @@ class FakeServer:
             lines = (await file.read()).decode().splitlines()
         if self.refusal is not None:
             raise self.refusal
-        counts = batch_schemas.RequestCounts(total=len(lines), completed=0, failed=0, cancelled=0)
-        answer = batch_schemas.Batch(
+        counts = server_schemas.RequestCounts(total=len(lines), completed=0, failed=0, cancelled=0)
+        answer = server_schemas.Batch(
             id="batch_1", status="in_progress", created_at=1, request_counts=counts, manifest_url=""
         )
         return Response(answer.model_dump_json(), media_type="application/json")

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from gfgen.server.jobs.files import Uploads
 from gfgen.server.jobs.job_requests import batch_lines
-from gfgen.server.jobs.uploads import Uploads
-from gfgen.server.protocol.batch_schemas import LineFailure
 from gfgen.server.protocol.problems import ApiError
-from gfgen.server.protocol.server_schemas import ServedModel
+from gfgen.server.protocol.server_schemas import LineFailure, ServedModel
 
 ENDPOINT = "/v1/images/generations"
 MODELS = [ServedModel(id="fake", created=0, kind="image", takes_image="no")]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gfgen.server.protocol import picture_schemas
-from gfgen.server.protocol.problems import ApiError, without_folders
-from gfgen.server.protocol.validation import checked
+from gfgen.server.protocol.problems import ApiError, checked, without_folders
 
 
 def test_a_wrong_size_of_a_picture_is_told_once():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import json
 import os
@@ -16,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import uvicorn
 from builders import make_job, simulated_control
 from test_store import accepted
 
@@ -24,20 +22,20 @@ from gfgen.errors import OutputError, Problem
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server.bridge import supervisor
-from gfgen.server.http import connections
+from gfgen.server.http import front
+from gfgen.server.http.routes_batches import NO_DETAILS, manifest
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import follower
 from gfgen.server.jobs.folder import JobFolder
 from gfgen.server.jobs.follower import RunFollower
 from gfgen.server.jobs.job_requests import RequestedJob
-from gfgen.server.jobs.manifests import NO_DETAILS, manifest
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.link import FrontSettings, OpenJobIds, OutcomesStored, RunInfo, pack
 from gfgen.server.protocol.problems import ApiError
-from gfgen.system import descriptors
+from gfgen.system import machine
 
 SERVING = RunInfo(lambda specs: ([], []), lambda specs: ([], []), (), "cpu", 2, "srtf", 100.0)
 
@@ -54,84 +52,12 @@ def test_a_front_that_cannot_follow_the_run_says_why_in_one_line_and_ends_at_onc
                 stderr=subprocess.PIPE,
                 text=True,
             )
-        settings = FrontSettings(tmp_path, api_key=None, is_loopback=True, limits=ServerLimits(), version="1")
+        settings = FrontSettings(tmp_path, api_key=None, limits=ServerLimits(), version="1")
         ours.sendall(pack(settings) + pack(5))
         _, told = front.communicate(timeout=60)
     assert front.returncode == 1
     (line,) = told.splitlines()
     assert line.endswith("the HTTP process failed: TypeError: 'int' object is not iterable")
-
-
-def test_connections_that_are_too_many_are_told_so_and_far_too_many_are_closed_as_they_come(monkeypatch):
-    """So no descriptor is missing when one is to be accepted."""
-    monkeypatch.setattr(connections, "ANSWERED_BEYOND", 2)
-
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body"})
-
-    async def answers():
-        loop = asyncio.get_running_loop()
-        made = connections.connection_class(ServerLimits(connections=2))
-        config = uvicorn.Config(app, http=made, limit_concurrency=2, log_config=None, access_log=False)
-        state = uvicorn.server.ServerState()
-        server = await loop.create_server(
-            lambda: made(config=config, server_state=state, app_state={}), "127.0.0.1", 0
-        )
-        told = []
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
-            for reader, writer in reversed(ends):
-                line = b""
-                with contextlib.suppress(ConnectionError):
-                    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-                    line = await reader.readline()
-                told.append(line[9:12])
-                writer.close()
-        return told
-
-    assert asyncio.run(answers()) == [b"", b"", b"503", b"503", b"503", b"204"]
-
-
-def test_connections_of_one_address_are_limited_and_busy_ones_stay():
-    has_request = asyncio.Event()
-
-    async def app(scope, receive, send):
-        has_request.set()
-        await receive()  # the body
-        await receive()  # that the client has left
-        has_request.clear()
-
-    async def opened(port, content=b""):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(content)
-        await asyncio.sleep(0)
-        return reader, writer
-
-    async def all_of_it():
-        made = connections.connection_class(ServerLimits(connections_per_address=3))
-        config = uvicorn.Config(app, http=made, log_config=None, access_log=False)
-        state = uvicorn.server.ServerState()
-        server = await asyncio.get_running_loop().create_server(
-            lambda: made(config=config, server_state=state, app_state={}), "127.0.0.1", 0
-        )
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            busy = await opened(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await has_request.wait()
-            idle = [await opened(port) for _ in range(30)]
-            for reader, _ in idle[2:]:
-                with contextlib.suppress(ConnectionError):
-                    assert await asyncio.wait_for(reader.read(), 10) == b""
-            assert len(state.connections) <= 3
-            assert has_request.is_set()
-            for _, writer in (busy, *idle):
-                writer.close()
-            while state.connections:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(all_of_it())
 
 
 @pytest.mark.parametrize(("hard", "expected"), [(1024, 824), (10**6, 2048), (-1, 2048), (100, 1)])
@@ -143,8 +69,8 @@ def test_there_are_no_more_connections_than_descriptors(monkeypatch, hard, expec
         getrlimit=lambda what: (64, hard),
         setrlimit=lambda what, pair: limits.append((what, pair)),
     )
-    monkeypatch.setattr(descriptors, "resource", fake)
-    assert connections.within_descriptors(ServerLimits()).connections == expected
+    monkeypatch.setattr(machine, "resource", fake)
+    assert front.within_descriptors(ServerLimits()).connections == expected
     assert limits == [(7, (hard, hard))]
 
 
@@ -347,7 +273,7 @@ def test_a_front_that_cannot_be_started_counts_as_one_that_dies(monkeypatch, tmp
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", none_left)
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 2)
-    settings = FrontSettings(tmp_path, api_key=None, is_loopback=True, limits=ServerLimits(), version="1")
+    settings = FrontSettings(tmp_path, api_key=None, limits=ServerLimits(), version="1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         supervisor.Supervisor(listener, settings, bridge)._run()
     (failure,) = failures
@@ -360,7 +286,7 @@ def test_a_front_that_still_imports_when_the_run_ends_is_not_waited_for(monkeypa
     (tmp_path / "uvicorn.py").write_text("print('it imports', flush=True)\nwhile True: pass")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     reader, writer = os.pipe()
-    settings = FrontSettings(tmp_path, api_key=None, is_loopback=True, limits=ServerLimits(), version="1")
+    settings = FrontSettings(tmp_path, api_key=None, limits=ServerLimits(), version="1")
     bridge = SimpleNamespace(joined=lambda _: None, left=lambda _: None)
     own = supervisor.Supervisor(socket.create_server(("127.0.0.1", 0)), settings, bridge)
     start = supervisor.subprocess.Popen

@@ -12,8 +12,8 @@ import pytest
 from serving import fake_server
 
 from gfgen.errors import InputError
-from gfgen.server.http.keys import Access, ApiKeys
-from gfgen.server.protocol.keys import read_keys
+from gfgen.server.http.guard import Access, ApiKeys
+from gfgen.server.protocol.limits import read_keys
 
 KEY = "a key of 20 letters."
 SLOW = {"prompt": "slowly", "flow_shift": 0.05, "num_inference_steps": 1000}

@@ -24,9 +24,8 @@ from gfgen.models.families.adapter import SAMPLE, Fields
 from gfgen.models.loading.colour_fit import fit_colours, random_pictures
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker.jobs import publish
-from gfgen.server.http.picture_stream import Streamed, picture_events
-from gfgen.server.jobs.latents import LatentColours, latent_picture
-from gfgen.server.jobs.previews import Previews
+from gfgen.server.http.routes_images import Streamed, picture_events
+from gfgen.server.jobs.previews import LatentColours, Previews, latent_picture
 from gfgen.server.jobs.served_job import Notifier
 from gfgen.server.protocol import picture_schemas
 
@@ -167,7 +166,7 @@ def streamed(partial_images: int) -> Streamed:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr("gfgen.server.http.picture_stream.WAIT_S", 0.0)
+    monkeypatch.setattr("gfgen.server.http.routes_images.WAIT_S", 0.0)
 
 
 def test_a_stream_has_previews_at_equal_distances_and_ends_with_the_error():

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import socket
 import threading
 import time
-
-import pytest
 
 SLOW = {"flow_shift": 0.03, "num_inference_steps": 1000}
 
@@ -183,28 +180,3 @@ def test_streams_are_bounded_and_given_back(server):
     while num_streams(server):
         assert time.monotonic() < deadline_s, "streams of clients that have gone are still counted"
         time.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [b"", b"GET /health HT", b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000],
-    ids=["nothing", "half a line", "endless headers"],
-)
-def test_a_client_that_does_not_finish_its_headers_is_dropped(server, sent):
-    end = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-    end.sendall(sent)
-    with contextlib.suppress(ConnectionResetError):
-        assert end.recv(4096) == b""
-    end.close()
-
-
-def test_a_client_that_does_not_finish_its_body_is_told(server):
-    head = b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as end:
-        end.sendall(head + b"Content-Length: 100\r\n\r\n{")
-        answer = b""
-        while b"too_slow" not in answer:
-            piece = end.recv(65536)
-            assert piece, answer
-            answer += piece
-    assert answer.startswith(b"HTTP/1.1 408")

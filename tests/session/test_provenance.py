@@ -11,8 +11,7 @@ from gfgen.cli.shown.prediction import known_here
 from gfgen.errors import InputError
 from gfgen.models.geometry.weight_files import weights_id
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
-from gfgen.session.provenance import differences, made_with
-from gfgen.session.ranks import AskedRanks, Ranks
+from gfgen.session.ranks import AskedRanks, Ranks, differences, made_with
 
 
 def checkpoint(folder: Path, content: bytes) -> Path:

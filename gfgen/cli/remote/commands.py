@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import select
 import shutil
 import sys
+import termios
 import time
+import tty
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 
 from gfgen.cli.options import JobOptions, Named, configure_log, job_options
-from gfgen.cli.remote.target import find_target, live_folders
-from gfgen.cli.remote.top import MAX_COLUMNS, watch
+from gfgen.cli.remote.status import RunStatus, Target
+from gfgen.cli.shown.board import has_cursor, printable
+from gfgen.errors import GfgenError, InputError
+from gfgen.runtime.files.live import read_live
+from gfgen.runtime.files.lock import holder_of
 from gfgen.system.wording import counted, first_of
+
+RUNS = Path("outputs")
+"""Where runs write by default, from the current folder."""
+_ADDRESS = re.compile(r"[A-Za-z0-9.\-]+:[0-9]{1,5}")
 
 MAX_STATUS_ROWS = 40
 
@@ -45,14 +60,14 @@ def status(*, target: str | None, api_key: str | None, as_json: bool) -> int:
     configure_log("warning")
     folders = live_folders() if target is None else ()
     named = [find_target(str(folder), key=api_key) for folder in folders]
-    found = [each.standing() for each in named or [find_target(target, key=api_key)]]
+    found = [each.status() for each in named or [find_target(target, key=api_key)]]
     if as_json:
-        documents = [standing.as_json() for standing in found]
+        documents = [status.as_json() for status in found]
         _print_json(documents[0] if len(documents) == 1 else documents)
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else MAX_COLUMNS
-    for number, standing in enumerate(found):
-        lines = standing.lines(now=time.time(), columns=columns, rows=MAX_STATUS_ROWS)
+    for number, status in enumerate(found):
+        lines = status.lines(now=time.time(), columns=columns, rows=MAX_STATUS_ROWS)
         click.echo("\n".join([""] * bool(number) + lines))
     return 0
 
@@ -122,3 +137,128 @@ def submit(*, jobs: JobOptions, target: str | None, api_key: str | None, as_json
 
 def _print_json(document: Any) -> None:
     click.echo(json.dumps(document, indent=1))
+
+
+REDRAW_S = 0.5
+MAX_COLUMNS = 1_000
+"""Of a line that no terminal shows."""
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+def watch(target: Target, *, as_json: bool) -> None:
+    """Show the target until q, Ctrl-C, or without a terminal once.
+
+    As JSON, a line for each change until the run ends.
+    """
+    status = target.status()
+    if as_json:
+        with contextlib.suppress(KeyboardInterrupt):
+            _print_changes(target, status)
+    elif not (has_cursor(sys.stdout) and sys.stdin.isatty()):
+        click.echo("\n".join(status.lines(now=time.time(), columns=MAX_COLUMNS)))
+    else:
+        _show(target, status)
+
+
+def _print_changes(target: Target, status: RunStatus) -> None:
+    before = None
+    while True:
+        document = replace(status, written_at=None).as_json()
+        if document != before:
+            click.echo(json.dumps(status.as_json()))
+        if not status.is_live:
+            return
+        before = document
+        time.sleep(REDRAW_S)
+        status = target.status()
+
+
+def _show(target: Target, status: RunStatus) -> None:
+    problem = ""
+    with _screen():
+        while True:
+            _draw(status, problem)
+            if _is_quit():
+                break
+            try:
+                status, problem = target.status(), ""
+            except GfgenError as error:  # a server that starts again is shown again
+                problem = str(error).splitlines()[0]
+    click.echo("\n".join(status.lines(now=time.time())[:2]))
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[None]:
+    """Another screen without a cursor, and keys without Enter."""
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        sys.stdout.write(_ENTER)
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.stdout.write(_LEAVE)
+        sys.stdout.flush()
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _draw(status: RunStatus, problem: str) -> None:
+    columns, rows = shutil.get_terminal_size()
+    lines = status.lines(now=time.time(), columns=columns, rows=max(3, rows - 1))
+    foot = problem or "q ends this view; the run goes on"
+    lines = [*lines[: rows - 1], *[""] * (rows - 1 - len(lines)), foot[: columns - 1]]
+    text = f"{_CLEAR_LINE}\n".join(printable(line, sys.stdout) for line in lines)
+    sys.stdout.write(f"{_HOME}{text}{_CLEAR_LINE}{_CLEAR_BELOW}")
+    sys.stdout.flush()
+
+
+def _is_quit() -> bool:
+    """Wait for the next redraw; whether q came meanwhile, or the terminal has gone."""
+    end_s = time.monotonic() + REDRAW_S
+    while (left_s := end_s - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left_s)[0]:
+            key = sys.stdin.read(1)
+            if key in ("q", "Q", ""):
+                return True
+    return False
+
+
+def find_target(text: str | None, *, key: str | None) -> Target:
+    """The named run or server; without a name the only one that lives below ./outputs.
+
+    Raises: InputError if there is none.
+    """
+    if text is not None:
+        return _named(text, key)
+    found = live_folders()
+    if len(found) != 1:
+        several = f"several run: {', '.join(map(str, found))}" if found else "nothing runs below ./outputs"
+        raise InputError(f"{several}; name a folder or a URL, such as outputs/night or http://localhost:3000")
+    return _named(str(found[0]), key)
+
+
+def live_folders() -> Sequence[Path]:
+    folders = sorted(RUNS.iterdir()) if RUNS.is_dir() else []
+    return [folder for folder in folders if folder.is_dir() and holder_of(folder) is not None]
+
+
+def _named(text: str, key: str | None) -> Target:
+    from gfgen.cli.remote.folder import RunFolder
+    from gfgen.cli.remote.server import Server
+
+    path = Path(text)
+    if "://" in text or (_ADDRESS.fullmatch(text) and not path.exists()):
+        return Server(text if "://" in text else f"http://{text}", key=key)
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "there is no such folder"
+        raise InputError(f"{text}: {what}; name a run's output folder, a watched folder or a server's URL")
+    record = read_live(path) or {}
+    if isinstance(url := record.get("url"), str):
+        if holder_of(path) is None:
+            raise InputError(f"{path}: the server of this folder does not run; start 'gfgen serve -o {path}'")
+        return Server(url, key=key)
+    if isinstance(output := record.get("output"), str):
+        return RunFolder(Path(output), name=text)
+    return RunFolder(path, name=text)

@@ -14,16 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gfgen.cli.remote.standing import Standing
-from gfgen.cli.remote.target import Cancelled, Submitted
+from gfgen.cli.remote.status import Cancelled, RunStatus, Submitted
 from gfgen.errors import InputError, JobFileError, RunError
-from gfgen.job.reader import ParsedJobs, to_mapping
-from gfgen.job.source import JobSource
-from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S, WATCHED_NAME
+from gfgen.job.reader import JobSource, ParsedJobs, to_mapping
+from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.live import read_live, send_request
 from gfgen.runtime.files.lock import Holder, holder_of
-from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, read_manifest
+from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, WATCHED_NAME, read_manifest
 from gfgen.system.wording import counted
 
 ANSWER_S = 10.0
@@ -37,33 +35,33 @@ class RunFolder:
     def __init__(self, folder: Path, *, name: str) -> None:
         self._folder, self._name = folder, name
 
-    def standing(self) -> Standing:
+    def status(self) -> RunStatus:
         holder, record = holder_of(self._folder), read_live(self._folder)
         if holder is None:
             return self._past(record)
         if record is None or not _is_of(record, holder):
-            return Standing(target=self._name, kind="run", state="loading", pid=holder.pid)
+            return RunStatus(target=self._name, kind="run", state="loading", pid=holder.pid)
         deciding = record["deciding"]
         policy = record["policy"] if deciding == record["policy"] else f"{record['policy']} ({deciding})"
-        return Standing(
+        return RunStatus(
             target=self._name,
             kind="run",
             policy=policy,
             **{name: record[name] for name in _KEPT},
         )
 
-    def _past(self, record: Mapping[str, Any] | None) -> Standing:
+    def _past(self, record: Mapping[str, Any] | None) -> RunStatus:
         lines = read_manifest(self._folder / MANIFEST_NAME).values()
         counts = Counter(str(line.get("status")) for line in lines if not line.get(SIMULATED))
         if record is None and not counts:
             if (self._folder / JOURNAL_NAME).exists():
-                return Standing(target=self._name, kind="run", state="ended", counts={"jobs": 0})
+                return RunStatus(target=self._name, kind="run", state="ended", counts={"jobs": 0})
             raise InputError(f"{self._name}: gfgen never ran there; name the output folder of a run")
         record = record or {"state": "ended"}
         state = record["state"] if record["state"] in ("ended", "stopped") else "killed"
         left = sum(record.get("counts", {}).get(name, 0) for name in ("running", "waiting"))
         known = {name: counts[name] for name in ("done", "failed", "cancelled")}
-        return Standing(
+        return RunStatus(
             target=self._name,
             kind="run",
             state=state,

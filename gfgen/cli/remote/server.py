@@ -15,12 +15,10 @@ from urllib.parse import urlencode, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from gfgen.cli.remote.folder import selected_jobs
-from gfgen.cli.remote.standing import Standing
-from gfgen.cli.remote.target import Cancelled, Submitted
+from gfgen.cli.remote.status import Cancelled, RunStatus, Submitted
 from gfgen.errors import GfgenError, InputError, RunError
 from gfgen.job.images import is_video
-from gfgen.job.reader import to_mapping
-from gfgen.job.source import JobSource
+from gfgen.job.reader import JobSource, to_mapping
 from gfgen.job.spec import JobSpec, default_seed
 from gfgen.system.wording import counted
 
@@ -49,7 +47,7 @@ class Server:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._opener = build_opener(_NoRedirects())
 
-    def standing(self) -> Standing:
+    def status(self) -> RunStatus:
         state = self._call("GET", "/v1/state")
         if state.get("object") != "state":
             raise self._is_no_server()
@@ -61,7 +59,7 @@ class Server:
         ends = [row["ends_at"] for row in rows if row["ends_at"] is not None]
         policy = state["policy"]
         name = policy["policy"]
-        return Standing(
+        return RunStatus(
             target=self._url,
             kind="server",
             state=state["status"],

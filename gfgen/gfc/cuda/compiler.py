@@ -6,6 +6,7 @@ Compiling needs no toolkit, no torch and no GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -16,7 +17,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
 from gfgen.errors import RunError
-from gfgen.system.machine import cache_dir, prepared_dir
+from gfgen.system.machine import cache_dir, prepared_dirs
 from gfgen.system.sharing import locked
 
 KERNELS = "cuda/kernels.cu"
@@ -70,14 +71,10 @@ def _file_name(library: ctypes.CDLL, name: str, sources: Path, architecture: str
 
 def _read(file_name: str) -> bytes | None:
     """Machine code on disk; None for what a full disk or a crash left of it."""
-    prepared = prepared_dir()
-    for folder in (kernels_dir(), *([] if prepared is None else [prepared / "kernels"])):
-        try:
-            content = (folder / file_name).read_bytes()
-        except OSError:
-            continue
-        if content:
-            return content
+    for folder in (kernels_dir(), *(each / "kernels" for each in prepared_dirs())):
+        with contextlib.suppress(OSError):
+            if content := (folder / file_name).read_bytes():
+                return content
     return None
 
 

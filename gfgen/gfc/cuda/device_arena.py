@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gfgen.gfc.arena import Arena, ArenaPlan
+from gfgen.gfc.arena import CONTROL_PLAN, Arena, ArenaPlan
 from gfgen.gfc.cuda.driver import Driver, driver
 from gfgen.gfc.cuda.structs import FLAGGED_BYTES, NUM_BANKS
 from gfgen.gfc.native import MAX_RANKS
 
 MIB = 1 << 20
-CONTROL_PLAN = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
-"""Sizes of the CPU arena that serves as a rank's page in host memory; see `arena.create_arena`."""
 
 # csrc/gfc/cpu_memory.h, struct ArenaHeader.
 ABORTED_THROUGH_OFFSET, FAILURE_OFFSET, HEADER_BYTES = 128, 384, 4096

@@ -22,8 +22,7 @@ from gfgen.gfc import native
 from gfgen.gfc.cuda.device_arena import ControlPage, DeviceArena
 from gfgen.gfc.cuda.device_group import CudaGroup, DispatchState, GroupSlot
 from gfgen.gfc.cuda.driver import driver
-from gfgen.gfc.cuda.kernels import Kernels
-from gfgen.gfc.cuda.launch import Launch
+from gfgen.gfc.cuda.kernels import Kernels, Launch
 from gfgen.gfc.cuda.selector import load_selector
 from gfgen.gfc.cuda.structs import AWAIT, COPY, FLAGGED_BYTES, NUM_BANKS, PUBLISH, Chunk, Context, Edges
 from gfgen.gfc.descriptor import Descriptor
@@ -42,7 +41,7 @@ class CudaEndpoint:
     """One rank's collectives and transfers on one device.
 
     own: the rank's arena. peer_fds: the other ranks' arenas, by rank; may be closed afterwards.
-    control_fd: the rank's page in host memory (`device_arena.CONTROL_PLAN`). Tasks run on torch's current
+    control_fd: the rank's page in host memory (`arena.CONTROL_PLAN`). Tasks run on torch's current
     stream: always the same one, or one that events order after all earlier exchanges and before all later
     ones. One thread launches groups and arrivals, another may send. Any thread may call `restart_edges` and
     `abort_through`.

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from copy import copy
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch import Tensor
 from gfgen.errors import LayoutError
 from gfgen.gfc import native
 from gfgen.gfc.arena import ArenaPlan
-from gfgen.gfc.cuda.launch import PAIR, Launch
+from gfgen.gfc.cuda.kernels import PAIR, Launch
 from gfgen.gfc.cuda.moves import TensorMove, move_of, offsets_of
 from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, KernelChoice
 from gfgen.gfc.cuda.structs import MAX_MOVES, NUM_BANKS, Exchange, Move
@@ -34,9 +34,6 @@ from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_sl
 from gfgen.gfc.group import Exchanges
 from gfgen.gfc.reshard import Resharding
 from gfgen.layout import shard_bounds
-
-if TYPE_CHECKING:
-    from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 
 _THREADS = 512
 _NOWHERE = 16
@@ -89,7 +86,10 @@ class Prepared(NamedTuple):
 
 
 class CudaGroup(Exchanges):
-    """The ranks of a dispatch, or a subgroup of them, as one rank sees it."""
+    """The ranks of a dispatch, or a subgroup of them, as one rank sees it.
+
+    endpoint: a `CudaEndpoint`, which makes its groups (device_endpoint.py).
+    """
 
     __slots__ = (
         "_endpoint",
@@ -104,7 +104,7 @@ class CudaGroup(Exchanges):
     )
 
     def __init__(
-        self, endpoint: CudaEndpoint, descriptor: Descriptor, run: DispatchState, *, kind: GroupKind = "whole"
+        self, endpoint: Any, descriptor: Descriptor, run: DispatchState, *, kind: GroupKind = "whole"
     ) -> None:
         layout = descriptor.layout
         key = (layout.degrees, kind, layout.slot_of(endpoint.rank))

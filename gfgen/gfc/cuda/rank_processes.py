@@ -103,7 +103,7 @@ class CudaRanks:
         return [results[rank] for rank in ranks]
 
     def abort(self, rank: int, dispatch: int) -> None:
-        from gfgen.gfc.cuda.device_arena import CONTROL_PLAN
+        from gfgen.gfc.arena import CONTROL_PLAN
 
         page = Arena(self.control_fds[rank], CONTROL_PLAN, rank=rank, incarnation=self.incarnations[rank])
         page.abort_through(dispatch)
@@ -144,7 +144,7 @@ class CudaRanks:
             os.close(fd)
 
     def _start(self, rank: int) -> None:
-        from gfgen.gfc.cuda.device_arena import CONTROL_PLAN
+        from gfgen.gfc.arena import CONTROL_PLAN
 
         ours, theirs = _SPAWN.Pipe()
         device = rank % self.num_devices

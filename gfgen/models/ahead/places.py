@@ -9,7 +9,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from gfgen.system.machine import cache_dir, prepared_dir
+from gfgen.system.machine import cache_dir
 
 STORE, LOOKUP = (f"gfgen.models.ahead.store:{name}" for name in ("Store", "Lookup"))
 
@@ -43,12 +43,6 @@ def pin_compilers() -> None:
     for name, value in values.items():
         if value is not None:
             os.environ.setdefault(name, str(value))
-
-
-def prepared_triton() -> Path | None:
-    """The part of `prepared_dir` that is Triton's."""
-    folder = prepared_dir()
-    return None if folder is None else folder / "triton"
 
 
 def _ptxas() -> Path | None:

@@ -11,8 +11,9 @@ import logging
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from gfgen.models.ahead.listing import Call
@@ -23,35 +24,17 @@ from gfgen.system.wording import counted
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
-"""361 kernels and the exchanges take about two minutes of one core."""
-MAX_WARNINGS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """Kernels that were there, were compiled, and are missing."""
-
-    present: int = 0
-    compiled: int = 0
-    missing: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.present + self.compiled + self.missing
+"""The whole list takes about two minutes of one core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    kinds: Mapping[str, Count] = field(default_factory=dict)
-    problems: Sequence[str] = ()
-    duration_s: float = 0.0
+    counts: Counter[tuple[str, str]]
+    """By kind, and present, compiled or missing."""
+    duration_s: float
 
-    @property
-    def all(self) -> Count:
-        counts = self.kinds.values()
-        return Count(
-            *(sum(getattr(each, name) for each in counts) for name in ("present", "compiled", "missing"))
-        )
+    def number(self, outcome: str) -> int:
+        return sum(number for (_, each), number in self.counts.items() if each == outcome)
 
 
 class Compiling:
@@ -75,33 +58,22 @@ class Compiling:
                 stderr=subprocess.DEVNULL,
             )
 
-    @property
-    def is_done(self) -> bool:
-        return self._process.poll() is not None
-
     def wait(self) -> Report:
         """What was compiled, as soon as it is; the log says so."""
+        found = []
         try:
             self._process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._result.seek(0)
-        try:
+            self._result.seek(0)
             found = json.load(self._result)
-            kinds = {kind: Count(*counts) for kind, counts in found["kinds"].items()}
-            report = Report(kinds, found["problems"], time.monotonic() - self._began_s)
-        except ValueError:
-            report = Report(problems=[f"the process that compiles ended with {self._process.returncode}"])
-        if report.all.compiled:
-            logger.info(
-                "compiled %s in %.1f s; %d were there",
-                counted(report.all.compiled, "kernel"),
-                report.duration_s,
-                report.all.present,
-            )
-        for problem in report.problems[:MAX_WARNINGS]:
-            logger.warning("not compiled ahead: %s", problem)
+        except (subprocess.TimeoutExpired, ValueError):
+            logger.warning("kernels were not compiled ahead: the process ended, or took %g s", TIMEOUT_S)
+        report = Report(
+            Counter((kind, outcome) for kind, outcome, _ in found), time.monotonic() - self._began_s
+        )
+        if number := report.number("compiled"):
+            logger.info("compiled %s in %.1f s", counted(number, "kernel"), report.duration_s)
+        for reason in {reason: None for *_, reason in found if reason}:
+            logger.warning("not compiled ahead: %s", reason)
         return report
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from gfgen.models.ahead.places import prepared_triton
+from gfgen.system.machine import prepared_dirs
 from gfgen.system.sharing import locked
 
 WAIT_S = 30.0
@@ -31,8 +31,7 @@ class Store(FileCacheManager):
 
     @property
     def _folders(self):
-        prepared = prepared_triton()
-        return [Path(self.cache_dir), *([] if prepared is None else [prepared / self.key])]
+        return [Path(self.cache_dir), *(each / "triton" / self.key for each in prepared_dirs())]
 
     def get_group(self, filename):
         """The kernel's files by name. None if they are to be made, by this process until `put_group`."""

@@ -2,7 +2,7 @@
 
 An adapter holds the components of one checkpoint (text encoder, transformer, VAE, scheduler config), loaded
 once and shared by all jobs. Its executors are functions of artifacts, so a job's tasks may run in different
-processes. Between calls an adapter keeps nothing of a job except caches (prompt_memory.py).
+processes. Between calls an adapter keeps nothing of a job except caches (fast/texts.py).
 """
 
 from __future__ import annotations

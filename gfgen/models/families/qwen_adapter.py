@@ -32,8 +32,7 @@ from gfgen.models.fast import causal_vae, stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.kernels import NOTHING_IN_FP8, InFp8
-from gfgen.models.fast.prompt_memory import NUM_TEXTS
-from gfgen.models.fast.texts import forward_inputs, text_shape, with_texts
+from gfgen.models.fast.texts import NUM_TEXTS, forward_inputs, text_shape, with_texts
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry.rules import known

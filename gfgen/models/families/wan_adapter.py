@@ -31,9 +31,8 @@ from gfgen.models.fast import causal_vae, stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.kernels import NOTHING_IN_FP8, InFp8
-from gfgen.models.fast.prompt_memory import NUM_TEXTS, forget_prompts, remember_prompts
 from gfgen.models.fast.rows import padded_to
-from gfgen.models.fast.texts import with_texts
+from gfgen.models.fast.texts import NUM_TEXTS, forget_text_results, keep_text_results, with_texts
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.rules import known
 from gfgen.models.geometry.wan import TEXT_TOKENS
@@ -65,7 +64,7 @@ class WanAdapter(BatchAdapter):
         self._experts = (text_pipeline.transformer, text_pipeline.transformer_2)
         self._dtype: torch.dtype = text_pipeline.transformer.dtype
         self._forward: Evaluator = evaluate
-        self.loras = MergedLoras(text_pipeline, changed=forget_prompts)
+        self.loras = MergedLoras(text_pipeline, changed=forget_text_results)
         self._text_encoder = text_encoder_on(self.device, text_pipeline.text_encoder)
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
@@ -254,7 +253,7 @@ def load_wan(
             on = torch.device(device) if in_fp8.layers else None
             fuse(transformer, fp8_on=on, attends_in_fp8=in_fp8.attention)
         elif device == "cpu":
-            remember_prompts(transformer)
+            keep_text_results(transformer)
         if in_fp8.layers and hasattr(transformer, "_hf_hook"):
             transformer.to("cpu")  # where --offload keeps it until it is used
     shared_decode.install(loaded.vae)

@@ -34,8 +34,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from gfgen.models.fast.linears import LinearGelu, joined, quantise, takes_fp8
-from gfgen.models.fast.modulation import fuse_modulation
+from gfgen.models.fast.linears import LinearGelu, fuse_modulation, joined, quantise, takes_fp8
 from gfgen.models.fast.rows import Fp8Rows, RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
 from gfgen.models.parallel.fp8_attention import E4M3, VALUE_SCALE, from_fp8
 from gfgen.models.parallel.plans import TEXT

@@ -39,7 +39,7 @@ from gfgen.errors import in_one_line
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.kernels import present_choice
-from gfgen.models.fast.modulation import Modulation
+from gfgen.models.fast.linears import Modulation
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.plans import TEXT
 from gfgen.models.parallel.sequence_parallel import Sharing, active, present_sharing

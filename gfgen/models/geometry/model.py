@@ -5,7 +5,6 @@ Each family has its own file (wan.py, qwen.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -15,8 +14,6 @@ from gfgen.graph import Stage, Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.checkpoint import Checkpoint, read_checkpoint
 from gfgen.models.geometry.pipeline import pipeline_geometry
-from gfgen.models.geometry.qwen import qwen_geometry
-from gfgen.models.geometry.wan import wan_geometry
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 """Config files of the models with a short name, in diffusers format, without weights."""
@@ -81,11 +78,7 @@ class Geometry(Protocol):
         ...
 
 
-BUILDERS: dict[str, Callable[..., Geometry]] = {
-    "WanPipeline": wan_geometry,
-    "WanImageToVideoPipeline": wan_geometry,
-    "QwenImagePipeline": qwen_geometry,
-}
+_FAMILIES = {"WanPipeline": "wan", "WanImageToVideoPipeline": "wan", "QwenImagePipeline": "qwen"}
 """Families with an adapter of their own; all other classes run by `pipeline_geometry`."""
 
 
@@ -132,7 +125,16 @@ def weightless_geometry(checkpoint: Path) -> Geometry:
 def _build(files: Checkpoint, *, trusts_code: bool) -> Geometry:
     code = files.own_code
     if not code:
-        return BUILDERS.get(files.pipeline_class, pipeline_geometry)(files)
+        match _FAMILIES.get(files.pipeline_class):
+            case "wan":
+                from gfgen.models.geometry.wan import wan_geometry
+
+                return wan_geometry(files)
+            case "qwen":
+                from gfgen.models.geometry.qwen import qwen_geometry
+
+                return qwen_geometry(files)
+        return pipeline_geometry(files)
     if not trusts_code:
         shown = ", ".join(f"{name} ({own.source.relative_to(files.path)})" for name, own in code.items())
         raise ModelError(

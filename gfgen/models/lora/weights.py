@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfgen.models.fast.linears import Fp8Linear
-from gfgen.models.fast.modulation import Int8Layers, Modulation, in_int8
+from gfgen.models.fast.linears import Fp8Linear, Int8Layers, Modulation, in_int8
 from gfgen.models.fast.rows import to_fp8
 
 _PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "to_kv": ("to_k", "to_v")}

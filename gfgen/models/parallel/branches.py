@@ -26,9 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from gfgen.errors import ModelError
 from gfgen.gfc.group import Collectives
 from gfgen.layout import shard_bounds
-from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.parallel import Parallel, rehearsal
 from gfgen.models.parallel.plans import Plan, own_plan
-from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.models.parallel.sequence_parallel import active
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 It serves exchanges whose results do not fit in a bank of the arena, and shapes for which overlap is faster.
 
 Two banks are enough for any number of chunks: every exchange here returns fresh memory, which its kernel
-fills from the arena before it ends, and a rank's exchanges never overlap each other (lanes.py). In the
+fills from the arena before it ends, and a rank's exchanges never overlap each other (parallel.py). In the
 arena, chunk i would be overwritten while it is in use: a peer may push chunk i + 2 into the same bank as
 soon as this rank has begun to push chunk i + 1.
 
@@ -24,8 +24,7 @@ from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
 from gfgen.models.parallel.fp8_attention import like_query
-from gfgen.models.parallel.lanes import Lane, Mark
-from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.parallel import Lane, Mark, Parallel
 from gfgen.models.parallel.ring_attention import Arriving, ring_attention, start_ring
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]

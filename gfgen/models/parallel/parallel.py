@@ -1,4 +1,4 @@
-"""The ranks that share one denoising step, as an adapter sees them.
+"""The ranks that share one denoising step, as an adapter sees them; and lanes for their exchanges.
 
 The worker makes a `Parallel` from the dispatch's group. It is all that adapters and hooks know of layouts,
 processes and arenas.
@@ -6,8 +6,16 @@ processes and arenas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gfgen.gfc.group import Collectives
 
 if TYPE_CHECKING:
     from gfgen.gfc.group import Collectives, LayoutGroup
@@ -45,3 +53,119 @@ def parallel_from(group: LayoutGroup, *, num_chunks: int | None = None) -> Paral
         ring=group.subgroup("ring"),
         num_chunks=num_chunks,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RehearsalGroup:
+    """A group as one rank sees it whose other ranks take no part; see `group.Collectives`.
+
+    What a shared forward needs before it runs without delay (kernels compiled and loaded) depends on shapes
+    alone. So a rank can prepare without the others: exchanges return zeros in the shapes that the others
+    would have sent. The results are meaningless.
+
+    Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this rank, D
+    head dimension.
+    """
+
+    size: int
+    slot: int
+    room_bytes: int | None
+
+    def beside(self, max_blocks: int) -> RehearsalGroup:
+        return self
+
+    def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+        return _zeros(x, {dim: sum(sizes) if sizes else x.shape[dim] * self.size})
+
+    def heads_from_tokens(
+        self,
+        *tensors: Tensor,
+        token_sizes: Sequence[int],
+        head_sizes: Sequence[int],
+        in_arena: bool = False,
+    ) -> tuple[Tensor, ...]:
+        return tuple(_zeros(x, {1: sum(token_sizes), 2: head_sizes[self.slot]}) for x in tensors)
+
+    def gather_tokens(
+        self, *tensors: Tensor, token_sizes: Sequence[int], in_arena: bool = False
+    ) -> tuple[Tensor, ...]:
+        return tuple(_zeros(x, {1: sum(token_sizes)}) for x in tensors)
+
+    def tokens_from_heads(
+        self, x: Tensor, *, token_sizes: Sequence[int], head_sizes: Sequence[int]
+    ) -> Tensor:
+        return _zeros(x, {1: token_sizes[self.slot], 2: sum(head_sizes)})
+
+
+def rehearsal(parallel: Parallel) -> Parallel:
+    """The same step, for this rank alone."""
+
+    def alone(ranks: Collectives) -> RehearsalGroup:
+        return RehearsalGroup(ranks.size, ranks.slot, ranks.room_bytes)
+
+    return replace(
+        parallel,
+        cfg=alone(parallel.cfg),
+        sequence=alone(parallel.sequence),
+        ulysses=alone(parallel.ulysses),
+        ring=alone(parallel.ring),
+    )
+
+
+def _zeros(x: Tensor, lengths: dict[int, int]) -> Tensor:
+    """Like x, but for these dimensions."""
+    shape = list(x.shape)
+    for dim, length in lengths.items():
+        shape[dim] = length
+    return x.new_zeros(shape)
+
+
+Mark = torch.cuda.Event | None
+
+
+class Lane:
+    """Where the exchanges of one operator run: on a GPU a stream beside the task's, on a CPU in their order.
+
+    A rank's exchanges must not overlap each other, since they share its context (csrc/gfc/cuda/context.h).
+    So all exchanges from a `beside` to the next `join` are issued inside `beside`, and nothing else is; the
+    task's stream only computes meanwhile. `beside` makes them wait for earlier work of the task's stream,
+    `join` makes the task's stream wait for them. Both are events, which a captured graph keeps.
+
+    Memory allocated inside `beside` belongs to the lane's stream. Only later work inside a `beside` reuses
+    it, and that waits for all readers that were enqueued before on the task's stream. So keep the memory
+    until its readers are enqueued.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _exchange_stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Work issued inside starts after all earlier work and overlaps what follows."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> Mark:
+        """All work issued inside `beside` so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def join(self, mark: Mark) -> None:
+        """Later work runs after what was issued inside `beside` up to the mark."""
+        if self._stream is not None and mark is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(mark)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work issued inside `beside`, also if an exception prevented the join."""
+    if device.type == "cuda":
+        _exchange_stream(device).synchronize()
+
+
+@cache
+def _exchange_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each device. Of high priority: its few blocks go first when a multiprocessor is free."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend
 
 from gfgen.gfc.group import Collectives
 from gfgen.models.parallel.fp8_attention import E4M3, opened
-from gfgen.models.parallel.lanes import Lane, Mark
+from gfgen.models.parallel.parallel import Lane, Mark
 
 BESIDE_RULES = ((14_000, 32), (0, 64))
 """(least number of tokens, blocks) of an exchange during attention, whose work grows faster than the

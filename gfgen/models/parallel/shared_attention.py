@@ -30,8 +30,7 @@ from gfgen.models.parallel.chunked_attention import (
     head_chunks,
 )
 from gfgen.models.parallel.fp8_attention import like_query
-from gfgen.models.parallel.lanes import Lane
-from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.parallel import Lane, Parallel
 from gfgen.models.parallel.ring_attention import (
     Partial,
     attend_with_lse,

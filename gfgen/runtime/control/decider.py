@@ -15,7 +15,7 @@ from gfgen.policies.held_loras import with_held_loras
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import PolicyChanged
 from gfgen.snapshot import Choice, Decision, Policy, Snapshot
-from gfgen.system.timelimit import DECISION_LIMIT_S, within
+from gfgen.system.signals import DECISION_LIMIT_S, within
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)

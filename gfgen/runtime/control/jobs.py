@@ -2,323 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
-from gfgen.graph import Stage, Task
-from gfgen.layout import Layout
-from gfgen.runtime.control import batches
 from gfgen.runtime.control.closing import Closing
+from gfgen.runtime.control.job_record import (
+    Forming,
+    JobRecord,
+    Progress,
+    is_to_wait,
+    takes_steps_together,
+)
 from gfgen.runtime.control.ranks import Flight, RankRecord
 from gfgen.runtime.control.residency import ModelTurns
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.dispatch import NOTHING_GIVEN_UP, GivenUp
-from gfgen.runtime.core.events import TaskDone
-from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.core.openjobs import OpenJobs, kind_of
 from gfgen.runtime.files.start import RunStart
-from gfgen.runtime.ipc.content import Content, NamedContent
-from gfgen.runtime.predict.cost import CostClass, CostModel
+from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import JobView
 
-logger = logging.getLogger(__name__)
-
-MAX_TASK_FAILURES = 2
-"""A task that fails this often fails its job."""
-MAX_LOST_WORKERS = 3
-"""A job under which this many workers died fails."""
 NUM_RECENT = 24
 """Arrivals that are remembered, as a sample of what may be expected."""
 _RENEWALS_S = (0.25, 10.0)
 """Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within
 these bounds: early measurements change much, later ones little, and each renewal takes 4 us a job. Guesses
 that a first measurement has shown to be wrong are renewed at once."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a job is, and where the input of its next task is."""
-
-    next_index: int = 0
-    holder: Layout | None = None
-    """The layout that holds that input, or will when its producer ends."""
-    is_held: bool = False
-    """All ranks of the holder have lived since: what a rank holds dies with its process."""
-    producer: int | None = None
-    """The dispatch that makes that input."""
-    last_completed: int | None = None
-    last_ended_s: float = 0.0
-    """When the last completed dispatch ended."""
-    made_latents: int | None = None
-    """The dispatch that made the last latents, which are in the slab until the job ends."""
-
-    def begin(self, index: int, layout: Layout, number: int) -> None:
-        """A dispatch makes the output of this task on this layout."""
-        self.next_index, self.producer = index + 1, number
-        self.holder, self.is_held = layout, True
-
-    def complete(self, number: int, ended_s: float, *, is_decode: bool) -> None:
-        self.last_completed, self.last_ended_s = number, ended_s
-        if not is_decode:
-            self.made_latents = number
-
-    def go_back(self, index: int, producer: int | None) -> None:
-        """Run this task again, from what the producer has left in the slab."""
-        self.next_index = min(self.next_index, index)
-        self.holder, self.producer = None, producer
-
-
-@dataclass(slots=True)
-class Trouble:
-    """What went wrong with a job."""
-
-    warnings: list[str] = field(default_factory=list)
-    failures: Counter[int] = field(default_factory=Counter)
-    """By task."""
-    num_lost_workers: int = 0
-    doom: str | None = None
-    """Why the job fails as soon as nothing of it is in flight."""
-    is_cancelled: bool = False
-    """That is because nobody wants it any more."""
-
-    def fail(self, reason: str) -> None:
-        """The first reason counts."""
-        self.doom = self.doom or reason
-
-
-@dataclass(slots=True)
-class Usage:
-    """What the ranks did for a job."""
-
-    started_s: float | None = None
-    busy_s: float = 0.0
-    rank_s: float = 0.0
-    """Seconds of each of its ranks: GPU-seconds."""
-    first_uses_s: float = 0.0
-    """The part of `busy_s` in tasks that were the first of their kind."""
-    peak_bytes: int | None = None
-    """The most that torch had allocated on one of its GPUs."""
-    timings: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage."""
-    layouts: list[str] = field(default_factory=list)
-    """As text, in the order of use, without repeats in a row."""
-    last_layout: Layout | None = None
-    written: Content | None = None
-    """Its file, once that is there."""
-    files: tuple[NamedContent, ...] = ()
-    """All of them, if there are several."""
-    made: tuple[int, int, int] | None = None
-    """Frames, height and width of each, if only the decode knew them."""
-    given_up: GivenUp = NOTHING_GIVEN_UP
-    batch: int = 1
-    """The most jobs that its steps were computed with, itself included."""
-
-    def add(self, stage: Stage, layout: Layout, event: TaskDone, *, busy_s: float, rank_s: float) -> None:
-        if self.started_s is None:
-            self.started_s = event.started_s
-        self.busy_s += busy_s
-        self.rank_s += rank_s
-        self.first_uses_s += busy_s if event.is_first_use else 0.0
-        if peaks := [each.peak_bytes for each in event.times if each.peak_bytes is not None]:
-            self.peak_bytes = max(self.peak_bytes or 0, *peaks)
-        self.timings[stage] = self.timings.get(stage, 0.0) + busy_s
-        if self.last_layout != layout:
-            self.last_layout = layout
-            self.layouts.append(str(layout))
-
-    def give_up(self, task: Task, *, late_s: float) -> None:
-        """A policy had a step reused of a job that would have been this late without."""
-        assert task.step is not None
-        why = self.given_up.why
-        if why is None:
-            late = f"it was predicted to end {late_s:.1f} s late"
-            reason = late if late_s > 0 else "other jobs were likely to make it late"
-            why = f"from step {task.step + 1} on, when {reason}"
-        self.given_up = GivenUp(tuple(sorted({*self.given_up.steps, task.step})), why)
-
-
-@dataclass(slots=True, eq=False)
-class JobRecord:
-    """A job that has not ended."""
-
-    job: AdmittedJob
-    cost_class: CostClass
-    arrival_s: float
-    deadline_s: float
-    """Infinity without a deadline."""
-    job_id: str = field(init=False)
-    model: str = field(init=False)
-    loras: str = field(init=False)
-    """Of the job, as a text by which they are compared."""
-    owner: str | None = field(init=False)
-    num_tasks: int = field(init=False)
-    batch: list[JobRecord] = field(init=False)
-    """The jobs that take their steps together with this one, which is one of them; the list is theirs."""
-    arrived: bool = False
-    flights: list[Flight] = field(default_factory=list)
-    """Its dispatches that have not ended: a running task and a queued one at most."""
-    progress: Progress = field(default_factory=Progress)
-    trouble: Trouble = field(default_factory=Trouble)
-    usage: Usage = field(default_factory=Usage)
-    _next_task: Task | None = None
-    _view: JobView | None = None
-    _view_version: int = 0
-
-    def __post_init__(self) -> None:
-        self.job_id, self.num_tasks = self.job.job_id, self.job.trajectory.num_tasks
-        spec = self.job.spec
-        self.model, self.owner = spec.model or "", spec.owner
-        self.batch = [self]
-        self.loras = json.dumps(spec.lora, sort_keys=True) if spec.lora else ""
-
-    @property
-    def first_open_index(self) -> int:
-        """The first task that has not ended."""
-        return min([self.progress.next_index, *(flight.dispatch.task.index for flight in self.flights)])
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether its frames are made, and its file is being written."""
-        return self.progress.next_index == self.num_tasks and not self.flights
-
-    @property
-    def next_task(self) -> Task:
-        """The task at `next_index`, which is not past the last one."""
-        task, index = self._next_task, self.progress.next_index
-        if task is None or task.index != index:
-            task = self._next_task = self.job.trajectory.task(index)
-        return task
-
-    def merges_loras(self, stage: Stage) -> bool:
-        """Whether tasks of this stage need the job's LoRAs, and no others, in the weights."""
-        # Calls of general pipelines may have LoRAs in their text encoders.
-        return stage is Stage.DENOISE or (self.job.has_nominal_flops and stage is not Stage.REUSE)
-
-    @property
-    def times_out_s(self) -> float:
-        """When its time is up; infinity without a timeout."""
-        timeout_s = self.job.spec.timeout_s
-        return math.inf if timeout_s is None else self.arrival_s + timeout_s
-
-    def time_out(self) -> None:
-        assert self.job.spec.timeout_s is not None
-        self.trouble.fail(timed_out_after(self.job.spec.timeout_s))
-
-    def view(self, costs: CostModel) -> JobView:
-        """What policies see of it; a new one when that, or the predictions, have changed."""
-        task, view = self.next_task, self._view
-        is_same = view is not None and view.next_task is task and view.last_layout is self.progress.holder
-        job, cost_class = self.job, self.cost_class
-        if view is not None and is_same and self._view_version == cost_class.version:
-            return view
-        spec, trajectory = job.info.spec, job.trajectory
-        num_reused = trajectory.num_reused_from(task.index) if trajectory.reused else 0
-        remaining_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reused)
-        num_reusable, saving_s = 0, 0.0
-        if trajectory.reusable:
-            num_reusable = trajectory.num_reusable_from(task.index)
-            least_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reusable)
-            saving_s = max(0.0, remaining_s - least_s)
-        self._view_version = cost_class.version
-        self._view = JobView(
-            job_id=self.job_id,
-            tag=spec.tag,
-            model=self.model,
-            arrival_s=self.arrival_s,
-            deadline_s=self.deadline_s,
-            precedence=-spec.priority,
-            next_task=task,
-            num_tasks=self.num_tasks,
-            remaining_s=remaining_s,
-            last_layout=self.progress.holder,
-            uses_cfg=job.uses_cfg and cost_class.batch == 1,
-            max_sequence_degree=job.max_sequence_degree if cost_class.batch == 1 else 1,
-            shape=cost_class.kind,
-            max_ulysses_degree=job.max_ulysses_degree,
-            max_decode_degree=job.max_decode_degree,
-            arrangement=costs.arrangement(cost_class),
-            loras=self.loras,
-            switch_s=costs.switch_s(cost_class),
-            owner=self.owner,
-            num_reused=len(trajectory.reused),
-            num_reusable=num_reusable,
-            saving_s=saving_s,
-            may_reuse=num_reusable > 0 and trajectory.may_reuse(task.index),
-            write_s=cost_class.write_s,
-        )
-        return self._view
-
-    def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:
-        usage, trouble, trajectory = self.usage, self.trouble, self.job.trajectory
-        num_reused = len(trajectory.reused) - trajectory.num_reused_from(self.first_open_index)
-        return JobOutcome(
-            info=self.job.info,
-            status="done" if error is None else "cancelled" if trouble.is_cancelled else "failed",
-            arrival_s=self.arrival_s,
-            started_s=usage.started_s,
-            ended_s=ended_s,
-            deadline_s=None if self.deadline_s == math.inf else self.deadline_s,
-            busy_s=usage.busy_s,
-            rank_s=usage.rank_s,
-            first_uses_s=usage.first_uses_s,
-            peak_bytes=usage.peak_bytes,
-            layouts=tuple(usage.layouts),
-            error=error,
-            warnings=tuple(trouble.warnings),
-            timings=dict(usage.timings),
-            written=usage.written,
-            files=usage.files,
-            made=usage.made,
-            num_reused=num_reused + len(usage.given_up.steps),
-            why_reused=usage.given_up.why,
-            batch=usage.batch,
-        )
-
-    def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:
-        """Go back to a failed task; what is queued on its output is void and ends by itself."""
-        task, number = flight.dispatch.task, flight.dispatch.number
-        for queued in [other for other in self.flights if other.dispatch.number > number]:
-            queued.failure, queued.is_void = "its input failed", True
-        if is_lost or not flight.is_void:
-            self.blame(task, reason, is_lost=is_lost)
-        # A task that fails early may do so before its producer has reported.
-        under_way = [other.dispatch.number for other in self.flights if other.dispatch.number < number]
-        self.progress.go_back(task.index, under_way[0] if under_way else self.progress.last_completed)
-
-    def lose_frames(self, reason: str, *, is_lost: bool) -> None:
-        """The decode runs again, from latents in the slab."""
-        progress = self.progress
-        progress.last_completed = progress.made_latents
-        progress.go_back(self.num_tasks - 1, progress.made_latents)
-        self.blame(self.next_task, reason, is_lost=is_lost)
-
-    def blame(self, task: Task, reason: str, *, is_lost: bool) -> None:
-        """Count a failure of a task, or the death of a worker that ran it; too many fail the job."""
-        trouble, name = self.trouble, self.job.trajectory.name_of(task)
-        what = "lost its worker" if is_lost else "failed"
-        logger.warning("job %s: %s %s: %s", self.job_id, name, what, reason)
-        trouble.warnings.append(f"{name} {what} ({reason})")
-        trouble.num_lost_workers += is_lost
-        trouble.failures[task.index] += not is_lost
-        if trouble.num_lost_workers >= MAX_LOST_WORKERS:
-            trouble.fail(f"{trouble.num_lost_workers} workers died under it: {reason}")
-        if trouble.failures[task.index] >= MAX_TASK_FAILURES:
-            trouble.fail(f"{name}: {reason}")
-
-    def check(self) -> None:
-        numbers = [flight.dispatch.number for flight in self.flights]
-        assert numbers == sorted(numbers), f"job {self.job_id}: dispatches {numbers} out of order"
-        assert len(numbers) <= 2, f"job {self.job_id} has {len(numbers)} tasks under way"
-        assert 0 <= self.progress.next_index <= self.num_tasks, f"job {self.job_id}: {self.progress}"
-
-
-def timed_out_after(timeout_s: float) -> str:
-    """Why a job fails whose time is up."""
-    return f"timed out {timeout_s:g} s after its arrival"
 
 
 class Jobs:
@@ -332,7 +41,7 @@ class Jobs:
         """Where stopped jobs go on that have not been added yet."""
         self._costs = costs
         self._models = models
-        self._forming = batches.Forming(start.batch)
+        self._forming = Forming(start.batch)
         self.records: dict[str, JobRecord] = {}
         self.open = OpenJobs()
         self.busy: dict[str, JobView] = {}
@@ -421,7 +130,7 @@ class Jobs:
         placed, is_alone = [record], len(record.batch) == 1
         if not is_alone:
             others = [each for each in record.batch if each is not record and not each.flights]
-            placed += [x for x in others if (x.job_id in self.open) is batches.is_to_wait(x)]
+            placed += [x for x in others if (x.job_id in self.open) is is_to_wait(x)]
         for each in placed:
             job_id = each.job_id
             was_busy = self.busy.pop(job_id, None) is not None
@@ -431,7 +140,7 @@ class Jobs:
                 is_visible = self._models.admit(job_id, each.model, urgency, can_run=is_visible)
             if is_visible and each.flights:
                 self.busy[job_id] = each.view(self._costs)
-            if is_visible and not each.flights and (is_alone or not batches.is_to_wait(each)):
+            if is_visible and not each.flights and (is_alone or not is_to_wait(each)):
                 self.open.put(each.view(self._costs))
             elif not was_busy:
                 self.open.discard(job_id)
@@ -443,7 +152,7 @@ class Jobs:
         return [
             each.job_id
             for each in records
-            if len(each.flights) == 1 and (len(each.batch) == 1 or not batches.takes_steps_together(each))
+            if len(each.flights) == 1 and (len(each.batch) == 1 or not takes_steps_together(each))
         ]
 
     def open_in_time(self, closing: Closing, now_s: float) -> dict[str, JobView]:
@@ -511,5 +220,5 @@ class Jobs:
             can_run = record.arrived and is_resident and not record.trouble.doom
             is_visible = is_open or record.job_id in self.busy
             has_next = record.progress.next_index < record.num_tasks
-            waits = not record.flights and batches.is_to_wait(record)
+            waits = not record.flights and is_to_wait(record)
             assert is_visible is (can_run and has_next and not waits), f"job {record.job_id} and policies"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gfgen.errors import PolicyFault
 from gfgen.graph import STEPS, Stage, Task
 from gfgen.layout import Layout
-from gfgen.runtime.control.jobs import JobRecord
-from gfgen.runtime.control.ranks import share_island
+from gfgen.runtime.control.job_record import JobRecord
+from gfgen.runtime.control.jobs import Jobs
+from gfgen.runtime.control.ranks import Ranks, share_island
+from gfgen.runtime.control.residency import ModelTurns
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.snapshot import Decision
-
-if TYPE_CHECKING:
-    from gfgen.runtime.control.state import State
 
 
 def check_types(decision: object) -> None:
@@ -36,14 +33,15 @@ def _wrong_type(what: str, value: object, accepted: str, *, job: str = "") -> Po
     return PolicyFault(f"{job}it decided a {what} of type {type(value).__name__}; {accepted} is accepted")
 
 
-def legal_job(decision: Decision, state: State) -> JobRecord:
+def legal_job(
+    decision: Decision, *, jobs: Jobs, ranks: Ranks, models: ModelTurns, now_s: float, max_degree: int
+) -> JobRecord:
     """The job of a decision, which is judged at the moment of this turn's snapshot.
 
     Raises: PolicyFault for a task that its job cannot run now, and for ranks that cannot take it.
     """
     check_types(decision)
-    task, layout, now_s = decision.task, decision.layout, state.clock.turn_s
-    jobs, ranks, models = state.jobs, state.ranks, state.models
+    task, layout = decision.task, decision.layout
     record = jobs.records.get(task.job_id)
     if record is None or not record.arrived or record.trouble.doom:
         raise PolicyFault(f"there is no open job {task.job_id}")
@@ -55,8 +53,8 @@ def legal_job(decision: Decision, state: State) -> JobRecord:
     flights = record.flights
     if flights and not (len(flights) == 1 and flights[0].is_ending(now_s)):
         raise PolicyFault(f"job {task.job_id}: {task} is not open, its input does not exist yet")
-    if len(layout.ranks) > state.max_degree:
-        raise PolicyFault(f"job {task.job_id}: {layout} has more than {state.max_degree} ranks")
+    if len(layout.ranks) > max_degree:
+        raise PolicyFault(f"job {task.job_id}: {layout} has more than {max_degree} ranks")
     if len(layout.ranks) > 1:
         check_degrees(record.job, task, layout)
     if not share_island(layout.ranks, ranks.islands):

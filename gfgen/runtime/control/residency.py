@@ -5,7 +5,7 @@ changed, on all ranks, each after its present task,
 
 - when nothing of them can run any more, and jobs of others wait;
 - when jobs of others wait, and the last change was so long ago that changes take a hundredth of the time
-  at most; a tenth for a job with a deadline or a raised priority. Whose model comes first is that of the
+  at most; a tenth for a job whose deadline or priority comes before those of all jobs that can run. Whose model comes first is that of the
   most urgent job, or of one that has waited for a hundred times what a change takes.
 
 So there are never more changes than jobs, and one for each hundred, or ten, times what a change takes.
@@ -21,15 +21,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from gfgen.runtime.control.ranks import Ranks
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event, LoadFailed, ModelsChanged, RankLoaded, RankReady
 from gfgen.runtime.core.observer import Observer
-
-if TYPE_CHECKING:
-    from gfgen.runtime.control.state import State
 
 SHARE, URGENT_SHARE = 0.01, 0.1
 """Of the time: what changes may take that are made for the sake of jobs that wait."""
@@ -103,7 +101,7 @@ class ModelTurns:
         self._unloadable |= dict.fromkeys(models, (until_s, doom))
         return doom
 
-    def doom_of(self, model: str, *, now_s: float) -> str | None:
+    def failure_of(self, model: str, *, now_s: float) -> str | None:
         """Why a job of this model that arrives now fails; None if its model can be loaded, or tried again."""
         until_s, doom = self._unloadable.get(model, (-math.inf, None))
         return doom if now_s < until_s else None
@@ -122,6 +120,17 @@ class _Need:
     checkpoint: Path
     work_bytes: list[int] = field(default_factory=list)
     """Of the largest of its jobs, as many as may run at once, beside the weights."""
+
+
+class _RunState(Protocol):
+    """What a residency looks at of the state (state.py)."""
+
+    models: ModelTurns
+    ranks: Ranks
+    jobs: Any
+
+    @property
+    def is_at_rest(self) -> bool: ...
 
 
 class Residency(Observer):
@@ -189,7 +198,7 @@ class Residency(Observer):
             sizes = [*need.work_bytes, self._work_bytes(job)]
             need.work_bytes = heapq.nlargest(self._jobs_at_once, sizes)
 
-    def change(self, state: State, *, now_s: float) -> ModelsChanged | None:
+    def change(self, state: _RunState, *, now_s: float) -> ModelsChanged | None:
         turns = state.models
         is_crowded = len(self.resident) > 1 and not self._fits(self.resident)
         if any(rank.is_loading for rank in state.ranks.records) or not (is_crowded or turns.parked):
@@ -223,11 +232,25 @@ class Residency(Observer):
             case _:
                 pass
 
-    def _reason(self, state: State, now_s: float) -> str | None:
+    def _reason(self, state: _RunState, now_s: float) -> str | None:
         if state.is_at_rest:
             return "nothing is left to do with the others"
-        share = URGENT_SHARE if state.models.urgent else SHARE
+        share = URGENT_SHARE if self._is_first(state) else SHARE
         return "its jobs have waited long" if now_s >= self._changed_s + self._longest_s / share else None
+
+    def _is_first(self, state: _RunState) -> bool:
+        """Whether a job that waits has a deadline or a raised priority, and comes before all that can run.
+
+        Otherwise models would take turns while the jobs of neither are late, and each turn costs time.
+        """
+        turns = state.models
+        waiting = [turns.parked[job_id].urgency for job_id in turns.urgent]
+        running = [
+            (-each.job.spec.priority, each.deadline_s)
+            for each in (state.jobs.records.values() if waiting else ())
+            if each.arrived and each.model in turns.resident and not each.is_writing
+        ]
+        return bool(waiting) and (not running or min(waiting) < min(running))
 
     def _overdue(self, turns: ModelTurns, now_s: float) -> str | None:
         """A model that jobs have waited for so long that more urgent ones come after it."""

@@ -15,9 +15,9 @@ from dataclasses import replace
 from gfgen.errors import WorkerError
 from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Layout
-from gfgen.runtime.control import batches
 from gfgen.runtime.control.closing import Closing
-from gfgen.runtime.control.jobs import JobRecord, Jobs
+from gfgen.runtime.control.job_record import JobRecord, batch_peers
+from gfgen.runtime.control.jobs import Jobs
 from gfgen.runtime.control.legality import legal_job
 from gfgen.runtime.control.ranks import Flight, Flights, Ranks, Shares
 from gfgen.runtime.control.residency import ModelTurns
@@ -177,14 +177,21 @@ class State:
 
         Raises: PolicyFault when it is illegal; nothing has changed then.
         """
-        record = legal_job(decision, self)
+        record = legal_job(
+            decision,
+            jobs=self.jobs,
+            ranks=self.ranks,
+            models=self.models,
+            now_s=self.clock.turn_s,
+            max_degree=self.max_degree,
+        )
         task, layout, batch = decision.task, decision.layout, None
-        mates = batches.mates(record) if len(record.batch) > 1 and layout.degree == 1 else ()
-        if mates:
+        peers = batch_peers(record) if len(record.batch) > 1 and layout.degree == 1 else ()
+        if peers:
             first = self.flights.last_number + 1
-            batch = range(first, first + 1 + len(mates))
+            batch = range(first, first + 1 + len(peers))
         lead = self._begin(record, task, layout, batch=batch)
-        return [lead, *[self._begin(each, each.next_task, layout, batch=batch) for each in mates]]
+        return [lead, *[self._begin(each, each.next_task, layout, batch=batch) for each in peers]]
 
     def _begin(self, record: JobRecord, task: Task, layout: Layout, *, batch: range | None) -> Dispatch:
         """Steps of a batch are predicted, and later reported, as if they ran in turn."""
@@ -349,7 +356,7 @@ class State:
             return ()
         self.jobs.arrive(record)
         self.shares.arrive(record.owner)
-        if (doom := self.models.doom_of(record.model, now_s=event.time_s)) is not None:
+        if (doom := self.models.failure_of(record.model, now_s=event.time_s)) is not None:
             record.trouble.fail(doom)
         return self._settle(record)
 

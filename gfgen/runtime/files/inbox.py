@@ -30,14 +30,13 @@ from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import JobSpec, input_files, name_key
 from gfgen.runtime.core.admission import AdmittedJob, tell_of_rounding
 from gfgen.runtime.core.observer import JobOutcome, Observer
-from gfgen.runtime.files.manifest import MANIFEST_NAME, GrowingManifest, finished_jobs
+from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME, GrowingManifest, finished_jobs
 from gfgen.runtime.files.ownership import claim_files, job_file_name, with_dates
 from gfgen.system.linefile import LineFile
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 
-WATCHED_NAME = "watched.jsonl"
 SCHEMA_VERSION = 1
 JOB_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 REPORT_SUFFIX = ".errors.txt"

@@ -22,6 +22,8 @@ from gfgen.system.linefile import LineFile
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.jsonl"
+WATCHED_NAME = "watched.jsonl"
+"""What `--watch` took from its folder (inbox.py)."""
 SCHEMA_VERSION = 1
 _BEGINNING_BYTES = 2**20
 """How much of a file `check_own` reads. It holds at least one whole line."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 
-from gfgen.gfc.arena import MIB, ArenaPlan, create_arena
-from gfgen.gfc.cuda.device_arena import CONTROL_PLAN
+from gfgen.gfc.arena import CONTROL_PLAN, MIB, ArenaPlan, create_arena
 
 GPU_PLAN = ArenaPlan(data_bytes=2048 * MIB, post_bytes=16 * MIB)
 """2.4 GB on each GPU. Wan2.2-5B at 704x1280x121 (27,280 tokens) on 2 x 2 ranks needs the most at once: q, k

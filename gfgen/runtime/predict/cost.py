@@ -107,7 +107,7 @@ class CostClass:
     """Their value as of the last renewal; 0 until one is known."""
     limits: Limits = field(default_factory=Limits)
     batch: int = 1
-    """Jobs that take their steps together (control/batches.py). A step of one of them is an equal part."""
+    """Jobs that take their steps together (control/job_record.py). A step of one of them is an equal part."""
     kind: str = field(init=False)
     """The shape, in words that tell batches of different sizes apart."""
     arrangement: Arrangement | None = None

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
 from gfgen.errors import WorkerError
-from gfgen.gfc.cuda.selector import tuned_tables
 from gfgen.models.ahead.places import pin_compilers
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.system import descriptors, forkserver
+from gfgen.system import forkserver, machine
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +53,13 @@ class Launcher:
         # Imports in the fork server ask whether CUDA is there. Without this they initialise it, and it does
         # not survive a fork; NVML does.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        descriptors.allow_most()
+        machine.allow_most()
         self._settings = settings
-        self._tuned_tables = tuned_tables() if settings.are_on_gpus else {}
+        self._tuned_tables: dict[str, str] = {}
+        if settings.are_on_gpus:
+            from gfgen.gfc.cuda.selector import tuned_tables
+
+            self._tuned_tables = tuned_tables()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOADS[settings.device] if preload is None else preload))
         self._keep_fds = keep_fds

@@ -46,11 +46,10 @@ from gfgen.runtime.ipc.messages import (
     WarmedUp,
     WarmUp,
 )
-from gfgen.runtime.processes.attempts import Attempts, Cause
 from gfgen.runtime.processes.child import GONE, Joined, Loaded, Lost, Phase, RankProcess, WriterProcess
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.recovery import Recovery
+from gfgen.runtime.processes.recovery import Attempts, Cause, Recovery
 from gfgen.runtime.processes.writes import Writes
 from gfgen.system.signals import SignalPipe
 

@@ -17,23 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gfgen.errors import InputError
-from gfgen.runtime.report.blocks import (
-    WRITE,
-    PlotBlock,
-    lanes_of,
-    merged,
-    task_blocks,
-    tasks_of_jobs,
-    write_blocks,
-)
 from gfgen.runtime.report.picture import (
     GREY,
+    WRITE,
+    PlotBlock,
     check_suffix,
     hatching,
     job_colour,
+    lanes_of,
     luminance,
+    merged,
     save_figure,
     shaded,
+    task_blocks,
+    tasks_of_jobs,
+    write_blocks,
 )
 from gfgen.runtime.report.timeline import Timeline, TracedJob, read_timeline
 from gfgen.system.wording import counted, in_words

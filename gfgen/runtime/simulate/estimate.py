@@ -10,7 +10,7 @@ from dataclasses import replace
 from gfgen.errors import PolicyError
 from gfgen.graph import STEPS
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.control.jobs import timed_out_after
+from gfgen.runtime.control.job_record import timed_out_after
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
@@ -23,7 +23,7 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.rollout import rollout_ends
 from gfgen.snapshot import Decision, Policy, Snapshot
-from gfgen.system.timelimit import DECISION_LIMIT_S, DecisionTimeout, within
+from gfgen.system.signals import DECISION_LIMIT_S, DecisionTimeout, within
 
 
 def everything_open(

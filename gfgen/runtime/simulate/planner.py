@@ -24,7 +24,7 @@ from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open, seldom_asked
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.snapshot import Policy, Snapshot
-from gfgen.system.timelimit import DecisionTimeout
+from gfgen.system.signals import DecisionTimeout
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from gfgen.runtime.worker.jobs import (
     store_bytes,
     sum_of,
 )
-from gfgen.system.allocator import give_back_freed_memory
+from gfgen.system.machine import give_back_freed_memory
 
 Thread = Literal["main", "receiver", "sender", "watcher", "frames"]
 

@@ -2,7 +2,7 @@
 
 Both take time in which other ranks must not wait for this one inside a task. So the rank does it before it
 enters a task, by a *rehearsal*: it runs a step alone, with zeros for what others would send
-(models/parallel/rehearsal.py). `warm_up` does this for all tasks of a kind of jobs, in parts that fit
+(models/parallel/parallel.py). `warm_up` does this for all tasks of a kind of jobs, in parts that fit
 between tasks. Other kinds are recorded before a step, as soon as enough steps of that kind can be expected,
 if records of such forwards are worth it (models/fast/recording.py). Where texts are not padded, prompts of
 another length are another kind. Each rank counts and decides for itself (recording.py).
@@ -19,8 +19,7 @@ from gfgen.layout import MAX_RANKS, Layout
 from gfgen.models.families.adapter import Adapter, BatchAdapter, StepInput
 from gfgen.models.fast.recording import Graphs, NotWorthRecordingError
 from gfgen.models.geometry.rules import known
-from gfgen.models.parallel.parallel import Parallel
-from gfgen.models.parallel.rehearsal import rehearsal
+from gfgen.models.parallel.parallel import Parallel, rehearsal
 from gfgen.runtime.ipc.messages import WarmUp
 from gfgen.runtime.worker.device import RankTask
 from gfgen.runtime.worker.jobs import step_input

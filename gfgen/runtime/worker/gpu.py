@@ -41,7 +41,7 @@ from gfgen.models.families.adapter import HOST, Adapter, Fields
 from gfgen.models.fast import stop_checks
 from gfgen.models.fast.recording import Graphs, LaunchRecorder
 from gfgen.models.fast.rows import try_kernels
-from gfgen.models.parallel import counted_attention, lanes
+from gfgen.models.parallel import counted_attention, parallel
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.core.memory_check import CONTEXT_BYTES
 from gfgen.runtime.ipc.arenas import SIDE_BYTES
@@ -402,7 +402,7 @@ class GpuDevice(Device):
         stream = torch.cuda.current_stream(self._device)
         if stream == self._streams.main:
             self._streams.arrivals.synchronize()
-            lanes.synchronize(self._device)
+            parallel.synchronize(self._device)
         stream.synchronize()
 
     # Memory, and a device that is lost ----------------------------------------------------------

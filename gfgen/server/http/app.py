@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from gfgen.errors import OutputError
 from gfgen.server.http import routes_batches, routes_files, routes_images, routes_jobs, routes_server
-from gfgen.server.http.guard import RequestGuard
-from gfgen.server.http.keys import ApiKeys
+from gfgen.server.http.guard import ApiKeys, RequestGuard
 from gfgen.server.http.streams import StateFeeds
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas, server_schemas
-from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import invalid
+from gfgen.server.protocol.problems import ApiError, invalid, responses
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def make_app(
     *,
     feeds: StateFeeds,
     keys: ApiKeys,
-    is_loopback: bool,
+    address: str,
     version: str,
 ) -> FastAPI:
     app = FastAPI(
@@ -63,13 +64,12 @@ def make_app(
         for router in routes.ROUTERS:
             app.include_router(router)
     install_errors(app)
+    if ipaddress.ip_address(address).is_loopback and not keys.is_needed:  # against DNS rebinding
+        own = urlsplit(service.api.public_url or "").hostname or "localhost"
+        hosts = [own, "localhost", "*.localhost", "127.0.0.1", "[::1]", address]
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     app.add_middleware(
-        RequestGuard,
-        keys=keys,
-        limits=service.limits,
-        api=service.api,
-        metrics=service.mirror.metrics,
-        is_loopback=is_loopback,
+        RequestGuard, keys=keys, limits=service.limits, api=service.api, metrics=service.mirror.metrics
     )
     if service.api.allowed_origins:
         everything = ("*",)

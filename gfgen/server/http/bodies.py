@@ -18,12 +18,11 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.datastructures import UploadFile
 
-from gfgen.server.http.keys import Access
+from gfgen.server.http.guard import Access
 from gfgen.server.jobs.job_requests import MAX_UPLOADS, Upload, data_url_content
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import RequestKey
-from gfgen.server.protocol.problems import ApiError
-from gfgen.server.protocol.validation import checked
+from gfgen.server.protocol.problems import ApiError, checked
 
 MAX_FIELDS = 64
 MAX_KEY_CHARS = 255

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -24,8 +25,7 @@ import uvicorn
 from gfgen import log
 from gfgen.errors import GfgenError, OutputError
 from gfgen.server.http.app import make_app
-from gfgen.server.http.connections import connection_class, within_descriptors
-from gfgen.server.http.keys import ApiKeys
+from gfgen.server.http.guard import ApiKeys
 from gfgen.server.http.streams import FEED_S, StateFeeds
 from gfgen.server.jobs.folder import JobFolder
 from gfgen.server.jobs.follower import RunFollower
@@ -33,15 +33,18 @@ from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.service import FORECAST_S, JobService
 from gfgen.server.jobs.store import STORE_NAME, Store
 from gfgen.server.jobs.webhooks import Webhooks
-from gfgen.server.protocol.limits import BACKLOG
+from gfgen.server.protocol.limits import BACKLOG, ServerLimits
 from gfgen.server.protocol.link import HEADER_BYTES, FrontSettings, message_bytes, pack
-from gfgen.system.allocator import give_back_large_blocks
+from gfgen.system import machine
+from gfgen.system.machine import give_back_large_blocks
 from gfgen.system.signals import leave_to_the_run
 
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 3.0
 """Grace period for pending responses after the run has stopped."""
+OWN_DESCRIPTORS = 200
+"""Reserved for the store, the log, files that are sent, and 503 responses."""
 
 
 class _Server(uvicorn.Server):
@@ -112,13 +115,12 @@ class Front:
             service,
             feeds=self._feeds,
             keys=ApiKeys(settings.api_key, settings.keys, link_s=limits.link_s),
-            is_loopback=settings.is_loopback,
+            address=self._listener.getsockname()[0],
             version=settings.version,
         )
         return _Server(
             uvicorn.Config(
                 app,
-                http=connection_class(limits),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -173,6 +175,12 @@ def _configure_log(settings: FrontSettings) -> None:
         other = logging.getLogger(name)
         other.handlers, other.propagate = list(logging.getLogger("gfgen").handlers), False
         other.setLevel(logging.ERROR)
+
+
+def within_descriptors(limits: ServerLimits) -> ServerLimits:
+    """Raise this process's descriptor limit; returns the limits with as many connections as fit it."""
+    room = machine.allow_most() - OWN_DESCRIPTORS
+    return replace(limits, connections=int(max(1, min(limits.connections, room))))
 
 
 def _log_failure(error: BaseException) -> None:

@@ -1,21 +1,23 @@
 """Access control and body limits for every path.
 
-API key         `Authorization: Bearer KEY`, or the cookie of POST /v1/session; wrong keys wait (keys.py)
+API key         `Authorization: Bearer KEY`, or the cookie of POST /v1/session; wrong keys wait
 request id      X-Request-ID of the client, or a new one, in every response and the access log
-cross-site      requests from pages of other sites are refused (Origin, Sec-Fetch-Site); a loopback server
-                without a key also refuses foreign Host headers, against DNS rebinding; two Host headers
+cross-site      requests from pages of other sites are refused (Origin, Sec-Fetch-Site); two Host headers
                 are refused, because a proxy may have looked at the other one
-bodies          limits on size and time
+bodies          a limit on their size; slow clients belong to a proxy
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import hashlib
+import hmac
 import logging
 import re
 import secrets
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, QueryParams
@@ -23,7 +25,6 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gfgen import log
-from gfgen.server.http.keys import Access, ApiKeys, slow_down
 from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.problems import ApiError
@@ -57,7 +58,6 @@ class RequestGuard:
         *,
         keys: ApiKeys,
         limits: ServerLimits,
-        is_loopback: bool,
         api: ApiOptions | None = None,
         metrics: ServerMetrics | None = None,
     ) -> None:
@@ -66,11 +66,9 @@ class RequestGuard:
         self._app = app
         self._keys = keys
         self._limits = limits
-        self._checks_host = is_loopback and not keys.is_needed
         self._has_access_log = api.access_log
         self._root_path = api.root_path
         public = urlsplit(api.public_url or "")
-        self._hosts = {public.netloc} - {""}
         self._origins = {*api.allowed_origins, f"{public.scheme}://{public.netloc}"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,8 +114,6 @@ class RequestGuard:
         if len(hosts := headers.getlist("host")) > 1:
             raise ApiError(400, f"{len(hosts)} Host headers; send one", headers={"Connection": "close"})
         host = headers.get("host", "")
-        if self._checks_host and not (host in self._hosts or _is_of_this_machine(host)):
-            raise ApiError(403, f"host {host[:80]!r} is not this machine; use localhost, or serve with a key")
         if scope["method"] not in _SAFE_METHODS and self._is_of_another_site(headers, host):
             raise ApiError(403, "requests from pages of other sites are refused")
 
@@ -173,28 +169,15 @@ class _BoundedBody:
         self._receive = receive
         self._left = limits.body_bytes
         self._limits = limits
-        self._is_complete = False
-        self._deadline_s: float | None = None
         length = headers.get("content-length", "0")
         if not (length.isascii() and length.isdigit()) or int(length[:20]) > limits.body_bytes:
             raise _too_large(limits)
 
     async def __call__(self) -> Message:
-        if self._is_complete:
-            return await self._receive()
-        loop = asyncio.get_running_loop()
-        self._deadline_s = self._deadline_s or loop.time() + self._limits.body_s
-        try:
-            async with asyncio.timeout_at(self._deadline_s):
-                message = await self._receive()
-        except TimeoutError:
-            raise ApiError(
-                408, f"the request body was incomplete after {self._limits.body_s:g} s", code="too_slow"
-            ) from None
+        message = await self._receive()
         self._left -= len(message.get("body", b""))
         if self._left < 0:
             raise _too_large(self._limits)
-        self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
         return message
 
 
@@ -222,14 +205,90 @@ def _request_id(headers: Headers) -> str:
     return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
-def _is_of_this_machine(host: str) -> bool:
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:  # a host name; it may start with "127."
-        return False
+_ACCESS = "gfgen.access"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a request may see: the jobs of one key, or everything with the admin key or without keys."""
+
+    owner: str | None = None
+    """The key's name; None for the admin."""
+
+    def note_in(self, scope: Scope) -> None:
+        scope[_ACCESS] = self
+
+    @classmethod
+    def of(cls, scope: Scope) -> Access:
+        found: Access = scope.get(_ACCESS, cls())
+        return found
+
+
+class ApiKeys:
+    def __init__(
+        self,
+        admin_key: str | None,
+        named: Mapping[str, str] | None = None,
+        *,
+        link_s: float = 86400.0,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        keys = {} if admin_key is None else {Access(): admin_key.encode()}
+        keys |= {Access(name): key.encode() for name, key in (named or {}).items()}
+        self._keys = keys
+        self._link_s, self._now = link_s, now
+        # By their digests, so that the time of a look-up says nothing about a key.
+        self._by_key = {_digest(key): access for access, key in keys.items()}
+        self._by_cookie = {_digest(self.cookie(access).encode()): access for access in keys}
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self._keys)
+
+    def by_key(self, given: str) -> Access | None:
+        if not self._keys:
+            return Access()
+        return self._by_key.get(_digest(given.encode("utf-8", "replace")))
+
+    def cookie(self, access: Access) -> str:
+        """The session cookie, which the browser keeps instead of the key."""
+        return self._signed(access, "session")
+
+    def by_cookie(self, given: str) -> Access | None:
+        return self._by_cookie.get(_digest(given.encode("utf-8", "replace")))
+
+    def signature(self, access: Access, job_id: str) -> str | None:
+        """A signature that gives access to one job's file for `link_s`; None if no key is needed."""
+        if not self._keys:
+            return None
+        expires_at = str(int(self._now() + self._link_s))
+        return f"{expires_at}.{self._signed(access, f'content {job_id} {expires_at}')}"
+
+    def by_signature(self, given: str, job_id: str) -> Access | None:
+        expires_at, _, signed = given.partition(".")
+        if not (expires_at.isascii() and expires_at.isdigit() and len(expires_at) < 16):
+            return None
+        if int(expires_at) < self._now():
+            return None
+        for access in self._keys:
+            expected = self._signed(access, f"content {job_id} {expires_at}")
+            if hmac.compare_digest(signed.encode(), expected.encode()):
+                return access
+        return None
+
+    def _signed(self, access: Access, what: str) -> str:
+        return hmac.new(self._keys[access], f"gfgen {what}".encode(), hashlib.sha256).hexdigest()
+
+
+async def slow_down(scope: Scope, wait_s: float) -> None:
+    """Log a wrong key, and wait before its response.
+
+    A right key is never delayed: many clients may share the address of a proxy.
+    """
+    client = scope.get("client")
+    logger.warning("wrong API key from %s", client[0] if client else "unknown")
+    await asyncio.sleep(wait_s)
+
+
+def _digest(value: bytes) -> bytes:
+    return hashlib.sha256(value).digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -13,6 +14,8 @@ from starlette.responses import Response
 from gfgen.errors import JobFileError, Problem, listed
 from gfgen.job.shared import VARIATION_FIELDS, value_of
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.observer import OutcomeStatus
+from gfgen.runtime.files.manifest import SCHEMA_VERSION, ManifestLine
 from gfgen.server.http.bodies import (
     IDEMPOTENCY_KEY,
     JOB_FILE_KINDS,
@@ -34,27 +37,25 @@ from gfgen.server.jobs.job_requests import (
     plain_job,
     taken_uploads,
 )
-from gfgen.server.jobs.manifests import manifest
 from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import BatchRow
-from gfgen.server.protocol import batch_schemas, schemas
+from gfgen.server.jobs.store import BatchRow, Ended, Store, StoredJob
+from gfgen.server.protocol import schemas, server_schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import checked
+from gfgen.server.protocol.problems import ApiError, checked, responses
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
 ROUTERS = (router,)
 
 _TEXT = {"schema": {"type": "string", "description": "A job file."}}
 _JOB_FILES = dict.fromkeys(JOB_FILE_KINDS, _TEXT)
-_CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
+_CREATE = responses(400, 404, 413, 422, 429, 503, 507)
 _BODY: dict[str, Any] = {
     "parameters": [IDEMPOTENCY_KEY],
     "requestBody": {
         "required": True,
         "content": {
             **_JOB_FILES,
-            "application/json": {"schema": batch_schemas.BatchRequest.model_json_schema()},
+            "application/json": {"schema": server_schemas.BatchRequest.model_json_schema()},
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
@@ -73,7 +74,7 @@ _JOB_BODY["requestBody"]["content"] |= _JOB_FILES
 
 @jobs_router.post(
     "",
-    response_model=schemas.Job | batch_schemas.Batch,
+    response_model=schemas.Job | server_schemas.Batch,
     responses=_CREATE,
     openapi_extra=_JOB_BODY,
     summary="Make a picture or a video",
@@ -106,7 +107,7 @@ async def create_job(request: Request, service: Service) -> Response:
 
 @router.post(
     "",
-    response_model=batch_schemas.Batch,
+    response_model=server_schemas.Batch,
     responses=_CREATE,
     openapi_extra=_BODY,
     summary="Run a job file",
@@ -168,18 +169,18 @@ async def _accept(
     "",
     responses=responses(400),
     summary="List batches",
-    response_model=batch_schemas.BatchList,
+    response_model=server_schemas.BatchList,
 )
 async def list_batches(service: Service, limit: Limit = 20, after: After = None) -> Response:
     if after is not None and service.batch(after) is None:
         raise ApiError(400, f"after: there is no batch {after!r}", param="after")
     rows = service.store.batches(limit=limit + 1, after=after, owner=service.owner)
-    return batch_schemas.BatchList(**schemas.page([_batch(service, row) for row in rows], limit)).response()
+    return server_schemas.BatchList(**schemas.page([_batch(service, row) for row in rows], limit)).response()
 
 
 @router.get(
     "/{batch_id}",
-    response_model=batch_schemas.Batch,
+    response_model=server_schemas.Batch,
     responses=responses(400, 404),
     summary="Get a batch",
 )
@@ -207,7 +208,7 @@ async def get_manifest(service: Service, batch_id: JobId) -> Response:
 
 @router.post(
     "/{batch_id}/cancel",
-    response_model=batch_schemas.Batch,
+    response_model=server_schemas.Batch,
     responses=responses(400, 404, 503, 507),
     summary="Cancel the open jobs of a batch",
 )
@@ -230,19 +231,19 @@ def _answer(
     return _batch(service, row, skipped=skipped).response()
 
 
-def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = None) -> batch_schemas.Batch:
+def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = None) -> server_schemas.Batch:
     is_over = row.completed_at is not None
     records = [] if is_over else [r for r in service.mirror.records.values() if r.facts.batch_id == row.id]
     made_of = service.uploads.batch(row.id)
     num_refused = 0 if made_of is None else len(made_of.failures)
     ends = [r.predicted_end_at for r in records]
     known_ends = [end for end in ends if end is not None]
-    return batch_schemas.Batch(
+    return server_schemas.Batch(
         id=row.id,
         status=("cancelled" if row.is_cancelled else "completed") if is_over else "in_progress",
         created_at=int(row.created_at),
         completed_at=None if row.completed_at is None else int(row.completed_at),
-        request_counts=batch_schemas.RequestCounts(
+        request_counts=server_schemas.RequestCounts(
             total=row.total + num_refused,
             completed=row.completed,
             failed=row.failed + num_refused,
@@ -258,3 +259,39 @@ def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = No
 
 def _no_batch(batch_id: str) -> ApiError:
     return ApiError(404, f"there is no batch {batch_id}", param="batch_id", code="batch_not_found")
+
+
+NO_DETAILS = "the run's details of this job are lost"
+_STATUS: dict[Ended, OutcomeStatus] = {"completed": "done", "failed": "failed", "cancelled": "cancelled"}
+
+
+def manifest(store: Store, batch_id: str) -> bytes:
+    """The manifest as JSON lines, in the order of the job file."""
+    lines = [_line(stored, entry) for stored, entry in store.manifest(batch_id)]
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "replace")
+
+
+def _line(stored: StoredJob, entry: ManifestLine | None) -> ManifestLine:
+    """The run's entry, or what is known without it; `file` becomes a URL path."""
+    facts = stored.facts
+    entry = _without_run(stored) if entry is None else entry
+    file = f"/v1/jobs/{facts.id}/content" if entry["status"] == "done" else None
+    return {**entry, "id": facts.custom_id, "job": facts.id, "file": file}
+
+
+def _without_run(stored: StoredJob) -> ManifestLine:
+    """The entry of a job without an outcome from the run, which was killed or never started the job."""
+    facts, ending = stored.facts, stored.ending
+    assert ending is not None
+    return {
+        "version": SCHEMA_VERSION,
+        "status": _STATUS[ending.status],
+        "size_bytes": ending.size_bytes,
+        **{name: getattr(facts, name) for name in ("prompt", "model", "tag", "priority", "seed", "steps")},
+        "shape": None,
+        "timings": None,
+        "met_deadline": ending.met_deadline,
+        "error": ending.error_message,
+        "warnings": [NO_DETAILS],
+        "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ending.completed_at)),
+    }

@@ -12,17 +12,15 @@ from starlette.responses import Response, StreamingResponse
 
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.http.bodies import read_file
-from gfgen.server.http.picture_stream import image_content
-from gfgen.server.http.routes_images import chat_completion, images
+from gfgen.server.http.routes_images import chat_completion, image_content, images
 from gfgen.server.http.routes_jobs import JobId, Service
+from gfgen.server.jobs.files import no_file
 from gfgen.server.jobs.job_requests import RequestedJob, admitted, batch_lines, line_failure
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import BatchRow, RequestKey, StoredJob
-from gfgen.server.jobs.uploads import no_file
-from gfgen.server.protocol import batch_schemas, picture_schemas, schemas
+from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import checked
+from gfgen.server.protocol.problems import ApiError, checked, responses
 
 router = APIRouter(prefix="/v1/files", tags=["batches"])
 ROUTERS = (router,)
@@ -38,8 +36,8 @@ _FORM = {
 
 @router.post(
     "",
-    response_model=batch_schemas.UploadedFile,
-    responses=responses(400, 408, 413, 507),
+    response_model=server_schemas.UploadedFile,
+    responses=responses(400, 413, 507),
     openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
     summary="Upload a file of requests",
 )
@@ -53,14 +51,14 @@ async def create_file(request: Request, service: Service) -> Response:
     return file.response()
 
 
-@router.get("", response_model=batch_schemas.UploadedFiles, summary="List uploaded files")
+@router.get("", response_model=server_schemas.UploadedFiles, summary="List uploaded files")
 async def list_files(service: Service) -> Response:
-    return batch_schemas.UploadedFiles(data=await asyncio.to_thread(service.uploads.all)).response()
+    return server_schemas.UploadedFiles(data=await asyncio.to_thread(service.uploads.all)).response()
 
 
 @router.get(
     "/{file_id}",
-    response_model=batch_schemas.UploadedFile,
+    response_model=server_schemas.UploadedFile,
     responses=responses(400, 404),
     summary="Get a file",
 )
@@ -68,7 +66,7 @@ async def get_file(service: Service, file_id: JobId) -> Response:
     if (batch_id := _batch_of(file_id)) is not None:
         row, _ = _ended_batch(service, batch_id, file_id)
         at = int(row.completed_at or 0)
-        return batch_schemas.UploadedFile(
+        return server_schemas.UploadedFile(
             id=file_id, bytes=0, created_at=at, filename=f"{file_id}.jsonl", purpose="batch_output"
         ).response()
     return (await asyncio.to_thread(service.uploads.find, file_id)).response()
@@ -95,13 +93,13 @@ async def get_file_content(service: Service, file_id: JobId) -> Response:
 
 @router.delete(
     "/{file_id}",
-    response_model=batch_schemas.FileDeleted,
+    response_model=server_schemas.FileDeleted,
     responses=responses(400, 404),
     summary="Delete an uploaded file",
 )
 async def delete_file(service: Service, file_id: JobId) -> Response:
     await asyncio.to_thread(service.uploads.remove, file_id)
-    return batch_schemas.FileDeleted(id=file_id).response()
+    return server_schemas.FileDeleted(id=file_id).response()
 
 
 def uploaded_batch(content: bytes, *, most_bytes: int) -> dict[str, Any] | None:
@@ -122,7 +120,7 @@ async def create_of_upload(
 
     Raises: ApiError if no request is valid.
     """
-    asked_for = checked(batch_schemas.BatchRequest, values)
+    asked_for = checked(server_schemas.BatchRequest, values)
     content = await asyncio.to_thread(service.uploads.content, asked_for.input_file_id)
     lines, failures = await asyncio.to_thread(
         batch_lines,
@@ -145,7 +143,7 @@ async def create_of_upload(
         if not jobs:
             texts = [f"line {failure.line}: {failure.message}" for failure in failures[:5]]
             raise ApiError(400, "; ".join(texts) or "no requests in the file", param="input_file_id")
-        service.uploads.note_batch(batch_id, batch_schemas.BatchInput(request=asked_for, failures=failures))
+        service.uploads.note_batch(batch_id, server_schemas.BatchInput(request=asked_for, failures=failures))
         return jobs
 
     try:
@@ -158,7 +156,7 @@ async def create_of_upload(
     return taken_id
 
 
-def upload_fields(row: BatchRow, made_of: batch_schemas.BatchInput) -> dict[str, Any]:
+def upload_fields(row: BatchRow, made_of: server_schemas.BatchInput) -> dict[str, Any]:
     has_ended, num_failed = row.completed_at is not None, row.failed + row.cancelled + len(made_of.failures)
     return {
         **made_of.request.model_dump(),
@@ -176,7 +174,7 @@ def _batch_of(file_id: str) -> str | None:
 
 def _ended_batch(
     service: JobService, batch_id: str, file_id: str
-) -> tuple[BatchRow, batch_schemas.BatchInput]:
+) -> tuple[BatchRow, server_schemas.BatchInput]:
     row, made_of = service.batch(batch_id), service.uploads.batch(batch_id)
     if row is None or made_of is None or row.completed_at is None:
         raise no_file(file_id)
@@ -184,7 +182,7 @@ def _ended_batch(
 
 
 async def _results(
-    service: JobService, batch_id: str, made_of: batch_schemas.BatchInput, *, of_errors: bool
+    service: JobService, batch_id: str, made_of: server_schemas.BatchInput, *, of_errors: bool
 ) -> AsyncGenerator[bytes]:
     """Lines of results, or of errors; a request with several pictures is one line."""
     requests: dict[str, list[StoredJob]] = {}
@@ -198,7 +196,7 @@ async def _results(
         error = schemas.JobFailure(code=failure.code or "invalid_request", message=failure.message)
         name = f"{batch_id}_line_{failure.line}"
         yield (
-            batch_schemas.LineResult(id=name, custom_id=failure.custom_id, error=error)
+            server_schemas.LineResult(id=name, custom_id=failure.custom_id, error=error)
             .model_dump_json()
             .encode()
             + b"\n"
@@ -207,13 +205,13 @@ async def _results(
 
 async def _result(
     service: JobService, custom_id: str, jobs: list[StoredJob], endpoint: schemas.BatchEndpoint
-) -> batch_schemas.LineResult:
+) -> server_schemas.LineResult:
     name = f"batch_req_{jobs[0].facts.id}"
     records = [service.served(stored).job() for stored in jobs]
     failed = next((job for job in records if job.status != "completed"), None)
     if failed is not None:
         error = failed.error or schemas.JobFailure(code=failed.status, message=failed.status)
-        return batch_schemas.LineResult(id=name, custom_id=custom_id, error=error)
+        return server_schemas.LineResult(id=name, custom_id=custom_id, error=error)
     try:
         body: schemas.Video | picture_schemas.ChatCompletion | picture_schemas.Images
         if endpoint == "/v1/videos":
@@ -224,7 +222,7 @@ async def _result(
             body = images(service, jobs, [await image_content(service, stored) for stored in jobs])
     except ApiError as gone:
         error = schemas.JobFailure(code=gone.code or "file_gone", message=gone.message)
-        return batch_schemas.LineResult(id=name, custom_id=custom_id, error=error)
-    return batch_schemas.LineResult(
-        id=name, custom_id=custom_id, response=batch_schemas.LineResponse(request_id=name, body=body)
+        return server_schemas.LineResult(id=name, custom_id=custom_id, error=error)
+    return server_schemas.LineResult(
+        id=name, custom_id=custom_id, response=server_schemas.LineResponse(request_id=name, body=body)
     )

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from gfgen.server.http.bodies import Body, documented, json_body, read_body, read_model, request_key
-from gfgen.server.http.keys import Access
+from gfgen.server.http.guard import Access
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import RequestedJob, video_job
@@ -20,8 +20,7 @@ from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import JobFacts, StoredJob
 from gfgen.server.protocol import schemas
-from gfgen.server.protocol.problems import ApiError, responses
-from gfgen.server.protocol.validation import opened
+from gfgen.server.protocol.problems import ApiError, opened, responses
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", ServedJob, StoredJob)
@@ -48,7 +47,7 @@ Variant = Annotated[
 
 Purge = Annotated[bool, Query(description="Remove the job even if it was cancelled.")]
 
-_CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
+_CREATE = responses(400, 404, 413, 422, 429, 503, 507)
 
 
 @videos.post(
@@ -82,15 +81,6 @@ async def create_video_and_wait(request: Request, service: Service) -> Response:
     ids, _ = await _take_video(request, service, body)
     await results(request, service, ids)
     return _file(service, _completed(service, ids[0]))
-
-
-@videos.post("/{job_id}/remix", include_in_schema=False)
-@videos.post("/edits", include_in_schema=False)
-@videos.post("/extensions", include_in_schema=False)
-@videos.post("/characters", include_in_schema=False)
-@videos.get("/characters/{job_id}", include_in_schema=False)
-async def change_video() -> Response:
-    raise ApiError(501, "videos are made from text and a picture: POST /v1/videos", code="not_supported")
 
 
 @videos.get("", response_model=schemas.VideoList, responses=responses(400), summary="List videos")
@@ -208,7 +198,7 @@ _CANCEL = responses(400, 404, 503, 507)
 @jobs.post(
     "/{job_id}",
     response_model=schemas.Job,
-    responses=responses(400, 404, 408, 409, 413, 503, 507),
+    responses=responses(400, 404, 409, 413, 503, 507),
     openapi_extra=json_body(schemas.JobChange),
     summary="Change the priority of a job",
 )

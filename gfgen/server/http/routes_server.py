@@ -10,8 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from gfgen.errors import OutputError, PolicyError
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.server.http.bodies import json_body, read_model
-from gfgen.server.http.guard import COOKIE
-from gfgen.server.http.keys import slow_down
+from gfgen.server.http.guard import COOKIE, slow_down
 from gfgen.server.http.routes_jobs import Service
 from gfgen.server.http.streams import state_stream
 from gfgen.server.jobs.prometheus import CONTENT_TYPE
@@ -124,7 +123,7 @@ async def get_policy(service: Service) -> Response:
 @router.post(
     "/v1/policy",
     response_model=server_schemas.PolicyState,
-    responses=responses(400, 408, 413, 503),
+    responses=responses(400, 413, 503),
     openapi_extra=json_body(server_schemas.PolicyRequest),
     summary="Change the policy",
 )
@@ -168,7 +167,7 @@ async def follow_state(request: Request, service: Service) -> Response:
     "/v1/session",
     status_code=204,
     response_class=Response,
-    responses=responses(400, 408, 413),
+    responses=responses(400, 413),
     openapi_extra=json_body(server_schemas.SessionRequest),
     summary="Exchange the key for a cookie",
 )

@@ -25,10 +25,9 @@ from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, num_pictures
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.jobs.store import JobFacts, NewJob
-from gfgen.server.protocol import batch_schemas, picture_schemas, schemas, server_schemas
+from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import ApiError, refused
-from gfgen.server.protocol.validation import checked, opened
+from gfgen.server.protocol.problems import ApiError, checked, opened, refused
 
 _NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos or /v1/jobs"
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
@@ -221,13 +220,13 @@ def batch_lines(
     models: Sequence[server_schemas.ServedModel],
     max_lines: int,
     is_strict: bool,
-) -> tuple[list[list[RequestedJob]], list[batch_schemas.LineFailure]]:
+) -> tuple[list[list[RequestedJob]], list[server_schemas.LineFailure]]:
     """The jobs of each valid line of an uploaded file of OpenAI's requests, and the other lines.
 
     Raises: ApiError if there are more lines than that.
     """
     lines: list[list[RequestedJob]] = []
-    failures: list[batch_schemas.LineFailure] = []
+    failures: list[server_schemas.LineFailure] = []
     first_lines: dict[str, int] = {}
     for number, text in enumerate(io.BytesIO(content), start=1):
         if not text.strip():
@@ -236,7 +235,7 @@ def batch_lines(
             raise ApiError(413, f"the file has more than {max_lines:,} requests: split it")
         custom_id = None
         try:
-            line = checked(batch_schemas.BatchLine, _json_object(text))
+            line = checked(server_schemas.BatchLine, _json_object(text))
             custom_id = line.custom_id
             if (first := first_lines.setdefault(custom_id, number)) != number:
                 raise ApiError(400, f"custom_id: also on line {first}; give each its own", param="custom_id")
@@ -255,8 +254,8 @@ def batch_lines(
     return lines, failures
 
 
-def line_failure(error: ApiError, *, line: int, custom_id: str | None) -> batch_schemas.LineFailure:
-    return batch_schemas.LineFailure(custom_id=custom_id, line=line, code=error.code, message=error.message)
+def line_failure(error: ApiError, *, line: int, custom_id: str | None) -> server_schemas.LineFailure:
+    return server_schemas.LineFailure(custom_id=custom_id, line=line, code=error.code, message=error.message)
 
 
 def _json_object(text: bytes) -> dict[str, Any]:

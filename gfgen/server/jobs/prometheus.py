@@ -23,7 +23,7 @@ from gfgen.runtime.core.events import RankTimes
 from gfgen.server.jobs.served_job import ServedJob
 
 if TYPE_CHECKING:
-    from gfgen.server.jobs.mirror import RunMirror
+    pass
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CLASSES = 32
@@ -40,7 +40,7 @@ class ServerMetrics(Collector):
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the size of the output
         self.registry = CollectorRegistry()
-        self.mirror: RunMirror | None = None
+        self.mirror: Any = None  # the RunMirror, which imports this module
         self._classes: set[str] = set()
         own = self.registry
         by_class, by_rank = ["model", "class"], ["rank", "node"]

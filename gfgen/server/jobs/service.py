@@ -18,13 +18,13 @@ from typing import Any
 
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.jobs import job_requests
+from gfgen.server.jobs.files import Uploads
 from gfgen.server.jobs.folder import JobFolder
 from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.previews import Previews
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.store import BatchRow, Ending, KeyTakenError, RequestKey, Store, StoredJob
-from gfgen.server.jobs.uploads import Uploads
 from gfgen.server.jobs.webhooks import check_webhook
 from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits

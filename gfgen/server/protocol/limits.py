@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
+
+from gfgen.errors import InputError
+
+logger = logging.getLogger(__name__)
+
 
 BACKLOG = 2048
 """Connections that may wait in the kernel to be accepted."""
@@ -18,17 +26,11 @@ class ServerLimits:
     streams: int = 256
     """Concurrent event streams; beyond it: 429."""
     connections: int = 2048
-    """Beyond it: 503; far beyond it connections are closed. Lower if the system grants fewer descriptors."""
-    connections_per_address: int = 512
-    """Beyond it new connections of the same address are closed."""
+    """Beyond it: 503. Lower if the system grants fewer descriptors."""
     body_bytes: int = 64_000_000
     """Size of one request with its picture; beyond it: 413."""
     json_bytes: int = 2**20
     """Size of one request without its picture, except for job files; beyond it: 413."""
-    header_s: float = 15.0
-    body_s: float = 120.0
-    unread_s: float = 60.0
-    """Timeout for a client that does not read what it was sent."""
     wrong_key_s: float = 1.0
     link_s: float = 86400.0
     waiting_s: float = 3600.0
@@ -62,3 +64,46 @@ class ApiOptions:
     @property
     def root_path(self) -> str:
         return self.path_prefix or urlsplit(self.public_url or "").path.rstrip("/")
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+_MIN_CHARS = 8
+_GOOD = "'openssl rand -hex 24' makes a good key"
+
+
+def check_key(key: str, *, where: str) -> None:
+    if len(key) < _MIN_CHARS:
+        raise InputError(f"{where}: give at least {_MIN_CHARS} characters; {_GOOD}")
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise InputError(
+            f"{where}: give printable ASCII without spaces at its ends, since it is sent in a header; {_GOOD}"
+        )
+
+
+def read_keys(path: Path) -> dict[str, str]:
+    """The keys of a file by name: a line has a name and a key. Blank lines and # comments are skipped.
+
+    Raises: InputError that names the first wrong line, but no key.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        is_open = bool(path.stat().st_mode & 0o044)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--key-file {path}: cannot be read ({error})") from None
+    keys: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, _, key = line.strip().partition(" ")
+        where = f"--key-file {path}: line {number}"
+        if not _NAME.fullmatch(name) or not key.strip():
+            raise InputError(f"{where}: give a name (letters, digits, . _ -) and a key, with a space between")
+        check_key(key.strip(), where=where)
+        if name in keys or key.strip() in keys.values():
+            raise InputError(f"{where}: its name or key is also on an earlier line; give each key its own")
+        keys[name] = key.strip()
+    if not keys:
+        raise InputError(f"--key-file {path}: has no keys; give a name and a key on each line")
+    if is_open:
+        logger.warning("--key-file %s: other users of this machine can read it; chmod 600 it", path)
+    return keys

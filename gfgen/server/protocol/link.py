@@ -45,8 +45,6 @@ HEADER_BYTES = _HEADER.size
 class FrontSettings:
     output_dir: Path
     api_key: str | None
-    is_loopback: bool
-    """Only this machine can connect; then foreign Host headers are refused."""
     limits: ServerLimits
     version: str
     api: ApiOptions = field(default_factory=ApiOptions)

@@ -261,7 +261,7 @@ class Generation(RequestModel):
 
 
 class OpenRequest(Generation):
-    """Base of the requests that clients of other servers send. Without `--strict`, validation.py removes
+    """Base of the requests that clients of other servers send. Without `--strict`, problems.py removes
     unknown fields first; `extra_args` and `extra_body` hold more fields."""
 
     user: Unused = None

@@ -6,8 +6,9 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from gfgen.job.reader import JobSource
 from gfgen.system.wording import counted, in_words, on_clock
 
 ENDED = ("ended", "stopped", "killed")
@@ -20,7 +21,7 @@ BAR = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RunStatus:
     """Times are Unix times. The rows have the keys of the live record (session/live.py)."""
 
     target: str
@@ -156,3 +157,30 @@ def _clock(moment: float, now: float) -> str:
     """The time of day, with the date if that is another one."""
     then, today = time.localtime(moment), time.localtime(now)
     return time.strftime("%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d %H:%M", then)
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    ids: Sequence[str]
+    num_cancelled: int
+    unmatched: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    num_jobs: int
+    text: str
+    problems: Sequence[str] = ()
+    answer: Any = None
+
+
+class Target(Protocol):
+    def status(self) -> RunStatus:
+        """Raises: InputError if there is no run or server."""
+        ...
+
+    def cancel(self, patterns: Sequence[str]) -> Cancelled:
+        """Cancel the open jobs whose id is one of these, or matches a pattern."""
+        ...
+
+    def submit(self, source: JobSource) -> Submitted: ...

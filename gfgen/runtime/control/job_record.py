@@ -1,0 +1,377 @@
+"""A job that has not ended: how far it is, what went wrong, and the batch whose steps it shares.
+
+A batch consists of jobs that follow each other in the file, arrive at once, and are equal in all but prompts,
+seeds and files. Each is encoded, prepared, decoded and written by itself, and has its own state, records and
+failures. Only their steps go together, as dispatches with consecutive numbers on one rank, each of which
+takes an equal part of the time. Policies see one job of a batch, the leader, when all others have come as
+far.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gfgen.graph import FIRST_STEP, Stage, Task
+from gfgen.layout import Layout
+from gfgen.runtime.control.ranks import Flight
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.dispatch import NOTHING_GIVEN_UP, GivenUp
+from gfgen.runtime.core.events import TaskDone
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.ipc.content import Content, NamedContent
+from gfgen.runtime.predict.cost import CostClass, CostModel
+from gfgen.snapshot import JobView
+
+logger = logging.getLogger(__name__)
+
+MAX_TASK_FAILURES = 2
+"""A task that fails this often fails its job."""
+MAX_LOST_WORKERS = 3
+"""A job under which this many workers died fails."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a job is, and where the input of its next task is."""
+
+    next_index: int = 0
+    holder: Layout | None = None
+    """The layout that holds that input, or will when its producer ends."""
+    is_held: bool = False
+    """All ranks of the holder have lived since: what a rank holds dies with its process."""
+    producer: int | None = None
+    """The dispatch that makes that input."""
+    last_completed: int | None = None
+    last_ended_s: float = 0.0
+    """When the last completed dispatch ended."""
+    made_latents: int | None = None
+    """The dispatch that made the last latents, which are in the slab until the job ends."""
+
+    def begin(self, index: int, layout: Layout, number: int) -> None:
+        """A dispatch makes the output of this task on this layout."""
+        self.next_index, self.producer = index + 1, number
+        self.holder, self.is_held = layout, True
+
+    def complete(self, number: int, ended_s: float, *, is_decode: bool) -> None:
+        self.last_completed, self.last_ended_s = number, ended_s
+        if not is_decode:
+            self.made_latents = number
+
+    def go_back(self, index: int, producer: int | None) -> None:
+        """Run this task again, from what the producer has left in the slab."""
+        self.next_index = min(self.next_index, index)
+        self.holder, self.producer = None, producer
+
+
+@dataclass(slots=True)
+class Trouble:
+    """What went wrong with a job."""
+
+    warnings: list[str] = field(default_factory=list)
+    failures: Counter[int] = field(default_factory=Counter)
+    """By task."""
+    num_lost_workers: int = 0
+    doom: str | None = None
+    """Why the job fails as soon as nothing of it is in flight."""
+    is_cancelled: bool = False
+    """That is because nobody wants it any more."""
+
+    def fail(self, reason: str) -> None:
+        """The first reason counts."""
+        self.doom = self.doom or reason
+
+
+@dataclass(slots=True)
+class Usage:
+    """What the ranks did for a job."""
+
+    started_s: float | None = None
+    busy_s: float = 0.0
+    rank_s: float = 0.0
+    """Seconds of each of its ranks: GPU-seconds."""
+    first_uses_s: float = 0.0
+    """The part of `busy_s` in tasks that were the first of their kind."""
+    peak_bytes: int | None = None
+    """The most that torch had allocated on one of its GPUs."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds by stage."""
+    layouts: list[str] = field(default_factory=list)
+    """As text, in the order of use, without repeats in a row."""
+    last_layout: Layout | None = None
+    written: Content | None = None
+    """Its file, once that is there."""
+    files: tuple[NamedContent, ...] = ()
+    """All of them, if there are several."""
+    made: tuple[int, int, int] | None = None
+    """Frames, height and width of each, if only the decode knew them."""
+    given_up: GivenUp = NOTHING_GIVEN_UP
+    batch: int = 1
+    """The most jobs that its steps were computed with, itself included."""
+
+    def add(self, stage: Stage, layout: Layout, event: TaskDone, *, busy_s: float, rank_s: float) -> None:
+        if self.started_s is None:
+            self.started_s = event.started_s
+        self.busy_s += busy_s
+        self.rank_s += rank_s
+        self.first_uses_s += busy_s if event.is_first_use else 0.0
+        if peaks := [each.peak_bytes for each in event.times if each.peak_bytes is not None]:
+            self.peak_bytes = max(self.peak_bytes or 0, *peaks)
+        self.timings[stage] = self.timings.get(stage, 0.0) + busy_s
+        if self.last_layout != layout:
+            self.last_layout = layout
+            self.layouts.append(str(layout))
+
+    def give_up(self, task: Task, *, late_s: float) -> None:
+        """A policy had a step reused of a job that would have been this late without."""
+        assert task.step is not None
+        why = self.given_up.why
+        if why is None:
+            late = f"it was predicted to end {late_s:.1f} s late"
+            reason = late if late_s > 0 else "other jobs were likely to make it late"
+            why = f"from step {task.step + 1} on, when {reason}"
+        self.given_up = GivenUp(tuple(sorted({*self.given_up.steps, task.step})), why)
+
+
+@dataclass(slots=True, eq=False)
+class JobRecord:
+    """A job that has not ended."""
+
+    job: AdmittedJob
+    cost_class: CostClass
+    arrival_s: float
+    deadline_s: float
+    """Infinity without a deadline."""
+    job_id: str = field(init=False)
+    model: str = field(init=False)
+    loras: str = field(init=False)
+    """Of the job, as a text by which they are compared."""
+    owner: str | None = field(init=False)
+    num_tasks: int = field(init=False)
+    batch: list[JobRecord] = field(init=False)
+    """The jobs that take their steps together with this one, which is one of them; the list is theirs."""
+    arrived: bool = False
+    flights: list[Flight] = field(default_factory=list)
+    """Its dispatches that have not ended: a running task and a queued one at most."""
+    progress: Progress = field(default_factory=Progress)
+    trouble: Trouble = field(default_factory=Trouble)
+    usage: Usage = field(default_factory=Usage)
+    _next_task: Task | None = None
+    _view: JobView | None = None
+    _view_version: int = 0
+
+    def __post_init__(self) -> None:
+        self.job_id, self.num_tasks = self.job.job_id, self.job.trajectory.num_tasks
+        spec = self.job.spec
+        self.model, self.owner = spec.model or "", spec.owner
+        self.batch = [self]
+        self.loras = json.dumps(spec.lora, sort_keys=True) if spec.lora else ""
+
+    @property
+    def first_open_index(self) -> int:
+        """The first task that has not ended."""
+        return min([self.progress.next_index, *(flight.dispatch.task.index for flight in self.flights)])
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether its frames are made, and its file is being written."""
+        return self.progress.next_index == self.num_tasks and not self.flights
+
+    @property
+    def next_task(self) -> Task:
+        """The task at `next_index`, which is not past the last one."""
+        task, index = self._next_task, self.progress.next_index
+        if task is None or task.index != index:
+            task = self._next_task = self.job.trajectory.task(index)
+        return task
+
+    def merges_loras(self, stage: Stage) -> bool:
+        """Whether tasks of this stage need the job's LoRAs, and no others, in the weights."""
+        # Calls of general pipelines may have LoRAs in their text encoders.
+        return stage is Stage.DENOISE or (self.job.has_nominal_flops and stage is not Stage.REUSE)
+
+    @property
+    def times_out_s(self) -> float:
+        """When its time is up; infinity without a timeout."""
+        timeout_s = self.job.spec.timeout_s
+        return math.inf if timeout_s is None else self.arrival_s + timeout_s
+
+    def time_out(self) -> None:
+        assert self.job.spec.timeout_s is not None
+        self.trouble.fail(timed_out_after(self.job.spec.timeout_s))
+
+    def view(self, costs: CostModel) -> JobView:
+        """What policies see of it; a new one when that, or the predictions, have changed."""
+        task, view = self.next_task, self._view
+        is_same = view is not None and view.next_task is task and view.last_layout is self.progress.holder
+        job, cost_class = self.job, self.cost_class
+        if view is not None and is_same and self._view_version == cost_class.version:
+            return view
+        spec, trajectory = job.info.spec, job.trajectory
+        num_reused = trajectory.num_reused_from(task.index) if trajectory.reused else 0
+        remaining_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reused)
+        num_reusable, saving_s = 0, 0.0
+        if trajectory.reusable:
+            num_reusable = trajectory.num_reusable_from(task.index)
+            least_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reusable)
+            saving_s = max(0.0, remaining_s - least_s)
+        self._view_version = cost_class.version
+        self._view = JobView(
+            job_id=self.job_id,
+            tag=spec.tag,
+            model=self.model,
+            arrival_s=self.arrival_s,
+            deadline_s=self.deadline_s,
+            precedence=-spec.priority,
+            next_task=task,
+            num_tasks=self.num_tasks,
+            remaining_s=remaining_s,
+            last_layout=self.progress.holder,
+            uses_cfg=job.uses_cfg and cost_class.batch == 1,
+            max_sequence_degree=job.max_sequence_degree if cost_class.batch == 1 else 1,
+            shape=cost_class.kind,
+            max_ulysses_degree=job.max_ulysses_degree,
+            max_decode_degree=job.max_decode_degree,
+            arrangement=costs.arrangement(cost_class),
+            loras=self.loras,
+            switch_s=costs.switch_s(cost_class),
+            owner=self.owner,
+            num_reused=len(trajectory.reused),
+            num_reusable=num_reusable,
+            saving_s=saving_s,
+            may_reuse=num_reusable > 0 and trajectory.may_reuse(task.index),
+            write_s=cost_class.write_s,
+        )
+        return self._view
+
+    def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:
+        usage, trouble, trajectory = self.usage, self.trouble, self.job.trajectory
+        num_reused = len(trajectory.reused) - trajectory.num_reused_from(self.first_open_index)
+        return JobOutcome(
+            info=self.job.info,
+            status="done" if error is None else "cancelled" if trouble.is_cancelled else "failed",
+            arrival_s=self.arrival_s,
+            started_s=usage.started_s,
+            ended_s=ended_s,
+            deadline_s=None if self.deadline_s == math.inf else self.deadline_s,
+            busy_s=usage.busy_s,
+            rank_s=usage.rank_s,
+            first_uses_s=usage.first_uses_s,
+            peak_bytes=usage.peak_bytes,
+            layouts=tuple(usage.layouts),
+            error=error,
+            warnings=tuple(trouble.warnings),
+            timings=dict(usage.timings),
+            written=usage.written,
+            files=usage.files,
+            made=usage.made,
+            num_reused=num_reused + len(usage.given_up.steps),
+            why_reused=usage.given_up.why,
+            batch=usage.batch,
+        )
+
+    def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:
+        """Go back to a failed task; what is queued on its output is void and ends by itself."""
+        task, number = flight.dispatch.task, flight.dispatch.number
+        for queued in [other for other in self.flights if other.dispatch.number > number]:
+            queued.failure, queued.is_void = "its input failed", True
+        if is_lost or not flight.is_void:
+            self.blame(task, reason, is_lost=is_lost)
+        # A task that fails early may do so before its producer has reported.
+        under_way = [other.dispatch.number for other in self.flights if other.dispatch.number < number]
+        self.progress.go_back(task.index, under_way[0] if under_way else self.progress.last_completed)
+
+    def lose_frames(self, reason: str, *, is_lost: bool) -> None:
+        """The decode runs again, from latents in the slab."""
+        progress = self.progress
+        progress.last_completed = progress.made_latents
+        progress.go_back(self.num_tasks - 1, progress.made_latents)
+        self.blame(self.next_task, reason, is_lost=is_lost)
+
+    def blame(self, task: Task, reason: str, *, is_lost: bool) -> None:
+        """Count a failure of a task, or the death of a worker that ran it; too many fail the job."""
+        trouble, name = self.trouble, self.job.trajectory.name_of(task)
+        what = "lost its worker" if is_lost else "failed"
+        logger.warning("job %s: %s %s: %s", self.job_id, name, what, reason)
+        trouble.warnings.append(f"{name} {what} ({reason})")
+        trouble.num_lost_workers += is_lost
+        trouble.failures[task.index] += not is_lost
+        if trouble.num_lost_workers >= MAX_LOST_WORKERS:
+            trouble.fail(f"{trouble.num_lost_workers} workers died under it: {reason}")
+        if trouble.failures[task.index] >= MAX_TASK_FAILURES:
+            trouble.fail(f"{name}: {reason}")
+
+    def check(self) -> None:
+        numbers = [flight.dispatch.number for flight in self.flights]
+        assert numbers == sorted(numbers), f"job {self.job_id}: dispatches {numbers} out of order"
+        assert len(numbers) <= 2, f"job {self.job_id} has {len(numbers)} tasks under way"
+        assert 0 <= self.progress.next_index <= self.num_tasks, f"job {self.job_id}: {self.progress}"
+
+
+def timed_out_after(timeout_s: float) -> str:
+    """Why a job fails whose time is up."""
+    return f"timed out {timeout_s:g} s after its arrival"
+
+
+_OF_ONE_JOB: dict[str, Any] = dict.fromkeys(
+    ("negative_prompt", "seed", "tag", "output", "format", "quality", "fps", "line")
+)
+
+
+@dataclass(slots=True)
+class Forming:
+    """Puts jobs into batches, in the order in which they are added."""
+
+    size: int
+    _last: list[JobRecord] = field(default_factory=list)
+
+    def add(self, record: JobRecord) -> None:
+        """Let a job join the batch of the job before it, or begin one of its own."""
+        if self.size == 1 or not record.job.can_join_batch:
+            self._last = []
+        elif self._last and len(self._last) < self.size and _are_alike(record, self._last[-1]):
+            self._last.append(record)
+            record.batch = self._last
+        else:
+            self._last = record.batch
+
+
+def is_to_wait(record: JobRecord) -> bool:
+    """Whether the next task of a job is a step of a batch, and the job does not stand for the batch in it.
+
+    The first job of those that are least far does, once nothing of them runs and all have come to a step.
+    """
+    if not takes_steps_together(record):
+        return False
+    index = min(each.first_open_index for each in record.batch)
+    at_step = [each for each in record.batch if each.first_open_index == index]
+    return record is not at_step[0] or any(each.flights for each in at_step)
+
+
+def takes_steps_together(record: JobRecord) -> bool:
+    """Whether the next task of a job is a step of a batch."""
+    return len(record.batch) > 1 and FIRST_STEP <= record.progress.next_index < record.num_tasks - 1
+
+
+def batch_peers(record: JobRecord) -> Sequence[JobRecord]:
+    """The other jobs that take the next step of a batch together with its leader."""
+    if not takes_steps_together(record):
+        return ()
+    index = record.progress.next_index
+    return [each for each in record.batch if each is not record and each.progress.next_index == index]
+
+
+def _are_alike(record: JobRecord, other: JobRecord) -> bool:
+    """Whether two jobs differ in nothing that shapes their steps, or says when they run."""
+    own = (record.job.checkpoint, record.job.shape, record.arrival_s, record.deadline_s)
+    its = (other.job.checkpoint, other.job.shape, other.arrival_s, other.deadline_s)
+    return own == its and _what_counts(record.job) == _what_counts(other.job)
+
+
+def _what_counts(job: AdmittedJob) -> object:
+    return replace(job.spec, id="", prompt="", **_OF_ONE_JOB)
