@@ -28,6 +28,7 @@ from gfgen.errors import InputError, Problem
 from gfgen.job.formats import SUFFIXES
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
 from gfgen.job.reader import JobSource
+from gfgen.models.ahead.places import environment_of_others
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.metrics import Summary
@@ -394,7 +395,7 @@ def run_hook(option: str, command: str, variables: Mapping[str, str], *, limit_s
         try:
             process = subprocess.Popen(
                 ["/bin/sh", "-c", command],
-                env={**os.environ, **values},
+                env={**environment_of_others(), **values},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

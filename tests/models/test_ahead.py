@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.kernel_list import made_list
 from gfgen.gfc.cuda import compiler
-from gfgen.models.ahead import compiling
+from gfgen.models.ahead import compiling, places
 from gfgen.models.ahead.compiling import EXCHANGES, outcomes
 from gfgen.models.ahead.listing import LIST, Uses, all_calls, needed
 from gfgen.models.ahead.places import compiler_dirs, pin_compilers
@@ -177,3 +177,15 @@ def test_triton_compiles_for_a_gpu_that_is_not_here(caches: Path, monkeypatch: p
     assert found(compiles=False) == {"missing": 2}
     monkeypatch.setenv("GFGEN_PREPARED", str(caches / "prepared"))
     assert found(compiles=False) == {"present": 2}
+
+
+def test_programs_of_others_keep_their_own_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook may run in an environment without gfgen, where Triton would not find our cache."""
+    for name in ("TRITON_CACHE_MANAGER", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_PTXAS_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    places.pin_compilers()
+    assert os.environ["TRITON_CACHE_MANAGER"] == places.STORE
+    assert "TRITON_CACHE_MANAGER" not in places.environment_of_others()
+    monkeypatch.setenv("TRITON_CACHE_MANAGER", "their:own")
+    assert places.environment_of_others()["TRITON_CACHE_MANAGER"] == "their:own"

@@ -45,6 +45,12 @@ def pin_compilers() -> None:
             os.environ.setdefault(name, str(value))
 
 
+def environment_of_others() -> dict[str, str]:
+    """This process's environment for programs that are not ours, whose Triton may be another one."""
+    ours = {("TRITON_CACHE_MANAGER", STORE), ("TRITON_PTXAS_PATH", str(_ptxas()))}
+    return dict(os.environ.items() - ours)
+
+
 def _ptxas() -> Path | None:
     """Triton's own."""
     spec = importlib.util.find_spec("triton")
