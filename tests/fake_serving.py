@@ -50,7 +50,7 @@ from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.runtime.predict.choosers import SwitchableChooser
+from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.server.bridge.run_bridge import RunBridge
@@ -249,7 +249,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         else:
             session = stack.enter_context(Session(chosen, pool=_pool(ranks, folder)))
         _ = session.signals
-        chooser = stack.enter_context(contextlib.closing(SwitchableChooser(None)))
+        chooser = stack.enter_context(contextlib.closing(ThreadedChooser(None)))
         bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
         supervisor = Supervisor(listener, chosen.front, bridge)
         supervisor.start()

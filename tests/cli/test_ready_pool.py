@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gfgen.gfc.cuda import compiler
 from gfgen.runtime.core.devices import Devices, Gpu
 from gfgen.session import ranks
 from gfgen.session.ranks import Ranks, ready_pool
@@ -28,7 +29,7 @@ def test_workers_are_told_how_many_gpus_they_share_and_what_each_may_use(monkeyp
         return contextlib.nullcontext(SimpleNamespace(living=[]))
 
     monkeypatch.setattr(ranks, "WorkerPool", note)
-    monkeypatch.setattr(ranks.compiler, "kept", list)
+    monkeypatch.setattr(compiler, "kept", list)
     shared = Devices("cuda", 4, (Gpu("NVIDIA H200", 100),) * 2, ranks_per_gpu=2)
     with contextlib.closing(SignalPipe()) as signals, ready_pool([Path("model")], Ranks(shared), signals):
         pass
@@ -43,7 +44,7 @@ def test_the_first_start_on_gpus_says_that_it_compiles(caplog, monkeypatch, kind
     monkeypatch.setattr(
         ranks, "WorkerPool", lambda *_, **options: contextlib.nullcontext(SimpleNamespace(living=[]))
     )
-    monkeypatch.setattr(ranks.compiler, "kept", lambda: [] if is_first else [Path("kernels.cubin")])
+    monkeypatch.setattr(compiler, "kept", lambda: [] if is_first else [Path("kernels.cubin")])
     caplog.set_level("INFO", "gfgen")
     with (
         contextlib.closing(SignalPipe()) as signals,
