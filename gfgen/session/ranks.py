@@ -96,6 +96,24 @@ class Ranks:
         words += ["--offload"] if self.is_offloaded else []
         return (*words, *([] if self.has_graphs or self.is_offloaded else ["--no-graphs"]))
 
+    @property
+    def settings(self) -> RankSettings:
+        devices = self.devices
+        return RankSettings(
+            num_ranks=self.num_ranks,
+            device=devices.kind,
+            num_gpus=len(devices.gpus),
+            islands=devices.islands,
+            memory_limit=devices.rank_limit,
+            has_random_weights=self.has_random_weights,
+            vae_dtype=self.vae_dtype,
+            precision=self.precision,
+            attention=self.attention,
+            has_graphs=self.has_graphs,
+            is_offloaded=self.is_offloaded,
+            trusts_code=self.trusts_code,
+        )
+
     def step_times(self) -> StepTimes:
         """How long steps take at least, by this machine's profile."""
         found = find_profile(self.profiled_as)
@@ -217,19 +235,8 @@ def ready_pool(
         logger.info(
             "only GPUs with peer access can share a step: %s", "; ".join(str(list(i)) for i in islands)
         )
-    settings = RankSettings(
-        num_ranks=ranks.num_ranks,
-        device=ranks.devices.kind,
-        num_gpus=len(ranks.devices.gpus),
-        islands=islands,
-        memory_limit=ranks.devices.rank_limit,
-        has_random_weights=ranks.has_random_weights,
-        vae_dtype=ranks.vae_dtype,
-        precision=ranks.precision,
-        attention=ranks.attention,
-        has_graphs=ranks.has_graphs,
-        is_offloaded=ranks.is_offloaded,
-        trusts_code=ranks.trusts_code,
+    settings = replace(
+        ranks.settings,
         kernels=kernels,
         lora_copies_on_host=tuple(map(str, lora_copies_on_host)),
         are_all_needed=are_all_needed,
@@ -241,18 +248,20 @@ def ready_pool(
             started = WorkerPool(settings, sorted(checkpoints), worker_main=worker_main, keep_fds=keep_fds)
         with started as pool:
             wait_ready(pool, signals)
-            total_s = time.monotonic() - began_s
-            rank_s, weights_s = max(
-                ((each.startup_s, each.weights_s) for each in pool.living), default=(0.0, 0.0)
-            )
+            ranks_s = time.monotonic() - began_s
             if ahead is not None:
                 with signals.interrupting("kernels were being compiled; nothing was started"):
                     ahead.wait()
-            kernels_s = time.monotonic() - began_s - total_s
-            text = "ready after %.1f s: imports %.1f, device %.1f, weights %.1f, other kernels %.1f"
-            device_s = max(0.0, rank_s - weights_s)
-            logger.info(text, total_s + kernels_s, total_s - rank_s, device_s, weights_s, kernels_s)
+            _tell_times(pool, ranks_s=ranks_s, total_s=time.monotonic() - began_s)
             yield pool
+
+
+def _tell_times(pool: WorkerPool, *, ranks_s: float, total_s: float) -> None:
+    """Log where the time of a start went: until the last rank was ready, and in all."""
+    rank_s, weights_s = max(((each.startup_s, each.weights_s) for each in pool.living), default=(0.0, 0.0))
+    parts = (ranks_s - rank_s, max(0.0, rank_s - weights_s), weights_s, total_s - ranks_s)
+    text = "ready after %.1f s: imports %.1f, device %.1f, weights %.1f, other kernels %.1f"
+    logger.info(text, total_s, *parts)
 
 
 def compile_ahead(

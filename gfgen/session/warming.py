@@ -82,7 +82,7 @@ def warm_ups(jobs: Iterable[AdmittedJob], degrees: Sequence[int]) -> tuple[WarmU
     """
     kinds: dict[object, AdmittedJob] = {}
     for job in sorted(jobs, key=_urgency):
-        kinds.setdefault(_kind_of(job), job)
+        kinds.setdefault(job.kind, job)
     examples = list(kinds.values())[:MAX_KINDS]
     least, *larger = degrees
     items = [*_items(examples, least, in_own_slot=True)]
@@ -116,12 +116,6 @@ def _urgency(job: AdmittedJob) -> tuple[float, ...]:
     spec = job.spec
     deadline_s = math.inf if spec.deadline_s is None else spec.deadline_s
     return spec.arrival_s, -spec.priority, deadline_s
-
-
-def _kind_of(job: AdmittedJob) -> object:
-    """Jobs that launch the same kernels: of one shape, with guidance or not, with an image or not."""
-    spec = job.spec
-    return job.checkpoint, job.shape, job.limits, spec.image is None, spec.reuse is None
 
 
 def _shortened(spec: JobSpec) -> JobSpec:

@@ -337,6 +337,7 @@ def test_every_kind_of_task_is_warmed_up_on_every_number_of_ranks(adapters: dict
             checkpoint=Path("tiny-qwen-image"),
             shape=job.start.shape,
             limits=limits,
+            kind=0,
             flops=dict.fromkeys(Stage, 1.0),
         )
         forwards, _ = forwards_of(adapters)

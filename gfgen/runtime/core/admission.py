@@ -78,6 +78,12 @@ class AdmittedJob:
         )
 
     @property
+    def kind(self) -> object:
+        """Equal for jobs whose tasks launch the same kernels."""
+        spec = self.spec
+        return self.checkpoint, self.shape, self.limits, spec.image is None, spec.reuse is None
+
+    @property
     def can_join_batch(self) -> bool:
         """Whether its steps can be computed together with those of equal jobs."""
         is_known = self.info.family.startswith(BATCH_FAMILIES)

@@ -43,7 +43,6 @@ from gfgen.runtime.ipc.messages import (
     TaskFault,
     TaskReport,
     TellMemory,
-    WarmedUp,
     WarmUp,
 )
 from gfgen.runtime.processes.child import GONE, Joined, Loaded, Lost, Phase, RankProcess, WriterProcess
@@ -99,8 +98,8 @@ class ProcessBackend:
             pool.listen(source)
         self._warm_ups: WarmUps | None = None
         """Chooses what ranks prepare between tasks for these jobs."""
-        self._kinds: set[tuple[Path, str]] = set()
-        """Checkpoints and shapes of all jobs so far."""
+        self._kinds: set[object] = set()
+        """Of all jobs so far."""
         self._names: dict[str, set[str]] = defaultdict(set)
         """By checkpoint: its models, unless their failure to load has been reported."""
         self._told: set[str] = set()
@@ -204,12 +203,10 @@ class ProcessBackend:
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Accept more jobs; workers get each of them before its first task."""
-        kinds = {(job.checkpoint, job.shape) for job in jobs} - self._kinds
-        if kinds and self._warm_ups is not None:
-            self._pool.prepare_later(
-                self._warm_ups([job for job in jobs if (job.checkpoint, job.shape) in kinds])
-            )
-        self._kinds |= kinds
+        new = [job for job in jobs if job.kind not in self._kinds]
+        if new and self._warm_ups is not None:
+            self._pool.prepare_later(self._warm_ups(new))
+        self._kinds |= {job.kind for job in new}
         self._memory.jobs |= {job.job_id: job for job in jobs}
         for job in jobs:
             self._names[str(job.checkpoint)].add(job.spec.model or "")
@@ -271,9 +268,6 @@ class ProcessBackend:
                 yield RankLoaded(now_s, source.rank, what.load_s)
             case Lost():
                 yield from self._worker_lost(source, what, now_s)
-            case WarmedUp() if what.reason is not None:
-                text = "%s: warming up: %s; its jobs run anyway"
-                logger.warning(text, source.name, what.reason)
             case MemoryUse():
                 self._memory_use[source.rank] = what
             case None if isinstance(source, SignalPipe):

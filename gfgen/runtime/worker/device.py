@@ -133,7 +133,7 @@ class Device:
         return iter(())
 
     def note_used(self, kinds: Collection[object]) -> bool:
-        """Remember kinds of tasks that have run here, in a warm-up too; whether one of them is new."""
+        """Remember kinds of tasks that have run here; whether one of them is new."""
         is_new = not self._used.issuperset(kinds)
         self._used.update(kinds)
         return is_new

@@ -26,8 +26,9 @@ from gfgen.runtime.worker.jobs import step_input
 
 MIN_REPLAYS = 5
 """Recording takes about as long as launching a forward once or twice, so it pays if a few steps follow."""
-_FIRST_STEPS = 3
-"""UniPC of order 2 corrects from the second step on, and solves a system of equations from the third on."""
+FIRST_STEPS = 3
+"""Those that launch other kernels than the one before: UniPC of order 2 corrects from the second step on, and
+solves a system of equations from the third on."""
 _ENOUGH_TO_REUSE = 2
 """Steps whose outputs a reused one needs."""
 MAX_KINDS = 1024
@@ -127,9 +128,8 @@ class Forwards:
             self._not_worth.add(kind.shape)
             return
         self.attach(kind.checkpoint)
-        start, unentered = work.job.start, self._unentered(work.message.layout)
-        inputs = [step_input(each.job) for each in works]
-        alone = None if unentered is None else rehearsal(unentered)
+        start, inputs = work.job.start, [step_input(each.job) for each in works]
+        unentered, alone = self._alone(work.message.layout)
         try:
             for step in _steps_of_experts(
                 start.trajectory.num_steps, start.spec.boundary_ratio, work.task.step or 0
@@ -162,8 +162,7 @@ class Forwards:
         shapes = (adapter.geometry.shape_key(spec), adapter.geometry.trajectory(spec).artifacts)
         yield
         for layout in self._layouts(message, message.degrees):
-            unentered = self._unentered(layout)
-            alone = None if unentered is None else rehearsal(unentered)
+            unentered, alone = self._alone(layout)
             with graphs.rehearsing(unentered):
                 self._rehearse_steps(adapter, StepInput(spec, prompt, condition, latents), alone)
             texts = adapter.text_shape(spec, prompt, layout)
@@ -171,9 +170,7 @@ class Forwards:
             self._seen(kind).num_gone = graphs.num_gone
             yield
         for layout in self._layouts(message, [(1, number, 1) for number in message.decodes]):
-            unentered = self._unentered(layout)
-            alone = None if unentered is None else rehearsal(unentered)
-            adapter.decode(spec, adapter.shortest(latents), parallel=alone)
+            adapter.decode(spec, adapter.shortest(latents), parallel=self._alone(layout)[1])
             yield
 
     def _rehearse_steps(self, adapter: Adapter, given: StepInput, parallel: Parallel | None) -> None:
@@ -183,7 +180,7 @@ class Forwards:
         """
         spec, latents = given.spec, given.latents
         num_steps = known(spec.steps)
-        for step in range(min(num_steps, _FIRST_STEPS if adapter.is_rehearsed else _ENOUGH_TO_REUSE)):
+        for step in range(min(num_steps, FIRST_STEPS if adapter.is_rehearsed else _ENOUGH_TO_REUSE)):
             if step == 0 or adapter.is_rehearsed or spec.reuse is not None:
                 latents = adapter.denoise(*given[:3], latents, step=step, parallel=parallel)
         for step in _steps_of_experts(num_steps, spec.boundary_ratio, 0)[1:]:
@@ -211,6 +208,11 @@ class Forwards:
         if len(self._kinds) > MAX_KINDS:
             self._kinds.popitem(last=False)
         return seen
+
+    def _alone(self, layout: Layout) -> tuple[Parallel | None, Parallel | None]:
+        """The ranks of a step before they meet, and this rank alone in place of them."""
+        unentered = self._unentered(layout)
+        return unentered, None if unentered is None else rehearsal(unentered)
 
     def _layouts(self, message: WarmUp, all_degrees: Iterable[tuple[int, int, int]]) -> Iterator[Layout]:
         """With this rank in each slot in turn, its own one first; the other ranks may be any."""

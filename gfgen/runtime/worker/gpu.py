@@ -60,7 +60,7 @@ from gfgen.runtime.worker.device import (
 )
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
-from gfgen.runtime.worker.forwards import Forwards, Kind
+from gfgen.runtime.worker.forwards import FIRST_STEPS, Forwards, Kind
 from gfgen.runtime.worker.jobs import Outline, Shipment, receive_state, sum_of
 from gfgen.runtime.worker.loop import Worker
 from gfgen.runtime.worker.memory import DeviceMemory
@@ -69,9 +69,6 @@ from gfgen.runtime.worker.staging import Staging
 
 logger = logging.getLogger(__name__)
 
-_FIRST_STEPS = 2
-"""The first steps differ from all later ones: UniPC of order 2 corrects from the second step on, and solves a
-system of equations from the third step on."""
 _SHORT_S = 0.25
 """A task that is expected to end sooner is launched as a whole: stopping it would gain nothing."""
 _NUM_SUMS = 64
@@ -225,8 +222,7 @@ class GpuDevice(Device):
     def warm_up(self, message: WarmUp) -> Iterator[None]:
         try:
             yield from self.forwards.warm_up(message)
-        except Exception as error:
-            self.exit_if_lost(error)
+        except Exception:
             torch.cuda.empty_cache()
             raise
 
@@ -449,7 +445,7 @@ def task_kinds(work: RankTask, rank: int, forward: Kind | None) -> frozenset[obj
     lengths of prompts. The first use of a LoRA takes memory, too, for factors and copies of weights.
     """
     start, loras = work.job.start, lora_kinds(work)
-    own = (*task_kind(work, rank), start.trajectory.artifacts, min(work.task.step or 0, _FIRST_STEPS))
+    own = (*task_kind(work, rank), start.trajectory.artifacts, min(work.task.step or 0, FIRST_STEPS - 1))
     merging = {(start.checkpoint, "LoRAs")} if loras else set()
     return frozenset({own} | merging | loras | ({forward} if forward is not None else set()))
 
