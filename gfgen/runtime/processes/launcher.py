@@ -49,7 +49,6 @@ class Launcher:
         pin_compilers()
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # users cannot act on their warnings
         os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-        os.environ.setdefault("HF_ENABLE_PARALLEL_LOADING", "YES")  # diffusers reads files of a model at once
         # Imports in the fork server ask whether CUDA is there. Without this they initialise it, and it does
         # not survive a fork; NVML does.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
