@@ -1,18 +1,24 @@
-"""`auto` beside the other policies on files without deadlines: simulated, or timed on two CPU ranks.
+"""`auto` beside the other policies on files without deadlines: simulated, or timed on ranks.
 
     python -m benchmarks.default_policy simulate
     python -m benchmarks.default_policy rounds
+    python -m benchmarks.default_policy gpus --ranks 2 --to found.jsonl
+    python -m benchmarks.default_policy gpus --ranks 2 --memory 80GB --only "8 Wan" --to found.jsonl
 
 `simulate` uses the profile of H200 that comes with gfgen, with and without a limit of memory. Its table says
 which of the other policies ends soonest, and has the least mean latency of those that end within 2% of it.
 `rounds` runs files with the built-in model under each policy in turn, from an empty cache of profiles and
 from one with the times of steps that `--alone` and `--pair` give. It prints the median over the rounds of the
-ratio of auto's time to each other policy's, from the first task to the last file.
+ratio of auto's time to each other policy's, from the first task to the last file. `gpus` runs the files that
+`simulate` knows with random weights, under the policies in turn: on ranks that stay, or, where models take
+turns, on new ranks for each run, with what earlier runs left in the caches. A first run is not counted.
+With --tiny it can be tried on CPU ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -20,7 +26,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +38,14 @@ from gfgen.cli.shown.prediction import SimulatedMemory
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob, admit
-from gfgen.runtime.simulate.simulation import simulate
+from gfgen.runtime.simulate.simulation import OutcomeRecorder, simulate
+from gfgen.session.ranks import AskedRanks
+from gfgen.session.session import Session, SessionOptions
 
 SAME_END = 1.02
 OTHERS = ("fcfs", "srtf", "edf", "triage,degree=1", "triage,degree=2", "triage,degree=4", "makespan")
 TIMED = ("fcfs", "srtf", "legacy,degree=1")
+TINY = {"qwen-image": "tiny-qwen-image", "wan2.2-ti2v-5b": "tiny-wan"}
 MIXED, VIDEOS = (512, 1024, 1536, 512), ((832, 480, 49), (832, 480, 81), (1280, 704, 81))
 
 
@@ -175,14 +186,82 @@ def rounds(number: int, *, alone_s: float, pair_s: float) -> None:
             print(f"{what}, {cache.name} profile: auto over {words}", flush=True)
 
 
+# GPUs -------------------------------------------------------------------------------------------------
+
+
+def run_on_ranks(session: Session, jobs: Sequence[AdmittedJob], policy: str) -> tuple[float, float]:
+    """Makespan and mean latency."""
+    watch = OutcomeRecorder()
+    with tempfile.TemporaryDirectory(dir=session.options.output_dir) as name:
+        options = replace(session.options, output_dir=Path(name), policy=load_policy(policy))
+        session.run(jobs, options=options, observers=[watch])
+    ends_s = [outcome.ended_s for outcome in watch.outcomes if outcome.status == "done"]
+    assert len(ends_s) == len(jobs), watch.outcomes
+    return max(ends_s), statistics.mean(ends_s)
+
+
+def on_gpus(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A result for each run, as it ends, until there is no time for another one as long as the last."""
+    ends_s = time.monotonic() + asked.limit
+    ranks = AskedRanks(ranks=asked.ranks, memory=asked.memory, random_weights=True).here()
+    policies = ("auto", "fcfs", "makespan", "triage,degree=1")
+    for name, specs in FILES.items():
+        if not name.startswith(asked.only):
+            continue
+        if asked.tiny:
+            size: dict[str, Any] = {"width": 64, "height": 64, "steps": 3}
+            specs = [replace(spec, model=TINY[spec.model or ""], **size) for spec in specs]
+        jobs, problems = ranks.admission("qwen-image")(specs)
+        assert not problems, problems
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            options = SessionOptions(
+                output_dir=Path(folder), ranks=ranks, policy=load_policy("auto"), keeps_records=False
+            )
+            session: Session | None = None
+            for count in range(asked.rounds + 1):
+                for policy in policies if count % 2 else reversed(policies):
+                    began_s = time.monotonic()
+                    if session is None or asked.memory:
+                        stack.close()
+                        session = stack.enter_context(Session(options))
+                        session.load(jobs)
+                    makespan_s, mean_s = run_on_ranks(session, jobs, policy)
+                    if count:
+                        yield {
+                            "file": name,
+                            "ranks": ranks.description,
+                            "memory": asked.memory,
+                            "policy": policy,
+                            "makespan_s": makespan_s,
+                            "mean_s": mean_s,
+                        }
+                    if time.monotonic() + (time.monotonic() - began_s) > ends_s:
+                        return
+                    if not count and asked.memory:
+                        break  # one run fills the caches
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=("simulate", "rounds"))
+    parser.add_argument("what", choices=("simulate", "rounds", "gpus"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--alone", type=float, default=0.185, help="Seconds of a step on one rank.")
     parser.add_argument("--pair", type=float, default=0.096, help="And on two.")
+    parser.add_argument("--ranks", type=int, help="Of gpus: how many. [all]")
+    parser.add_argument("--memory", help="Of gpus: as gfgen run takes it.")
+    parser.add_argument("--only", default="", help="Of gpus: how the name of a file begins.")
+    parser.add_argument("--limit", type=float, default=560.0, help="Of gpus: seconds for all of it.")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--to", type=Path, help="Of gpus: where a line is appended for each run.")
     options = parser.parse_args()
-    if options.what == "rounds":
+    if options.what == "gpus":
+        for found in on_gpus(options):
+            line = json.dumps(found)
+            print(line, flush=True)
+            if options.to:
+                with options.to.open("a") as file:
+                    file.write(line + "\n")
+    elif options.what == "rounds":
         rounds(options.rounds, alone_s=options.alone, pair_s=options.pair)
     else:
         print("\n".join(simulated_rows()))
