@@ -93,7 +93,7 @@ def install_errors(app: FastAPI) -> None:
 
     async def not_valid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return invalid(error.errors(), (), is_body=False).response()
+        return invalid(error.errors()).response()
 
     async def http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

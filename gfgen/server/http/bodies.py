@@ -23,6 +23,7 @@ from gfgen.server.jobs.job_requests import MAX_UPLOADS, Upload, data_url_content
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import RequestKey
 from gfgen.server.protocol.problems import ApiError, checked
+from gfgen.server.protocol.schemas import RequestModel
 
 MAX_FIELDS = 64
 MAX_KEY_CHARS = 255
@@ -30,7 +31,7 @@ _BRIEF_BYTES = 1 << 16
 """Smaller bodies are parsed faster than a thread switch takes."""
 _DATA_URL_START = b"data:image"
 T = TypeVar("T")
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=RequestModel)
 IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",
     "in": "header",
@@ -42,9 +43,6 @@ MESSAGES = "messages"
 """Name of the field that holds a conversation, whose parts may have a picture."""
 _UPLOAD = re.compile(r"files\[(?P<name>[A-Za-z_][A-Za-z0-9_]{0,99})\](?P<item>\[\])?")
 _CHARSET = re.compile(r"charset\s*=\s*\"?([^\";\s]*)", re.IGNORECASE)
-_NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
-_NUMERIC = ("deadline", "timeout", "seconds")
-"""Fields that accept a number or a string; forms have only strings."""
 _PICTURE_URL = ("input_reference[image_url]", "input_reference[image_url][url]")
 
 
@@ -245,7 +243,7 @@ def _add_field(values: dict[str, Any], name: str, value: str) -> None:
     if name in values:
         raise ApiError(400, f"{name[:80]}: given more than once", param=name[:80])
     if value != "":
-        values[name] = float(value) if name in _NUMERIC and _NUMBER.fullmatch(value) else value
+        values[name] = value
 
 
 def _picture_of_form(values: dict[str, Any]) -> bytes | None:

@@ -206,7 +206,7 @@ async def change_job(request: Request, service: Service, job_id: JobId) -> Respo
     """Policies that use priorities apply it from the next step on."""
     _found(service, job_id)
     change = await read_model(request, schemas.JobChange, service=service)
-    await service.set_priority(job_id, change.priority)
+    await service.set_priority(job_id, int(change.job["priority"]))
     return _found(service, job_id).job().response()
 
 

@@ -27,13 +27,10 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.jobs.store import JobFacts, NewJob
 from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import ApiError, checked, opened, refused
+from gfgen.server.protocol.problems import NO_PATHS, ApiError, checked, opened, refused, renamed
 
-_NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos or /v1/jobs"
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
 MAX_UPLOADS = 32
-_VIDEO_WORDS = {"num_frames": "frames", "num_inference_steps": "steps"}
-_IMAGE_WORDS = {"num_inference_steps": "steps"}
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 _DATA_URL = re.compile(r"data:image/[a-z.+-]{1,20};base64,", re.IGNORECASE)
 _MIN_TIMEOUT_S = 0.001
@@ -71,7 +68,7 @@ class RequestedJob:
     custom_id: str | None = None
     must_be: schemas.MediaKind | None = None
     words: Mapping[str, str] | None = None
-    """The request's name of a job file field, where they differ."""
+    """The request's names of fields of the job file, where they differ."""
     ignored: list[str] | None = None
     """Collects a warning for each field that the model does not use; None refuses such fields."""
     webhook: str | None = None
@@ -93,15 +90,14 @@ def video_job(
 
     A video model may make a single frame, a picture: warm-up requests ask for that.
     """
-    model = chosen_model(request.model, models, kind="video")
-    left_out = ("seconds", "model", "num_outputs_per_prompt", "webhook")
-    values = _job_words(request, _VIDEO_WORDS, leave_out=left_out)
+    job = request.job
+    model = chosen_model(job.get("model"), models, kind="video")
     if request.seconds is not None:
-        if request.num_frames is not None:
+        if "frames" in job:
             raise ApiError(400, "num_frames and seconds exclude each other; give one", param="seconds")
-        values["frames"] = _frames(request.seconds, request.fps or _default_fps(model))
-    words = {ours: theirs for theirs, ours in _VIDEO_WORDS.items()} | {"image": "input_reference"}
-    spec = _spec(values | {"model": model.root or model.id}, "video", words)
+        job["frames"] = _frames(request.seconds, job.get("fps") or _default_fps(model))
+    words = {**request.names, "image": "input_reference"}
+    spec = _spec(job, model, "video", words)
     must_be: schemas.MediaKind | None = None if model.kind == "video" else "video"
     return RequestedJob(spec, must_be=must_be, words=words, ignored=ignored, webhook=request.webhook)
 
@@ -114,19 +110,14 @@ def image_jobs(
     ignored: list[str] | None,
 ) -> list[RequestedJob]:
     """One job per picture; each after the first has the next seed. `picture` is the one to begin with."""
-    model = chosen_model(request.model, models, kind="image", takes_image=picture is not None)
-    left_out = ("n", "num_outputs_per_prompt", "model", "response_format", "output_format", "messages")
-    values = _job_words(request, _IMAGE_WORDS, leave_out=left_out)
-    if values.get("size") == "auto":
-        del values["size"]
+    job, words = request.job, request.names
+    model = chosen_model(job.get("model"), models, kind="image", takes_image=picture is not None)
     if model.kind == "video":
-        values["frames"] = 1
-    words = {ours: theirs for theirs, ours in _IMAGE_WORDS.items()}
-    values["prompt"] = request.prompt
-    first = _spec(values | {"model": model.root or model.id}, "image", words)
+        job["frames"] = 1
+    first = _spec(job, model, "image", words)
     specs = [first]
     for number in range(1, request.n or request.num_outputs_per_prompt or 1):
-        seed = None if request.seed is None else (request.seed + number) % 2**63
+        seed = None if first.seed is None else (first.seed + number) % 2**63
         specs.append(replace(first, id=new_id("image"), seed=seed))
     return [
         RequestedJob(spec, picture=picture, must_be="image", words=words, ignored=ignored) for spec in specs
@@ -161,12 +152,12 @@ def plain_job(
     uploads: Mapping[str, Sequence[Upload]],
     models: Sequence[server_schemas.ServedModel],
 ) -> RequestedJob:
-    model = chosen_model(request.model, models, kind=None)
-    values = _job_words(request, {}, leave_out=("model", "webhook"))
-    kind = "image" if model.kind == "image" or request.frames == 1 else "video"
-    if num_pictures(request.args) != 1:
+    job = request.job
+    model = chosen_model(job.get("model"), models, kind=None)
+    kind = "image" if model.kind == "image" or job.get("frames") == 1 else "video"
+    spec = _spec(job, model, kind, {})
+    if num_pictures(spec.args) != 1:
         raise ApiError(400, f"args.num_images_per_prompt: {_ONE_FILE}", param="args")
-    spec = _spec(values | {"model": model.root or model.id}, kind, {})
     return RequestedJob(spec, uploads=uploads, webhook=request.webhook)
 
 
@@ -189,7 +180,7 @@ def batch_jobs(
         io.BytesIO(content),
         source="the job file",
         folder=Path(),
-        images=NoImages(_NO_PATHS),
+        images=NoImages(NO_PATHS),
         suffix=suffix,
         max_jobs=max_jobs,
     )
@@ -345,7 +336,7 @@ def admitted(requested: Sequence[RequestedJob], admit: Admit) -> list[tuple[Requ
             ignored += warnings
             jobs, problems = admit([one.spec for one in requested])
     if problems:
-        raise refused(problems, requested[0].words or {}, status=422)
+        raise refused(renamed(problems, requested[0].words or {}), status=422)
     pairs = list(zip(requested, jobs, strict=True))
     for one, job in pairs:
         _check_kind(one, job)
@@ -436,17 +427,13 @@ def media_kind(job: AdmittedJob) -> schemas.MediaKind:
     return "video" if job.info.file.endswith(".mp4") else "image"
 
 
-def _job_words(
-    request: schemas.RequestModel, words: Mapping[str, str], *, leave_out: Sequence[str]
-) -> dict[str, Any]:
-    given = request.model_dump(exclude_none=True)
-    return {words.get(name, name): value for name, value in given.items() if name not in leave_out}
-
-
-def _spec(values: Mapping[str, Any], kind: str, words: Mapping[str, str]) -> JobSpec:
-    fields, problems = parse_fields(values, images=NoImages(_NO_PATHS))
+def _spec(
+    job: Mapping[str, Any], model: server_schemas.ServedModel, kind: str, words: Mapping[str, str]
+) -> JobSpec:
+    named = {**job, "model": model.root or model.id}
+    fields, problems = parse_fields(named, images=NoImages(NO_PATHS))
     if problems:
-        raise refused(problems, words, status=400)
+        raise refused(renamed(problems, words), status=400)
     return JobSpec(**{**fields, "id": new_id(kind)})
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
-from gfgen.server.protocol.schemas import JobField, OpenRequest, Prompt, ResponseModel, Steps, Unused
+from gfgen.server.protocol.schemas import OpenRequest, ResponseModel, Unused, documented, or_null, same
+
+_AUTO = {"const": "auto", "type": "string"}
 
 
 class PictureRequest(OpenRequest):
     """Base of all requests for pictures."""
 
+    names: ClassVar = {**same(), "steps": "num_inference_steps"}
     n: int | None = Field(None, ge=1, le=10, description="Number of pictures. [1]")
     num_outputs_per_prompt: int | None = Field(None, ge=1, le=10, description="The same as `n`.")
-    size: Annotated[str, JobField("size")] | Literal["auto"] | None = None
+    size: Annotated[Any, WithJsonSchema(or_null(documented("size"), _AUTO))] = None
     output_format: Literal["png", "jpeg", "webp"] = "png"
-    num_inference_steps: Steps | None = None
     quality: Unused = None
     style: Unused = None
     background: Unused = None
@@ -25,11 +28,17 @@ class PictureRequest(OpenRequest):
     output_compression: Unused = None
     input_fidelity: Unused = None
 
+    @classmethod
+    def job_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().job_of(values)
+        return {name: value for name, value in found.items() if (name, value) != ("size", "auto")}
+
 
 class ImageRequest(PictureRequest):
     """POST /v1/images/generations and /v1/images/edits; the latter also has a picture."""
 
-    prompt: Prompt
+    names: ClassVar = {**PictureRequest.names, "prompt": "prompt"}
+    required = ("prompt",)
     response_format: Literal["b64_json", "url"] = "b64_json"
     stream: bool | None = Field(
         None, exclude=True, description="Send events: `PartialImage` with previews, then `CompletedImage`."
@@ -141,8 +150,9 @@ class ChatRequest(PictureRequest):
         return value
 
     @property
-    def prompt(self) -> str:
-        return next((each.text for each in reversed(self.messages) if each.role == "user"), "")
+    def job(self) -> dict[str, Any]:
+        prompt = next((each.text for each in reversed(self.messages) if each.role == "user"), "")
+        return super().job | {"prompt": prompt}
 
 
 class ImageUrl(ResponseModel):

@@ -12,18 +12,22 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.responses import Response
 
 from gfgen.errors import Problem, nearest
+from gfgen.job.fields import parse_fields, plain_name
+from gfgen.job.images import NoImages
 from gfgen.job.shared import VARIATION_FIELDS
 from gfgen.server.protocol import server_schemas
-from gfgen.server.protocol.schemas import OpenRequest
+from gfgen.server.protocol.schemas import OpenRequest, RequestModel
 
 MAX_SHOWN = 5
+NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos or /v1/jobs"
 
 _QUOTED = re.compile(r"""(['"`])~?/(?:[^'"`/\n]+/)*([^'"`/\n]+)/?\1""")
 _PLAIN = re.compile(r"""(?<![\w./~:])~?/(?:[^\s/'"`,;:()\[\]<>]+/)*([^\s/'"`,;:()\[\]<>]+)/?""")
@@ -80,19 +84,16 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": server_schemas.Error} for status in statuses}
 
 
-def refused(problems: Sequence[Problem], names: Mapping[str, str], *, status: int) -> ApiError:
-    """An ApiError for problems of a job; `names` maps job file fields to the request's fields."""
-    texts = [str(_renamed(problem, names)) for problem in problems[:MAX_SHOWN]]
+def refused(problems: Sequence[Problem], *, status: int) -> ApiError:
+    texts = list(map(str, problems[:MAX_SHOWN]))
     if len(problems) > MAX_SHOWN:
         texts.append(f"and {len(problems) - MAX_SHOWN} more problems")
-    first = problems[0].field
-    param = None if first is None else names.get(first, first)
-    return ApiError(status, "; ".join(texts), param=param)
+    return ApiError(status, "; ".join(texts), param=problems[0].field)
 
 
-def _renamed(problem: Problem, names: Mapping[str, str]) -> Problem:
-    field = problem.field
-    return Problem(None, None if field is None else names.get(field, field), problem.value, problem.accepted)
+def renamed(problems: Iterable[Problem], names: Mapping[str, str]) -> list[Problem]:
+    """Problems of a job, with the names that its fields have in the request."""
+    return [replace(each, field=names.get(each.field or "", each.field)) for each in problems]
 
 
 def without_folders(text: str) -> str:
@@ -104,7 +105,7 @@ def without_folders(text: str) -> str:
     return _PLAIN.sub(r"\1", text)
 
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=RequestModel)
 R = TypeVar("R", bound=OpenRequest)
 NESTED = ("extra_body", "extra_args", "extra_params")
 """Objects in which clients of vLLM-Omni and SGLang put more fields; in forms they are JSON."""
@@ -116,10 +117,23 @@ def checked(model: type[M], values: Mapping[str, Any]) -> M:
     A null says as much as leaving the field out.
     """
     given = {name: value for name, value in values.items() if value is not None}
+    known = _known(model)
+    job = model.job_of(given)
+    problems = [Problem(None, name, None, "missing") for name in model.required if name not in job]
+    _, of_job = parse_fields({"prompt": "an example", **job}, images=NoImages(NO_PATHS))
+    problems += renamed(of_job, model.names)
     try:
-        return model.model_validate(given)
+        found = model.model_validate({name: given[name] for name in known if name in given})
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False), model.model_fields, is_body=True) from None
+        problems += map(_problem, error.errors(include_url=False))
+    problems += [_not_a_field(name, known) for name in given if name not in known]
+    if problems:
+        raise refused(problems, status=400)
+    return found
+
+
+def _known(model: type[RequestModel]) -> Collection[str]:
+    return list(dict.fromkeys([*model.names.values(), *model.model_fields]))
 
 
 def opened(model: type[R], values: Mapping[str, Any], *, is_strict: bool) -> tuple[R, list[str]]:
@@ -128,10 +142,11 @@ def opened(model: type[R], values: Mapping[str, Any], *, is_strict: bool) -> tup
     if is_strict and warnings:
         raise ApiError(400, "; ".join(warnings))
     if not is_strict:
-        known = (*model.model_fields, *VARIATION_FIELDS)
+        known = _known(model)
         unknown = [name for name, value in given.items() if name not in known and value is not None]
-        warnings += [_not_a_field(name, model.model_fields, then=", ignored") for name in unknown]
-        given = {name: value for name, value in given.items() if name in known}
+        unknown = [name for name in unknown if name not in VARIATION_FIELDS]
+        warnings += [str(_not_a_field(name, known, then=", ignored")) for name in unknown]
+        given = {name: value for name, value in given.items() if name not in unknown}
     return checked(model, given), warnings
 
 
@@ -151,35 +166,21 @@ def _flat(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return flat, warnings
 
 
-def invalid(errors: Sequence[Any], fields: Iterable[str], *, is_body: bool) -> ApiError:
-    texts, param = [], None
-    told = {error["loc"][:1] for error in errors if error["type"] == "job_field"}
-    errors = [each for each in errors if each["type"] != "literal_error" or each["loc"][:1] not in told]
-    for error in errors[:MAX_SHOWN]:
-        place = [
-            str(part) for part in error["loc"] if is_body or part not in ("query", "path", "body", "header")
-        ]
-        name = place[0] if place else None
-        param = param or name
-        texts.append(_text(error, name, list(fields)))
-    return ApiError(400, "; ".join(texts) or "the request is not valid", param=param)
+def invalid(errors: Sequence[Any]) -> ApiError:
+    """An ApiError for what FastAPI refuses; a place begins with "query", "path" or such."""
+    return refused([_problem({**error, "loc": error["loc"][1:]}) for error in errors], status=400)
 
 
-def _text(error: Any, name: str | None, fields: Sequence[str]) -> str:
-    kind = error["type"]
-    if kind == "extra_forbidden" and name is not None:
-        if name in VARIATION_FIELDS:
-            return f"{name}: only in job files; send one request for each"
-        return _not_a_field(name, fields, otherwise=f"; the fields are {', '.join(fields)}")
-    if kind == "missing":
-        return f"{name}: missing"
-    if kind == "job_field":
-        return str(Problem(None, name, error["ctx"]["shown"], error["ctx"]["accepted"]))
-    message = str(error["msg"])
-    return f"{name}: {message[:1].lower()}{message[1:]}" if name else message
+def _problem(error: Any) -> Problem:
+    """That of an error of pydantic."""
+    name = str(error["loc"][0]) if error["loc"] else None
+    message = "missing" if error["type"] == "missing" else str(error["msg"])
+    return Problem(None, name, None, f"{message[:1].lower()}{message[1:]}" if name else message)
 
 
-def _not_a_field(name: str, fields: Iterable[str], *, then: str = "", otherwise: str = "") -> str:
-    near = nearest(name, fields)
-    shown = name if name.isprintable() and len(name) <= 80 else repr(name[:40])
-    return f"{shown}: not a field{then}" + (f"; did you mean {near}?" if near else otherwise)
+def _not_a_field(name: str, known: Collection[str], *, then: str = "") -> Problem:
+    if name in VARIATION_FIELDS and not then:
+        return Problem(None, name, None, "only in job files; send one request for each")
+    near = nearest(name, known)
+    hint = f"did you mean {near}?" if near else "" if then else f"the fields are {', '.join(known)}"
+    return Problem(None, plain_name(name), None, f"not a field{then}" + (f"; {hint}" if hint else ""))

@@ -7,22 +7,14 @@ seconds; those that OpenAI's clients read are integers, the others have fraction
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, field_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 from starlette.responses import Response
 
-from gfgen.job.fields import FIELDS, Refused
-from gfgen.job.shared import number_of, value_of
+from gfgen.job.fields import FIELDS
+from gfgen.job.shared import value_of
 
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 ServerStatus = Literal["loading", "ready", "draining"]
@@ -32,50 +24,6 @@ MediaKind = Literal["video", "image"]
 BatchEndpoint = Literal["/v1/images/generations", "/v1/chat/completions", "/v1/videos"]
 
 
-@dataclass(frozen=True, slots=True)
-class JobField:
-    """Marks a field of a request as this field of a job: it accepts what the job file accepts.
-
-    A number may be in quotes, and an object or a list may be a text of JSON, because forms have only texts.
-    """
-
-    name: str
-
-    def __get_pydantic_core_schema__(self, _: Any, __: Any) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._validate)
-
-    def __get_pydantic_json_schema__(self, _: Any, __: Any) -> dict[str, Any]:
-        field = FIELDS[self.name]
-        return {**field.schema, "description": f"{field.accepted[:1].upper()}{field.accepted[1:]}."}
-
-    def _validate(self, value: object) -> object:
-        field = FIELDS[self.name]
-        kind = field.schema.get("type")
-        is_number = kind in ("integer", "number")
-        if isinstance(value, str) and kind in ("object", "array"):
-            value = value_of(self.name, value)
-        try:
-            parsed = field.parse(number_of(value) if is_number and isinstance(value, str) else value)
-        except Refused as refused:
-            problem = field.refusal(value, str(refused))
-            context = {"shown": problem.value, "accepted": problem.accepted}
-            raise PydanticCustomError("job_field", "{accepted}", context) from None
-        return parsed if is_number else value
-
-
-def _unquoted(value: object) -> object:
-    """The number that a form gives as a text."""
-    return number_of(value) if isinstance(value, str) else value
-
-
-Prompt = Annotated[str, JobField("prompt")]
-Model = Annotated[str, JobField("model")]
-Fps = Annotated[int, JobField("fps")]
-Frames = Annotated[int, JobField("frames")]
-Steps = Annotated[int, JobField("steps")]
-BoundaryRatio = Annotated[float, JobField("boundary_ratio")]
-FlowShift = Annotated[float, JobField("flow_shift")]
-Priority = Annotated[int, JobField("priority")]
 Webhook = Annotated[
     str,
     Field(
@@ -99,9 +47,27 @@ class ResponseModel(BaseModel):
 
 
 class RequestModel(BaseModel):
-    """Base of request bodies: an unknown field is an error that suggests the nearest name."""
+    """Base of request bodies: an unknown field is an error that suggests the nearest name (problems.py).
 
-    model_config = ConfigDict(extra="forbid")
+    job/fields.py checks and documents the fields in `names`. A number may be in quotes, and an object or a
+    list may be a text of JSON: forms have only texts.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    names: ClassVar[Mapping[str, str]] = {}
+    """The request's names of fields of the job file."""
+    required: ClassVar[Sequence[str]] = ()
+
+    @classmethod
+    def job_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of the job file among these values, by their names there."""
+        given = {ours: values[theirs] for ours, theirs in cls.names.items() if theirs in values}
+        read = {name: value_of(name, v) if isinstance(v, str) else v for name, v in given.items()}
+        return {name: value for name, value in read.items() if value is not None}
+
+    @property
+    def job(self) -> dict[str, Any]:
+        return self.job_of(dict(self))
 
     @field_validator("*", mode="before")
     @classmethod
@@ -110,6 +76,43 @@ class RequestModel(BaseModel):
         if isinstance(value, bool) and not cls.model_fields[str(info.field_name)].exclude:
             raise PydanticCustomError("no_bool", "true and false are not accepted")
         return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        found = handler.resolve_ref_schema(handler(schema))
+        fields = {theirs: documented(ours) for ours, theirs in cls.names.items()}
+        optional = {name: or_null(fields[name]) for name in fields if name not in cls.required}
+        noted = {name: optional[name] | note for name, note in _NOTES.items() if name in optional}
+        found["properties"] = fields | optional | noted | found.get("properties", {})
+        found["required"] = [*cls.required, *found.get("required", ())]
+        return found | {"additionalProperties": False}
+
+
+_NOTES = {
+    "model": {"description": "One of GET /v1/models. [the first one that fits]"},
+    "width": {"description": "With `height`, in place of `size`."},
+    "seed": {"description": "Of several pictures that of the first; further ones count up."},
+    "timeout": {"description": "The job fails if it has not ended this long from now."},
+}
+
+
+def documented(name: str) -> dict[str, Any]:
+    """The JSON schema of a field of the job file."""
+    accepted = FIELDS[name].accepted
+    return {**FIELDS[name].schema, "description": f"{accepted[:1].upper()}{accepted[1:]}."}
+
+
+def or_null(*schemas: Mapping[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [*schemas, {"type": "null"}]}
+
+
+def same(*names: str) -> dict[str, str]:
+    """Names of fields that are those of the job file, with those of every request for pictures or videos."""
+    shared = ("model", "size", "width", "height", "negative_prompt", "guidance_scale", "guidance_scale_2")
+    more = ("true_cfg_scale", "lora", "seed", "deadline", "priority", "tag")
+    return {name: name for name in (*shared, *more, *names)}
 
 
 # Jobs ---------------------------------------------------------------------------------------------
@@ -238,29 +241,7 @@ class Deleted(ResponseModel):
     status: JobStatus
 
 
-class Generation(RequestModel):
-    """Base of the requests for pictures and videos."""
-
-    model: Model | None = Field(None, description="One of GET /v1/models. [the first one that fits]")
-    size: Annotated[str, JobField("size")] | None = None
-    width: Annotated[int, JobField("width")] | None = Field(
-        None, description="With `height`, in place of `size`."
-    )
-    height: Annotated[int, JobField("height")] | None = None
-    negative_prompt: Annotated[str, JobField("negative_prompt")] | None = None
-    guidance_scale: Annotated[float, JobField("guidance_scale")] | None = None
-    guidance_scale_2: Annotated[float, JobField("guidance_scale_2")] | None = None
-    true_cfg_scale: Annotated[float, JobField("true_cfg_scale")] | None = None
-    lora: Annotated[list[dict[str, Any]], JobField("lora")] | None = None
-    seed: Annotated[int, JobField("seed")] | None = Field(
-        None, description="Of several pictures that of the first; further ones count up."
-    )
-    deadline: Annotated[float | str, JobField("deadline")] | None = None
-    priority: Priority | None = None
-    tag: Annotated[str, JobField("tag")] | None = None
-
-
-class OpenRequest(Generation):
+class OpenRequest(RequestModel):
     """Base of the requests that clients of other servers send. Without `--strict`, problems.py removes
     unknown fields first; `extra_args` and `extra_body` hold more fields."""
 
@@ -271,41 +252,34 @@ class OpenRequest(Generation):
 class VideoRequest(OpenRequest):
     """POST /v1/videos: fields of OpenAI, vLLM-Omni and SGLang, and gfgen's own."""
 
-    prompt: Prompt
+    names: ClassVar = {
+        **same("prompt", "fps", "boundary_ratio", "flow_shift"),
+        "frames": "num_frames",
+        "steps": "num_inference_steps",
+    }
+    required = ("prompt",)
     seconds: str | float | None = Field(
         None,
         description="Length; the server converts it to frames, rounded as the model requires.",
         examples=["4"],
     )
-    num_frames: Frames | None = None
-    fps: Fps | None = None
-    num_inference_steps: Steps | None = None
-    boundary_ratio: BoundaryRatio | None = None
-    flow_shift: FlowShift | None = None
     num_outputs_per_prompt: int | None = Field(None, ge=1, le=1, description="One video per request.")
     webhook: Webhook | None = None
 
 
-class JobRequest(Generation):
+class JobRequest(RequestModel):
     """POST /v1/jobs: a job of any model with the fields of the job file.
 
     A form has pictures and videos for arguments of the pipeline as files named `files[ARGUMENT]`, or
     `files[ARGUMENT][]` for each of a list; JSON has `files` with data:image/...;base64 URLs.
     """
 
-    prompt: Prompt
-    frames: Frames | None = None
-    fps: Fps | None = None
-    steps: Steps | None = None
-    boundary_ratio: BoundaryRatio | None = None
-    flow_shift: FlowShift | None = None
-    args: Annotated[dict[str, Any], JobField("args")] | None = None
-    scheduler: Annotated[dict[str, Any], JobField("scheduler")] | None = None
-    sigmas: Annotated[list[float], JobField("sigmas")] | None = None
-    reuse: Annotated[float | str, JobField("reuse"), BeforeValidator(_unquoted)] | None = None
-    timeout: Annotated[float | str, JobField("timeout")] | None = Field(
-        None, description="The job fails if it has not ended this long from now."
-    )
+    names: ClassVar = {
+        name: name
+        for name in FIELDS
+        if name not in ("id", "image", "files", "arrival", "output", "format", "quality")
+    }
+    required = ("prompt",)
     webhook: Webhook | None = None
     vary: bool | dict[str, list[Any]] | None = Field(
         None, description="Expands choices such as {red|blue} in prompts, or lists of values, to a batch."
@@ -317,4 +291,5 @@ class JobRequest(Generation):
 class JobChange(RequestModel):
     """POST /v1/jobs/{id}: what can change of an open job."""
 
-    priority: Priority
+    names: ClassVar = {"priority": "priority"}
+    required = ("priority",)
