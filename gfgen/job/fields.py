@@ -88,6 +88,16 @@ OTHER_NAMES = {
 """Names of fields in other tools, where the spelling alone does not lead to ours."""
 
 
+REPEATED = "given more than once"
+
+
+class Repeated:
+    """What a decoded JSON object has for a key that is there more than once."""
+
+    def __repr__(self) -> str:
+        return REPEATED
+
+
 class Refused(Exception):
     """A value that a field does not accept; the message is a hint, and may be empty."""
 
@@ -246,8 +256,8 @@ def _object(name: str, accepted: str, parse_value: Callable[[str, Any], object])
             raise Refused("")
         if not 1 <= len(value) <= MAX_NAMED_VALUES:
             raise Refused(f"this one has {len(value):,} names; from 1 to {MAX_NAMED_VALUES} are accepted")
-        if repeated := getattr(value, "repeated", ()):
-            raise Refused(f"{plain_name(repeated[0])} is given more than once")
+        if repeated := [key for key in value if isinstance(value[key], Repeated)]:
+            raise Refused(f"{plain_name(repeated[0])} is {REPEATED}")
         if (bad := next((key for key in value if not NAME.fullmatch(key)), None)) is not None:
             raise Refused(f"{plain_name(bad)} is not a name")
         parsed = {key: parse_value(key, inner) for key, inner in value.items()}
@@ -402,12 +412,6 @@ FIELDS: dict[str, Field] = {
 ALL_FIELDS = f"the fields of a job are {', '.join(FIELDS)}"
 
 
-class RepeatedKeys(dict[str, Any]):
-    """A decoded JSON object, and which keys it had more than once."""
-
-    repeated: tuple[str, ...] = ()
-
-
 def parse_fields(mapping: Mapping[str, Any], *, images: ImageReader) -> tuple[dict[str, Any], list[Problem]]:
     """Attributes for a JobSpec (`id` only if given), and every problem of the job, without its line.
 
@@ -420,12 +424,14 @@ def parse_fields(mapping: Mapping[str, Any], *, images: ImageReader) -> tuple[di
         field = FIELDS.get(name)
         if field is None:
             unknown.append(name)
+        elif isinstance(value, Repeated):
+            refusals[name] = Problem(None, name, None, REPEATED)
         elif value is not None:  # null says as much as leaving the field out
             try:
                 values[name] = field.parse(value)
             except Refused as refused:
                 refusals[name] = field.refusal(value, str(refused))
-    problems = [*_repeated_keys(mapping), *_unknown_fields(unknown)]
+    problems = list(_unknown_fields(unknown))
     problems += [refusals[name] for name in FIELDS if name in refusals] if refusals else ()
     if "prompt" not in values and "prompt" not in refusals:
         problems.append(Problem(None, "prompt", None, f"missing; {FIELDS['prompt'].accepted}"))
@@ -472,12 +478,6 @@ def suggestion(name: str, fields: Collection[str]) -> str | None:
     meant = OTHER_NAMES.get(spelled)
     near = meant if meant in fields else nearest(spelled, fields)
     return f"did you mean {near}?" if near else None
-
-
-def _repeated_keys(mapping: Mapping[str, object]) -> Iterator[Problem]:
-    repeated = mapping.repeated if isinstance(mapping, RepeatedKeys) else ()
-    for name in repeated[:MAX_UNKNOWN_REPORTED]:
-        yield Problem(None, plain_name(name), None, "given more than once")
 
 
 def _unknown_fields(unknown: Sequence[str]) -> Iterator[Problem]:

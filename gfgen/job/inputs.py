@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from gfgen.errors import Problem
-from gfgen.job.fields import FIELDS, RepeatedKeys, plain_name, printable, shown, suggestion
+from gfgen.job.fields import FIELDS, Repeated, plain_name, printable, shown, suggestion
 from gfgen.job.shared import VARIATION_FIELDS, value_of
 
 MAX_FILE_BYTES = 2**28
@@ -249,11 +249,11 @@ def _check_header(names: Sequence[str], line: int) -> None:
         raise ReadingEnded(line, "the header names a field twice")
 
 
-def _parse_object(pairs: list[tuple[str, Any]]) -> RepeatedKeys:
-    decoded = RepeatedKeys(pairs)
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    decoded = dict(pairs)
     if len(decoded) < len(pairs):
         counts = Counter(name for name, _ in pairs)
-        decoded.repeated = tuple(name for name, count in counts.items() if count > 1)
+        decoded |= {name: Repeated() for name, count in counts.items() if count > 1}
     return decoded
 
 

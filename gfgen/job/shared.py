@@ -20,7 +20,6 @@ from gfgen.job.fields import (
     MAX_YEAR,
     MIN_YEAR,
     Refused,
-    RepeatedKeys,
     parse_duration,
     parse_fields,
     plain_name,
@@ -64,9 +63,7 @@ def over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Mapping[str, Any
     for names in (SIDES, SEEDS):
         if not names.isdisjoint(upper):
             lower = {name: value for name, value in lower.items() if name not in names}
-    merged = RepeatedKeys({**lower, **upper})
-    merged.repeated = getattr(upper, "repeated", ()) or getattr(lower, "repeated", ())
-    return merged
+    return {**lower, **upper}
 
 
 def check_defaults(defaults: object) -> list[Problem]:

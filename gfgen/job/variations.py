@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import JobError, Problem
-from gfgen.job.fields import FIELDS, Refused, RepeatedKeys, plain_name, shown, suggestion
+from gfgen.job.fields import FIELDS, Refused, plain_name, shown, suggestion
 from gfgen.job.shared import MAX_JOBS, OWN_FIELDS, SIDES, VARIATION_FIELDS, has_one_side, over
 
 MAX_LIST_BYTES = 2**24
@@ -35,8 +35,7 @@ def variations(
     asked = [name for name in VARIATION_FIELDS if mapping.get(name) is not None]
     if not asked:
         return iter((mapping,))
-    plain = RepeatedKeys({name: value for name, value in mapping.items() if name not in VARIATION_FIELDS})
-    plain.repeated = getattr(mapping, "repeated", ())
+    plain = {name: value for name, value in mapping.items() if name not in VARIATION_FIELDS}
     axes = _axes(mapping, plain, fixed, folder)
     number = _number_of_images(mapping.get("num_images"))
     count = number * math.prod(len(values) for values in axes.values())
