@@ -13,10 +13,9 @@ import pytest
 from builders import make_job
 
 from gfgen.errors import InputError, JobError
-from gfgen.job import formats
 from gfgen.job.reader import ParsedJobs, read_jobs
 from gfgen.job.shared import parse_overrides
-from gfgen.job.spec import JobSpec, default_seed, file_names, output_name, spec_hash
+from gfgen.job.spec import JobSpec, default_seed, file_names, filled, output_name, spec_hash
 from gfgen.runtime.files.ownership import with_dates
 
 
@@ -130,7 +129,7 @@ def test_names_stay_below_the_output_folder(tmp_path, output):
 
 @pytest.mark.parametrize("tag", ["..", "/", "...", "a/../../b", "\u72d0"])
 def test_a_tag_is_never_a_path(tag):
-    folder, _ = formats.filled("{tag}/{id}.png", job_id="fox", seed=1, tag=tag).split("/")
+    folder, _ = filled("{tag}/{id}.png", job_id="fox", seed=1, tag=tag).split("/")
     assert folder not in ("", ".", "..")
     assert not folder.startswith(".")
 

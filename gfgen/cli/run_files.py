@@ -25,9 +25,9 @@ import click
 
 from gfgen.cli.options import LogOptions, RankOptions, taken_as
 from gfgen.errors import InputError, Problem
-from gfgen.job.formats import SUFFIXES
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
 from gfgen.job.reader import JobSource
+from gfgen.job.spec import ENDINGS
 from gfgen.models.ahead.places import environment_of_others
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
@@ -64,7 +64,7 @@ def check_written(files: Sequence[Path], written: Mapping[str, Path | None]) -> 
             continue
         what = named.get(resolved(path))
         is_record = path.name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME)
-        if is_record or path.suffix.lower() in (*SUFFIXES, ".bmp"):
+        if is_record or path.suffix.lower() in (*ENDINGS, ".bmp"):
             what = "a record of runs, a picture or a video by its name"
         if what is not None:
             raise InputError(f"{option} {path}: is {what}; name another file")

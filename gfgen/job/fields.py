@@ -19,8 +19,8 @@ from datetime import datetime
 from typing import Any
 
 from gfgen.errors import Problem, nearest
-from gfgen.job.formats import NAMES, PLACEHOLDER, SUFFIXES
 from gfgen.job.images import IMAGE_FORMATS, VIDEO_FORMATS, ImageError, ImageReader, LoraError
+from gfgen.job.spec import ENDINGS, FORMAT_NAMES, PLACEHOLDER
 
 MIN_SIDE, MAX_SIDE = 16, 8192
 """Pixels of a side; the largest is six times what the models were trained on."""
@@ -232,7 +232,7 @@ def _parse_output(value: object) -> str:
     if not all(part.isprintable() and part == part.strip() and not part.startswith(".") for part in parts):
         raise Refused("without control characters, a leading dot, or spaces at its ends")
     stem, dot, suffix = parts[-1].rpartition(".")
-    if not all(parts) or not stem or f"{dot}{suffix.lower()}" not in SUFFIXES:
+    if not all(parts) or not stem or f"{dot}{suffix.lower()}" not in ENDINGS:
         raise Refused("")
     if len(parts) > MAX_FOLDERS:
         raise Refused(f"at most {MAX_FOLDERS - 1} folders")
@@ -244,7 +244,7 @@ def _parse_output(value: object) -> str:
 def _parse_format(value: object) -> str:
     name = _string(value).lower()
     name = {"jpg": "jpeg", "h264": "mp4"}.get(name, name)
-    if name not in NAMES:
+    if name not in FORMAT_NAMES:
         raise Refused("")
     return name
 
@@ -352,8 +352,7 @@ DEADLINE_ACCEPTED = (
 ID_ACCEPTED = f'1 to {MAX_ID_CHARS} characters in quotes, from A-Z a-z 0-9 . _ -, and no leading "."'
 SIZE_ACCEPTED = f'a text like "832x480", each side from {MIN_SIDE} to {MAX_SIDE:,}'
 OUTPUT_ACCEPTED = (
-    f"a file name of at most {MAX_OUTPUT_BYTES} bytes that ends in {', '.join(SUFFIXES[:-1])} "
-    f"or {SUFFIXES[-1]}"
+    f"a file name of at most {MAX_OUTPUT_BYTES} bytes that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
 )
 ARGS_ACCEPTED = (
     "an object of arguments of the pipeline's call: texts, numbers, true, false, null and lists of these"
@@ -404,7 +403,12 @@ FIELDS: dict[str, Field] = {
         _whole("priority", -1_000_000, 1_000_000),
         _label("tag", 64, "a class for reports"),
         Field("output", OUTPUT_ACCEPTED, _parse_output, STRING),
-        Field("format", f"one of {', '.join(NAMES)}", _parse_format, {**STRING, "enum": list(NAMES)}),
+        Field(
+            "format",
+            f"one of {', '.join(FORMAT_NAMES)}",
+            _parse_format,
+            {**STRING, "enum": FORMAT_NAMES},
+        ),
         _whole("quality", 1, 100),
     )
 }

@@ -34,9 +34,8 @@ from gfgen.job.inputs import (
     ReadingEnded,
     entries_of,
 )
-from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over
+from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over, variations
 from gfgen.job.spec import JobSpec, default_id, file_names, name_key, numbered_names, with_own_name
-from gfgen.job.variations import variations
 
 MAX_PROBLEMS = 1_000
 BAR_FROM = 10_000

@@ -5,10 +5,12 @@ None of these depends on the place in the file: inserting or moving a line chang
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
+import subprocess
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import JobError, Problem
-from gfgen.job.formats import FORMATS, WITHOUT_QUALITY, endings, filled, format_of, lack_of, suffix_of
 
 SHAPE_FIELDS = ("width", "height", "frames", "fps", "steps")
 SCALE_FIELDS = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift", "true_cfg_scale")
@@ -27,6 +28,22 @@ SUFFIXES = {"image": ".png", "video": ".mp4"}
 """File name endings by the kind of thing that a model makes."""
 MAX_NUMBERED = 1_000
 """Pictures of one job whose names are compared with those of other jobs."""
+
+FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "image": {"png": (".png",), "jpeg": (".jpg", ".jpeg"), "webp": (".webp",), "avif": (".avif",)},
+    "video": {"mp4": (".mp4",), "h265": (".mp4",), "av1": (".mp4",), "webp": (".webp",), "gif": (".gif",)},
+}
+"""File name endings by format, the usual one first; mp4 has H.264."""
+FORMAT_NAMES = list(dict.fromkeys([*FORMATS["image"], *FORMATS["video"]]))
+ENDINGS = tuple(
+    dict.fromkeys(end for formats in FORMATS.values() for ends in formats.values() for end in ends)
+)
+ENCODERS = {"h265": "libx265", "av1": "libsvtav1"}
+WITHOUT_QUALITY = ("png", "gif")
+
+PLACEHOLDER = re.compile(r"\{(id|seed|tag|date)\}")
+DATE = "{date}"
+"""Replaced at admission to a folder, by the date of the job's first arrival."""
 
 HASHED_FIELDS = (
     *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
@@ -196,6 +213,49 @@ def output_name(spec: JobSpec, kind: str) -> str:
     if (lack := lack_of(written)) is not None:
         raise JobError(Problem.of("format", written, lack))
     return name
+
+
+def suffix_of(name: str, kind: str) -> str:
+    return FORMATS[kind][name][0]
+
+
+def format_of(suffix: str, kind: str) -> str | None:
+    """The format of a name with this ending; None if this kind of output has none."""
+    return next((name for name, suffixes in FORMATS[kind].items() if suffix.lower() in suffixes), None)
+
+
+def endings(kind: str) -> str:
+    """In words: '.mp4, .webp or .gif'."""
+    *others, last = dict.fromkeys(suffix for suffixes in FORMATS[kind].values() for suffix in suffixes)
+    return f"{', '.join(others)} or {last}"
+
+
+@functools.cache
+def lack_of(name: str) -> str | None:
+    if name == "avif":
+        from PIL import features
+
+        return None if features.check("avif") else "this Pillow cannot write AVIF"
+    if name in ENCODERS:
+        try:
+            import imageio_ffmpeg
+
+            command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-encoders"]
+            found = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=20
+            )
+        except (ImportError, RuntimeError, OSError, subprocess.TimeoutExpired):
+            return "there is no ffmpeg; pip install imageio-ffmpeg"
+        encoder = ENCODERS[name]
+        return None if f" {encoder} ".encode() in found.stdout else f"this ffmpeg has no encoder {encoder}"
+    return None
+
+
+def filled(template: str, *, job_id: str, seed: int, tag: str | None) -> str:
+    """The name of an output without its placeholders, except for the date."""
+    plain_tag = re.sub(r"[^A-Za-z0-9._-]+", "-", tag or "").strip("-.") or "untagged"
+    values = {"id": job_id, "seed": str(seed), "tag": plain_tag, "date": DATE}
+    return PLACEHOLDER.sub(lambda found: values[found[1]], template)
 
 
 def num_pictures(args: Mapping[str, Any] | None) -> int:

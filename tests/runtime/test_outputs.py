@@ -22,9 +22,8 @@ from movies import decoded
 from PIL import Image
 
 from gfgen.errors import OutputError
-from gfgen.job.formats import lack_of
 from gfgen.job.reader import read_job_stream
-from gfgen.job.spec import JobSpec
+from gfgen.job.spec import JobSpec, lack_of
 from gfgen.runtime.core.admission import AdmittedJob, admit
 from gfgen.runtime.files import outputs
 from gfgen.runtime.files.metadata import describe, from_ffmetadata, to_ffmetadata

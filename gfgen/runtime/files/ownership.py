@@ -20,8 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gfgen.errors import Problem
-from gfgen.job.formats import DATE
-from gfgen.job.spec import input_files, name_key, numbered_name
+from gfgen.job.spec import DATE, input_files, name_key, numbered_name
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals, first_job_file
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestLine, read_files, read_manifest
