@@ -140,21 +140,14 @@ def _object(content: bytes) -> dict[str, Any]:
 async def read_job_file(request: Request, *, service: JobService) -> JobFile:
     kind = content_kind(request)
     if kind == "multipart/form-data":
-        body = await read_file(request, service=service)
+        body = await _from_form(request, service, "file")
+        if body.picture is None:
+            raise ApiError(400, "file: missing", param="file")
         suffix = PurePath(body.filename or "").suffix or ".jsonl"
-        return JobFile(body.picture or b"", body.fingerprint, suffix)
+        return JobFile(body.picture, body.fingerprint, suffix)
     content, address = await request.body(), _address(request)
     fingerprint = await _parse(content, lambda: _fingerprint(address, {}, content))
     return JobFile(content, fingerprint, JOB_FILE_KINDS.get(kind, ".jsonl"))
-
-
-async def read_file(request: Request, *, service: JobService) -> Body:
-    if content_kind(request) != "multipart/form-data":
-        raise ApiError(400, "send a form with a file")
-    body = await _from_form(request, service, "file")
-    if body.picture is None:
-        raise ApiError(400, "file: missing", param="file")
-    return body
 
 
 def request_key(request: Request, fingerprint: str) -> RequestKey | None:

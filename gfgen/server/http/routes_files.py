@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Form, UploadFile
 from starlette.responses import Response, StreamingResponse
 
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.server.http.bodies import read_file
 from gfgen.server.http.routes_images import chat_completion, image_content, images
 from gfgen.server.http.routes_jobs import JobId, Service
 from gfgen.server.jobs.files import no_file
@@ -27,28 +26,21 @@ ROUTERS = (router,)
 
 _OUTPUT, _ERRORS = "file-output_", "file-errors_"
 """Prefixes of the ids of results; the rest is the batch's id."""
-_FORM = {
-    "type": "object",
-    "required": ["file"],
-    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
-}
 
 
 @router.post(
     "",
     response_model=server_schemas.UploadedFile,
     responses=responses(400, 413, 507),
-    openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
     summary="Upload a file of requests",
 )
-async def create_file(request: Request, service: Service) -> Response:
+async def create_file(
+    service: Service, file: UploadFile, purpose: Annotated[Literal["batch"], Form()] = "batch"
+) -> Response:
     """A file for POST /v1/batches: JSON lines of `custom_id`, `method`, `url` and `body`."""
-    body = await read_file(request, service=service)
-    if body.values.get("purpose", "batch") != "batch":
-        raise ApiError(400, "purpose: batch is accepted", param="purpose")
-    name, content = body.filename or "requests.jsonl", body.picture or b""
-    file = await asyncio.to_thread(service.uploads.add, content, filename=name, now=service.now())
-    return file.response()
+    name, content = file.filename or "requests.jsonl", await file.read()
+    added = await asyncio.to_thread(service.uploads.add, content, filename=name, now=service.now())
+    return added.response()
 
 
 @router.get("", response_model=server_schemas.UploadedFiles, summary="List uploaded files")
