@@ -34,8 +34,6 @@ MAX_SCALE = 100
 MAX_SHIFT = 100
 MAX_SIGMA = 1_000
 """Schedulers of the EDM kind begin at 80; others at 1."""
-MAX_NAMED_VALUES, MAX_FILES = 100, 100
-"""Entries of `args`, `files` and `scheduler`; files of an argument."""
 MAX_OBJECT_CHARS = 20_000
 """Of each of `args`, `files` and `scheduler` as JSON, which are part of messages between processes."""
 MAX_PATH_CHARS = 4096
@@ -152,30 +150,22 @@ def _label(name: str, max_chars: int, what: str) -> Field:
     return Field(name, accepted, parse, {"type": "string", "minLength": 1, "maxLength": max_chars})
 
 
-def _whole(name: str, low: int, high: int) -> Field:
-    """A whole number; 5.0 is one, since many tools write whole numbers so."""
+def _range(name: str, low: float, high: float, *, is_whole: bool = False) -> Field:
+    """A number, or a whole one; 5.0 is one, since many tools write whole numbers so."""
 
-    def parse(value: object) -> int:
+    def parse(value: object) -> int | float:
         number = _number(value)
         if not low <= number <= high:
             raise Refused("")
+        if not is_whole:
+            return float(number)
         if isinstance(number, float) and not (number.is_integer() and abs(number) <= MAX_WHOLE_FLOAT):
             raise Refused("")
         return int(number)
 
-    schema = {"type": "integer", "minimum": low, "maximum": high}
-    return Field(name, f"a whole number from {low:,} to {high:,}", parse, schema)
-
-
-def _real(name: str, low: float, high: float) -> Field:
-    def parse(value: object) -> float:
-        number = _number(value)
-        if not low <= number <= high:
-            raise Refused("")
-        return float(number)
-
-    schema = {"type": "number", "minimum": low, "maximum": high}
-    return Field(name, f"a number from {low:g} to {high:g}", parse, schema)
+    what = f"a whole number from {low:,} to {high:,}" if is_whole else f"a number from {low:g} to {high:g}"
+    schema = {"type": "integer" if is_whole else "number", "minimum": low, "maximum": high}
+    return Field(name, what, parse, schema)
 
 
 def _duration(name: str, *, may_be_zero: bool) -> Field:
@@ -254,8 +244,8 @@ def _object(name: str, accepted: str, parse_value: Callable[[str, Any], object])
     def parse(value: object) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise Refused("")
-        if not 1 <= len(value) <= MAX_NAMED_VALUES:
-            raise Refused(f"this one has {len(value):,} names; from 1 to {MAX_NAMED_VALUES} are accepted")
+        if not value:
+            raise Refused("this one is empty")
         if repeated := [key for key in value if isinstance(value[key], Repeated)]:
             raise Refused(f"{plain_name(repeated[0])} is {REPEATED}")
         if (bad := next((key for key in value if not NAME.fullmatch(key)), None)) is not None:
@@ -281,8 +271,8 @@ def _parse_plain(name: str, value: Any) -> Any:
 
 def _parse_paths(name: str, value: Any) -> str | list[str]:
     if isinstance(value, list):
-        if not 1 <= len(value) <= MAX_FILES:
-            raise Refused(f"{name} has {len(value):,} files; from 1 to {MAX_FILES:,} are accepted")
+        if not value:
+            raise Refused(f"{name} has no files")
         return [_parse_path(name, item) for item in value]
     return _parse_path(name, value)
 
@@ -379,17 +369,17 @@ FIELDS: dict[str, Field] = {
         _text("negative_prompt", MAX_PROMPT_CHARS, may_be_blank=True),
         _label("model", 1024, "a name, a folder or a hub id"),
         Field("size", SIZE_ACCEPTED, _parse_size, {**STRING, "pattern": f"^{SIZE.pattern}$"}),
-        _whole("width", MIN_SIDE, MAX_SIDE),
-        _whole("height", MIN_SIDE, MAX_SIDE),
-        _whole("frames", 1, MAX_FRAMES),
-        _whole("fps", 1, MAX_FPS),
-        _whole("steps", 1, MAX_STEPS),
-        _real("guidance_scale", 0, MAX_SCALE),
-        _real("guidance_scale_2", 0, MAX_SCALE),
-        _real("boundary_ratio", 0, 1),
-        _real("flow_shift", 0.01, MAX_SHIFT),
-        _real("true_cfg_scale", 0, MAX_SCALE),
-        _whole("seed", 0, 2**63 - 1),
+        _range("width", MIN_SIDE, MAX_SIDE, is_whole=True),
+        _range("height", MIN_SIDE, MAX_SIDE, is_whole=True),
+        _range("frames", 1, MAX_FRAMES, is_whole=True),
+        _range("fps", 1, MAX_FPS, is_whole=True),
+        _range("steps", 1, MAX_STEPS, is_whole=True),
+        _range("guidance_scale", 0, MAX_SCALE),
+        _range("guidance_scale_2", 0, MAX_SCALE),
+        _range("boundary_ratio", 0, 1),
+        _range("flow_shift", 0.01, MAX_SHIFT),
+        _range("true_cfg_scale", 0, MAX_SCALE),
+        _range("seed", 0, 2**63 - 1, is_whole=True),
         _label("image", MAX_PATH_CHARS, f"the path of a picture ({', '.join(IMAGE_FORMATS)})"),
         _object("args", ARGS_ACCEPTED, _parse_plain),
         _object("files", FILES_ACCEPTED, _parse_paths),
@@ -400,7 +390,7 @@ FIELDS: dict[str, Field] = {
         Field("deadline", DEADLINE_ACCEPTED, _parse_deadline, TIME),
         _duration("arrival", may_be_zero=True),
         _duration("timeout", may_be_zero=False),
-        _whole("priority", -1_000_000, 1_000_000),
+        _range("priority", -1_000_000, 1_000_000, is_whole=True),
         _label("tag", 64, "a class for reports"),
         Field("output", OUTPUT_ACCEPTED, _parse_output, STRING),
         Field(
@@ -409,7 +399,7 @@ FIELDS: dict[str, Field] = {
             _parse_format,
             {**STRING, "enum": FORMAT_NAMES},
         ),
-        _whole("quality", 1, 100),
+        _range("quality", 1, 100, is_whole=True),
     )
 }
 """Every field that a job may have; the order is that of docs/job-file.md."""
