@@ -19,13 +19,12 @@ from pydantic import BaseModel
 from starlette.datastructures import UploadFile
 
 from gfgen.server.http.guard import Access
-from gfgen.server.jobs.job_requests import MAX_UPLOADS, Upload, data_url_content
+from gfgen.server.jobs.job_requests import MAX_FIELDS, MAX_UPLOADS, Upload, data_url_content, json_object
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import RequestKey
 from gfgen.server.protocol.problems import ApiError, checked
 from gfgen.server.protocol.schemas import RequestModel
 
-MAX_FIELDS = 64
 MAX_KEY_CHARS = 255
 _BRIEF_BYTES = 1 << 16
 """Smaller bodies are parsed faster than a thread switch takes."""
@@ -73,7 +72,6 @@ class Body:
     filename: str | None = None
     uploads: Mapping[str, list[Upload]] = field(default_factory=dict)
     """Files for arguments of the pipeline, by argument."""
-    jobs: bytes | None = None
 
 
 async def read_body(
@@ -85,7 +83,7 @@ async def read_body(
 ) -> Body:
     """Read JSON or a form; raises ApiError for any other content type.
 
-    With `takes_uploads`, the request may have files for arguments, or be an array of jobs.
+    With `takes_uploads`, a form may have files for arguments.
     """
     kind = content_kind(request)
     if kind == "multipart/form-data":
@@ -94,8 +92,6 @@ async def read_body(
         raise ApiError(400, f"{kind[:80]}: send application/json or a form")
     content = await request.body()
     address, json_bytes = _address(request), service.limits.json_bytes
-    if takes_uploads and content.lstrip()[:1] == b"[":
-        return Body({}, None, _fingerprint(address, {}, content), jobs=content)
     if kind == "application/x-www-form-urlencoded" and content[:1] != b"{":  # curl -d sends JSON as this too
         if content.count(b"&") >= MAX_FIELDS or not content.isascii():
             raise ApiError(400, f"the body is not a URL-encoded form with at most {MAX_FIELDS} fields")
@@ -113,28 +109,12 @@ async def read_model(request: Request, model: type[M], *, service: JobService) -
     content = await request.body()
     if len(content) > service.limits.json_bytes:
         raise _too_large(service.limits.json_bytes)
-    return checked(model, await _parse(content, lambda: _object(content)))
+    return checked(model, await _parse(content, lambda: json_object(content)))
 
 
 async def _parse(content: bytes, work: Callable[[], T]) -> T:
     """The result of `work`, which runs in another thread if the body is large."""
     return work() if len(content) <= _BRIEF_BYTES else await asyncio.to_thread(work)
-
-
-def _object(content: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(content, parse_constant=_refuse_constant)
-    except UnicodeDecodeError:
-        raise ApiError(400, "the body is not UTF-8") from None
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply") from None
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, 'the body is not a JSON object; send one like {"prompt": "a red circle falls"}')
-    if len(value) > MAX_FIELDS:
-        raise ApiError(400, f"{len(value):,} fields; at most {MAX_FIELDS} are accepted")
-    return value
 
 
 async def read_job_file(request: Request, *, service: JobService) -> JobFile:
@@ -204,22 +184,22 @@ async def _from_form(
         max_part_size=service.limits.json_bytes,
     ) as form:
         for name, value in form.multi_items():
-            if isinstance(value, UploadFile):
-                if takes_uploads and (match := _UPLOAD.fullmatch(name)):
-                    of_argument = uploads.setdefault(match["name"], [])
-                    of_argument.append(
-                        Upload.of(value.filename, await value.read(), is_item=bool(match["item"]))
-                    )
-                    continue
-                if name.removesuffix("[]") != file_name:
-                    raise ApiError(
-                        400, f"{name[:80]!r}: not a file of this form; send {file_name}", param=file_name
-                    )
-                if picture is not None:
-                    raise ApiError(400, "more than one file; one is accepted", param=file_name)
-                picture, filename = await value.read(), value.filename
+            if not isinstance(value, UploadFile):
+                if name in values:
+                    raise ApiError(400, f"{name[:80]}: given more than once", param=name[:80])
+                if value:  # an empty one says as much as leaving it out
+                    values[name] = value
+            elif takes_uploads and (match := _UPLOAD.fullmatch(name)):
+                upload = Upload.of(value.filename, await value.read(), is_item=bool(match["item"]))
+                uploads.setdefault(match["name"], []).append(upload)
+            elif name.removesuffix("[]") != file_name:
+                raise ApiError(
+                    400, f"{name[:80]!r}: not a file of this form; send {file_name}", param=file_name
+                )
+            elif picture is not None:
+                raise ApiError(400, "more than one file; one is accepted", param=file_name)
             else:
-                _add_field(values, name, value)
+                picture, filename = await value.read(), value.filename
     if any(name in values for name in _PICTURE_URL):
         picture = await asyncio.to_thread(_picture_of_form, values)
     _check_size(values, service.limits.json_bytes)
@@ -231,14 +211,6 @@ async def _from_form(
     return Body(values, picture, fingerprint, filename, uploads)
 
 
-def _add_field(values: dict[str, Any], name: str, value: str) -> None:
-    """Add a field of a form; an empty one says as much as leaving it out."""
-    if name in values:
-        raise ApiError(400, f"{name[:80]}: given more than once", param=name[:80])
-    if value != "":
-        values[name] = value
-
-
 def _picture_of_form(values: dict[str, Any]) -> bytes | None:
     urls = [values.pop(name) for name in _PICTURE_URL if name in values]
     return data_url_content(urls[-1]) if urls else None
@@ -247,7 +219,7 @@ def _picture_of_form(values: dict[str, Any]) -> bytes | None:
 def _from_json(content: bytes, address: list[str], *, picture_name: str, json_bytes: int) -> Body:
     if len(content) > json_bytes and _DATA_URL_START not in content:
         raise _too_large(json_bytes)
-    values = _object(content)
+    values = json_object(content)
     url = _picture_url(values, picture_name)
     _check_size(values, json_bytes)
     picture = None if url is None else data_url_content(url, param=picture_name)
@@ -301,7 +273,3 @@ def _fingerprint(address: list[str], values: Mapping[str, Any], content: bytes) 
     digest = hashlib.sha256(text.encode("utf-8", "backslashreplace") + b"\0")
     digest.update(content)
     return digest.hexdigest()
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")

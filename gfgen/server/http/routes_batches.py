@@ -82,11 +82,11 @@ _JOB_BODY["requestBody"]["content"] |= _JOB_FILES
 async def create_job(request: Request, service: Service) -> Response:
     """Accepts one job with the fields of the job file and answers at once. Fields for several jobs (`vary`,
     `seeds`, `num_images`), a JSON array and a job file make a batch, as POST /v1/batches does."""
-    if content_kind(request) in JOB_FILE_KINDS:
+    kind = content_kind(request)
+    is_array = kind != "multipart/form-data" and (await request.body()).lstrip()[:1] == b"["
+    if is_array or kind in JOB_FILE_KINDS:
         return await _accept(request, service, await read_job_file(request, service=service))
     body = await read_body(request, service=service, picture_name="image", takes_uploads=True)
-    if body.jobs is not None:
-        return await _accept(request, service, JobFile(body.jobs, body.fingerprint))
     values, uploads = taken_uploads(body.values, body.uploads)
     if any(values.get(name) for name in VARIATION_FIELDS):
         if body.picture is not None or uploads:

@@ -30,7 +30,7 @@ from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import NO_PATHS, ApiError, checked, opened, refused, renamed
 
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
-MAX_UPLOADS = 32
+MAX_FIELDS, MAX_UPLOADS = 64, 32
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 _DATA_URL = re.compile(r"data:image/[a-z.+-]{1,20};base64,", re.IGNORECASE)
 _MIN_TIMEOUT_S = 0.001
@@ -226,7 +226,7 @@ def batch_lines(
             raise ApiError(413, f"the file has more than {max_lines:,} requests: split it")
         custom_id = None
         try:
-            line = checked(server_schemas.BatchLine, _json_object(text))
+            line = checked(server_schemas.BatchLine, json_object(text))
             custom_id = line.custom_id
             if (first := first_lines.setdefault(custom_id, number)) != number:
                 raise ApiError(400, f"custom_id: also on line {first}; give each its own", param="custom_id")
@@ -249,14 +249,25 @@ def line_failure(error: ApiError, *, line: int, custom_id: str | None) -> server
     return server_schemas.LineFailure(custom_id=custom_id, line=line, code=error.code, message=error.message)
 
 
-def _json_object(text: bytes) -> dict[str, Any]:
+def json_object(content: bytes) -> dict[str, Any]:
+    """The fields of a request; raises ApiError."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
+        value = json.loads(content, parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise ApiError(400, "the request is not UTF-8") from None
+    except RecursionError:
+        raise ApiError(400, "the request is nested too deeply") from None
+    except ValueError as error:
+        raise ApiError(400, f"the request is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, "the line is not a JSON object")
+        raise ApiError(400, 'the request is not a JSON object like {"prompt": "a red circle falls"}')
+    if len(value) > MAX_FIELDS:
+        raise ApiError(400, f"{len(value):,} fields; at most {MAX_FIELDS} are accepted")
     return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _line_jobs(
