@@ -138,9 +138,7 @@ def _delimiter(header: str) -> str | None:
 def _names(header: str, delimiter: str) -> list[str]:
     try:
         return [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
-    except (
-        csv.Error
-    ):  # such as a carriage return inside of the line, or a cell of more than 131,072 characters
+    except csv.Error:  # a carriage return inside of the line, or a cell of more than 131,072 characters
         return []
 
 
@@ -187,11 +185,10 @@ def _reason(error: ValueError) -> str:
 
 
 def _as_object(line: int, value: object) -> Mapping[str, object] | Problem:
-    if not isinstance(value, dict):
-        return Problem(
-            line, None, shown(value), f"not an object; write each job as one object, such as {EXAMPLE}"
-        )
-    return value
+    if isinstance(value, dict):
+        return value
+    accepted = f"not an object; write each job as one object, such as {EXAMPLE}"
+    return Problem(line, None, shown(value), accepted)
 
 
 def _array(text: str) -> Iterator[Entry]:
