@@ -19,7 +19,7 @@ ADDRESS = ["/v1/videos", ""]
 
 def read(content, *, json_bytes=BOUND):
     content = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return _from_json(content, ADDRESS, picture_name="input_reference", json_bytes=json_bytes)
+    return _from_json(content, picture_name="input_reference", json_bytes=json_bytes)
 
 
 def refused(content, **limits):
@@ -38,7 +38,7 @@ def with_slashes(content):
 def test_a_picture_may_be_larger_than_all_the_rest(given, written):
     content = written({"seed": 7, "input_reference": given, "prompt": "a \\ fox"})
     body = read(content if isinstance(content, bytes) else content.encode())
-    assert (body.values, body.picture) == ({"seed": 7, "prompt": "a \\ fox"}, PICTURE)
+    assert (body.values, body.file) == ({"seed": 7, "prompt": "a \\ fox"}, PICTURE)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,9 @@ def test_what_is_no_json_is_no_request_with_a_large_picture_either():
 def test_a_hash_tells_requests_apart_and_does_not_depend_on_how_they_are_read():
     one = {"prompt": "a fox", "input_reference": URL}
     other = {"prompt": "a fox", "input_reference": URL.replace("AAEC", "AAED", 1)}
-    assert read(one).fingerprint == read(one, json_bytes=10**6).fingerprint
-    prints = {read(values).fingerprint for values in (one, other, one | {"prompt": "x"}, {"prompt": "a fox"})}
+    assert read(one).fingerprint(ADDRESS) == read(one, json_bytes=10**6).fingerprint(ADDRESS)
+    several = (one, other, one | {"prompt": "x"}, {"prompt": "a fox"})
+    prints = {read(values).fingerprint(ADDRESS) for values in several}
     assert len(prints) == 4
 
 

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, TypeVar
@@ -56,22 +56,23 @@ JOB_FILE_KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class JobFile:
-    content: bytes
-    fingerprint: str
-    suffix: str = ".jsonl"
-
-
-@dataclass(frozen=True, slots=True)
 class Body:
-    """The fields of a request, its picture, and a hash of both."""
+    """The fields of a request, and its picture or job file."""
 
     values: Mapping[str, Any]
-    picture: bytes | None
-    fingerprint: str
-    filename: str | None = None
+    file: bytes | None
+    suffix: str = ".jsonl"
+    """That of the file's name, or of its kind (job/inputs.py)."""
     uploads: Mapping[str, list[Upload]] = field(default_factory=dict)
     """Files for arguments of the pipeline, by argument."""
+
+    def fingerprint(self, address: Sequence[str]) -> str:
+        uploads = {name: [one.digest for one in files] for name, files in self.uploads.items()}
+        values = {**self.values, "uploads": uploads} if uploads else self.values
+        text = json.dumps([*address, values], sort_keys=True)
+        digest = hashlib.sha256(text.encode("utf-8", "backslashreplace") + b"\0")
+        digest.update(self.file or b"")
+        return digest.hexdigest()
 
 
 async def read_body(
@@ -91,13 +92,13 @@ async def read_body(
     if kind not in ("application/json", "application/x-www-form-urlencoded", ""):
         raise ApiError(400, f"{kind[:80]}: send application/json or a form")
     content = await request.body()
-    address, json_bytes = _address(request), service.limits.json_bytes
+    json_bytes = service.limits.json_bytes
     if kind == "application/x-www-form-urlencoded" and content[:1] != b"{":  # curl -d sends JSON as this too
         if content.count(b"&") >= MAX_FIELDS or not content.isascii():
             raise ApiError(400, f"the body is not a URL-encoded form with at most {MAX_FIELDS} fields")
         return await _from_form(request, service, picture_name)
     return await _parse(
-        content, lambda: _from_json(content, address, picture_name=picture_name, json_bytes=json_bytes)
+        content, lambda: _from_json(content, picture_name=picture_name, json_bytes=json_bytes)
     )
 
 
@@ -117,20 +118,17 @@ async def _parse(content: bytes, work: Callable[[], T]) -> T:
     return work() if len(content) <= _BRIEF_BYTES else await asyncio.to_thread(work)
 
 
-async def read_job_file(request: Request, *, service: JobService) -> JobFile:
+async def read_job_file(request: Request, *, service: JobService) -> Body:
     kind = content_kind(request)
-    if kind == "multipart/form-data":
-        body = await _from_form(request, service, "file")
-        if body.picture is None:
-            raise ApiError(400, "file: missing", param="file")
-        suffix = PurePath(body.filename or "").suffix or ".jsonl"
-        return JobFile(body.picture, body.fingerprint, suffix)
-    content, address = await request.body(), _address(request)
-    fingerprint = await _parse(content, lambda: _fingerprint(address, {}, content))
-    return JobFile(content, fingerprint, JOB_FILE_KINDS.get(kind, ".jsonl"))
+    if kind != "multipart/form-data":
+        return Body({}, await request.body(), JOB_FILE_KINDS.get(kind, ".jsonl"))
+    body = await _from_form(request, service, "file")
+    if body.file is None:
+        raise ApiError(400, "file: missing", param="file")
+    return body
 
 
-def request_key(request: Request, fingerprint: str) -> RequestKey | None:
+async def request_key(request: Request, body: Body) -> RequestKey | None:
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
@@ -139,6 +137,8 @@ def request_key(request: Request, fingerprint: str) -> RequestKey | None:
             400, f"1 to {MAX_KEY_CHARS} printable characters are accepted", param="Idempotency-Key"
         )
     owner = Access.of(request.scope).owner
+    address = [request.url.path, str(request.url.query)]
+    fingerprint = await _parse(body.file or b"", lambda: body.fingerprint(address))
     return RequestKey(" ".join(filter(None, (owner, request.url.path, key))), fingerprint)
 
 
@@ -176,8 +176,8 @@ async def _from_form(
         raise ApiError(400, f"charset = {charset[1][:80]!r}: send the form in UTF-8")
     values: dict[str, Any] = {}
     uploads: dict[str, list[Upload]] = {}
-    picture: bytes | None = None
-    filename: str | None = None
+    file: bytes | None = None
+    suffix = ".jsonl"
     async with request.form(
         max_files=1 + MAX_UPLOADS,
         max_fields=MAX_FIELDS,
@@ -196,19 +196,14 @@ async def _from_form(
                 raise ApiError(
                     400, f"{name[:80]!r}: not a file of this form; send {file_name}", param=file_name
                 )
-            elif picture is not None:
+            elif file is not None:
                 raise ApiError(400, "more than one file; one is accepted", param=file_name)
             else:
-                picture, filename = await value.read(), value.filename
+                file, suffix = await value.read(), PurePath(value.filename or "").suffix or suffix
     if any(name in values for name in _PICTURE_URL):
-        picture = await asyncio.to_thread(_picture_of_form, values)
+        file = await asyncio.to_thread(_picture_of_form, values)
     _check_size(values, service.limits.json_bytes)
-    address, content = _address(request), picture or b""
-    hashed: Mapping[str, Any] = values
-    if uploads:
-        hashed = {**values, "uploads": {name: [one.digest for one in uploads[name]] for name in uploads}}
-    fingerprint = await _parse(content, lambda: _fingerprint(address, hashed, content))
-    return Body(values, picture, fingerprint, filename, uploads)
+    return Body(values, file, suffix, uploads)
 
 
 def _picture_of_form(values: dict[str, Any]) -> bytes | None:
@@ -216,14 +211,13 @@ def _picture_of_form(values: dict[str, Any]) -> bytes | None:
     return data_url_content(urls[-1]) if urls else None
 
 
-def _from_json(content: bytes, address: list[str], *, picture_name: str, json_bytes: int) -> Body:
+def _from_json(content: bytes, *, picture_name: str, json_bytes: int) -> Body:
     if len(content) > json_bytes and _DATA_URL_START not in content:
         raise _too_large(json_bytes)
     values = json_object(content)
     url = _picture_url(values, picture_name)
     _check_size(values, json_bytes)
-    picture = None if url is None else data_url_content(url, param=picture_name)
-    return Body(values, picture, _fingerprint(address, values, picture or b""))
+    return Body(values, None if url is None else data_url_content(url, param=picture_name))
 
 
 def _check_size(values: Mapping[str, Any], json_bytes: int) -> None:
@@ -262,14 +256,3 @@ def _picture_of_messages(values: Mapping[str, Any]) -> str | None:
     if len(urls) > 1:
         raise ApiError(400, f"{len(urls)} pictures; at most one is accepted", param=MESSAGES)
     return urls[0] if urls else None
-
-
-def _address(request: Request) -> list[str]:
-    return [request.url.path, str(request.url.query)]
-
-
-def _fingerprint(address: list[str], values: Mapping[str, Any], content: bytes) -> str:
-    text = json.dumps([*address, values], sort_keys=True)
-    digest = hashlib.sha256(text.encode("utf-8", "backslashreplace") + b"\0")
-    digest.update(content)
-    return digest.hexdigest()

@@ -19,7 +19,7 @@ from gfgen.runtime.files.manifest import SCHEMA_VERSION, ManifestLine
 from gfgen.server.http.bodies import (
     IDEMPOTENCY_KEY,
     JOB_FILE_KINDS,
-    JobFile,
+    Body,
     content_kind,
     documented,
     read_body,
@@ -89,16 +89,16 @@ async def create_job(request: Request, service: Service) -> Response:
     body = await read_body(request, service=service, picture_name="image", takes_uploads=True)
     values, uploads = taken_uploads(body.values, body.uploads)
     if any(values.get(name) for name in VARIATION_FIELDS):
-        if body.picture is not None or uploads:
+        if body.file is not None or uploads:
             raise ApiError(400, "a job with files is one job; send one request for each")
         line = json.dumps({name: value_of(name, value) if isinstance(value, str) else value
                            for name, value in values.items()}).encode()  # fmt: skip
-        return await _accept(request, service, JobFile(line, body.fingerprint))
+        return await _accept(request, service, Body({}, line))
     values = {name: value for name, value in values.items() if name not in VARIATION_FIELDS}
     asked = checked(schemas.JobRequest, values)
     requested = plain_job(asked, uploads=uploads, models=service.ready_models())
     (job_id,) = await service.take(
-        [replace(requested, picture=body.picture)], key=request_key(request, body.fingerprint)
+        [replace(requested, picture=body.file)], key=await request_key(request, body)
     )
     record = service.job(job_id)
     assert record is not None
@@ -127,23 +127,23 @@ async def create_batch(
     OpenAI's requests in an uploaded file."""
     service.check_ready()
     file = await read_job_file(request, service=service)
-    if (values := uploaded_batch(file.content, most_bytes=service.limits.json_bytes)) is not None:
-        key = request_key(request, file.fingerprint)
+    if (values := uploaded_batch(file.file or b"", most_bytes=service.limits.json_bytes)) is not None:
+        key = await request_key(request, file)
         batch_id = await create_of_upload(service, values, batch_id=new_id("batch"), key=key)
         return _answer(service, service.batch(batch_id), batch_id)
     return await _accept(request, service, file, skip_invalid=skip_invalid)
 
 
 async def _accept(
-    request: Request, service: JobService, file: JobFile, *, skip_invalid: bool = False
+    request: Request, service: JobService, file: Body, *, skip_invalid: bool = False
 ) -> Response:
     models, batch_id = service.ready_models(), new_id("batch")
-    key = request_key(request, file.fingerprint)
+    key = await request_key(request, file)
     skipped: list[Problem] = []
     try:
         requested, problems = await asyncio.to_thread(
             batch_jobs,
-            file.content,
+            file.file or b"",
             suffix=file.suffix,
             max_jobs=service.limits.open_jobs,
             batch_id=batch_id,

@@ -43,7 +43,7 @@ async def create_images(request: Request, service: Service) -> Response:
     """Waits for the pictures, or with `stream` sends them and previews as events. A client that disconnects
     cancels them, unless it sent an Idempotency-Key."""
     body = await read_body(request, service=service)
-    if body.picture is not None:
+    if body.file is not None:
         raise ApiError(
             400, "input_reference: pictures begin with one at /v1/images/edits", param="input_reference"
         )
@@ -60,7 +60,7 @@ async def create_images(request: Request, service: Service) -> Response:
 async def edit_images(request: Request, service: Service) -> Response:
     """As /v1/images/generations, with an `image` to begin with; masks are not supported."""
     body = await read_body(request, service=service, picture_name="image")
-    if body.picture is None:
+    if body.file is None:
         raise ApiError(400, "image: missing", param="image")
     return await _images(request, service, body, of="image_edit")
 
@@ -146,8 +146,8 @@ async def _take(
     warnings: list[str],
 ) -> list[str]:
     models, ignored = service.ready_models(), None if service.api.strict else warnings
-    requested = image_jobs(asked_for, picture=body.picture, models=models, ignored=ignored)
-    ids = await service.take(requested, key=request_key(request, body.fingerprint))
+    requested = image_jobs(asked_for, picture=body.file, models=models, ignored=ignored)
+    ids = await service.take(requested, key=await request_key(request, body))
     log_ignored(ids, warnings)
     return ids
 

@@ -287,8 +287,8 @@ def log_ignored(ids: Sequence[str], warnings: Sequence[str]) -> None:
 
 
 async def _take(request: Request, service: JobService, requested: RequestedJob, body: Body) -> list[str]:
-    requested = replace(requested, picture=body.picture)
-    return await service.take([requested], key=request_key(request, body.fingerprint))
+    requested = replace(requested, picture=body.file)
+    return await service.take([requested], key=await request_key(request, body))
 
 
 def _is_video(facts: JobFacts) -> bool:
