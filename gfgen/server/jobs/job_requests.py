@@ -20,7 +20,7 @@ from typing import Any
 
 from gfgen.errors import JobFileError, Problem
 from gfgen.job.fields import NAME, parse_fields
-from gfgen.job.images import ImageError, NoImages, check_content, is_video
+from gfgen.job.images import ImageError, check_content, is_video
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, num_pictures
 from gfgen.runtime.core.admission import AdmittedJob
@@ -180,7 +180,7 @@ def batch_jobs(
         io.BytesIO(content),
         source="the job file",
         folder=Path(),
-        images=NoImages(NO_PATHS),
+        images=NO_PATHS,
         suffix=suffix,
         max_jobs=max_jobs,
     )
@@ -442,7 +442,7 @@ def _spec(
     job: Mapping[str, Any], model: server_schemas.ServedModel, kind: str, words: Mapping[str, str]
 ) -> JobSpec:
     named = {**job, "model": model.root or model.id}
-    fields, problems = parse_fields(named, images=NoImages(NO_PATHS))
+    fields, problems = parse_fields(named, images=NO_PATHS)
     if problems:
         raise refused(renamed(problems, words), status=400)
     return JobSpec(**{**fields, "id": new_id(kind)})

@@ -27,7 +27,9 @@ from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.schemas import OpenRequest, RequestModel
 
 MAX_SHOWN = 5
-NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos or /v1/jobs"
+NO_PATHS = NoImages(
+    "paths are not accepted over HTTP; send the job with its picture to /v1/videos or /v1/jobs"
+)
 
 _QUOTED = re.compile(r"""(['"`])~?/(?:[^'"`/\n]+/)*([^'"`/\n]+)/?\1""")
 _PLAIN = re.compile(r"""(?<![\w./~:])~?/(?:[^\s/'"`,;:()\[\]<>]+/)*([^\s/'"`,;:()\[\]<>]+)/?""")
@@ -120,10 +122,11 @@ def checked(model: type[M], values: Mapping[str, Any]) -> M:
     known = _known(model)
     job = model.job_of(given)
     problems = [Problem(None, name, None, "missing") for name in model.required if name not in job]
-    _, of_job = parse_fields({"prompt": "an example", **job}, images=NoImages(NO_PATHS))
+    _, of_job = parse_fields({"prompt": "an example", **job}, images=NO_PATHS)
     problems += renamed(of_job, model.names)
     try:
-        found = model.model_validate({name: given[name] for name in known if name in given})
+        own = {name: given[name] for name in model.model_fields if name in given}
+        found = model.model_validate(own, context=job)
     except ValidationError as error:
         problems += map(_problem, error.errors(include_url=False))
     problems += [_not_a_field(name, known) for name in given if name not in known]

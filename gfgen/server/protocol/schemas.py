@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError
 from starlette.responses import Response
 
@@ -53,10 +61,18 @@ class RequestModel(BaseModel):
     list may be a text of JSON: forms have only texts.
     """
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="forbid")
     names: ClassVar[Mapping[str, str]] = {}
     """The request's names of fields of the job file."""
     required: ClassVar[Sequence[str]] = ()
+    _job: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    def model_post_init(self, job: Any, /) -> None:
+        self._job = job or {}
+
+    @property
+    def job(self) -> dict[str, Any]:
+        return dict(self._job)
 
     @classmethod
     def job_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,10 +80,6 @@ class RequestModel(BaseModel):
         given = {ours: values[theirs] for ours, theirs in cls.names.items() if theirs in values}
         read = {name: value_of(name, v) if isinstance(v, str) else v for name, v in given.items()}
         return {name: value for name, value in read.items() if value is not None}
-
-    @property
-    def job(self) -> dict[str, Any]:
-        return self.job_of(dict(self))
 
     @field_validator("*", mode="before")
     @classmethod
@@ -87,7 +99,7 @@ class RequestModel(BaseModel):
         noted = {name: optional[name] | note for name, note in _NOTES.items() if name in optional}
         found["properties"] = fields | optional | noted | found.get("properties", {})
         found["required"] = [*cls.required, *found.get("required", ())]
-        return found | {"additionalProperties": False}
+        return found
 
 
 _NOTES = {
