@@ -2,9 +2,9 @@
 
 mapping -> parse_fields -> attributes of JobSpec, and every Problem of this job
 
-The parsers are plain functions because pydantic takes 0.16 s to import and to build a model of these fields,
-which every command would pay, and then saves 6 us per job. Requests over HTTP (schemas.py) are pydantic
-models that call these parsers.
+The parsers are plain functions because pydantic takes 0.08 s to import and to build a model of these fields,
+which every command would pay, and then saves 6 us per job. Requests over HTTP are checked and documented by
+this table (server/protocol/schemas.py).
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.datastructures import UploadFile
 
+from gfgen.job.fields import REPEATED
 from gfgen.server.http.guard import Access
 from gfgen.server.jobs.job_requests import MAX_FIELDS, MAX_UPLOADS, Upload, data_url_content, json_object
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import RequestKey
-from gfgen.server.protocol.problems import ApiError, checked
+from gfgen.server.protocol.problems import ApiError, bad, checked
 from gfgen.server.protocol.schemas import RequestModel
 
 MAX_KEY_CHARS = 255
@@ -124,7 +125,7 @@ async def read_job_file(request: Request, *, service: JobService) -> Body:
         return Body({}, await request.body(), JOB_FILE_KINDS.get(kind, ".jsonl"))
     body = await _from_form(request, service, "file")
     if body.file is None:
-        raise ApiError(400, "file: missing", param="file")
+        raise bad("file", "missing")
     return body
 
 
@@ -186,7 +187,7 @@ async def _from_form(
         for name, value in form.multi_items():
             if not isinstance(value, UploadFile):
                 if name in values:
-                    raise ApiError(400, f"{name[:80]}: given more than once", param=name[:80])
+                    raise bad(name[:80], REPEATED)
                 if value:  # an empty one says as much as leaving it out
                     values[name] = value
             elif takes_uploads and (match := _UPLOAD.fullmatch(name)):
@@ -239,7 +240,7 @@ def _picture_url(values: dict[str, Any], name: str) -> str | None:
     if isinstance(given, Mapping):
         given = next((given[key] for key in ("image_url", "url") if isinstance(given.get(key), str)), None)
     if not isinstance(given, str):
-        raise ApiError(400, f"{name}: send a file in a form, or a data:image/...;base64 URL", param=name)
+        raise bad(name, "send a file in a form, or a data:image/...;base64 URL")
     return given
 
 

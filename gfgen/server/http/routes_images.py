@@ -23,7 +23,7 @@ from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import StoredJob
 from gfgen.server.protocol import picture_schemas
-from gfgen.server.protocol.problems import ApiError, opened, responses
+from gfgen.server.protocol.problems import ApiError, bad, opened, responses
 
 router = APIRouter(prefix="/v1", tags=["images"])
 ROUTERS = (router,)
@@ -44,9 +44,7 @@ async def create_images(request: Request, service: Service) -> Response:
     cancels them, unless it sent an Idempotency-Key."""
     body = await read_body(request, service=service)
     if body.file is not None:
-        raise ApiError(
-            400, "input_reference: pictures begin with one at /v1/images/edits", param="input_reference"
-        )
+        raise bad("input_reference", "pictures begin with one at /v1/images/edits")
     return await _images(request, service, body, of="image_generation")
 
 
@@ -61,7 +59,7 @@ async def edit_images(request: Request, service: Service) -> Response:
     """As /v1/images/generations, with an `image` to begin with; masks are not supported."""
     body = await read_body(request, service=service, picture_name="image")
     if body.file is None:
-        raise ApiError(400, "image: missing", param="image")
+        raise bad("image", "missing")
     return await _images(request, service, body, of="image_edit")
 
 

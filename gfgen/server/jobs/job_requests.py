@@ -27,7 +27,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.jobs.store import JobFacts, NewJob
 from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import NO_PATHS, ApiError, checked, opened, refused, renamed
+from gfgen.server.protocol.problems import NO_PATHS, ApiError, bad, checked, opened, refused, renamed
 
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
 MAX_FIELDS, MAX_UPLOADS = 64, 32
@@ -133,16 +133,16 @@ def taken_uploads(
         return values, uploads
     accepted = "an object of arguments, each with a data:image/...;base64 URL or a list of them"
     if not isinstance(named, Mapping):
-        raise ApiError(400, f"files: {accepted}", param="files")
+        raise bad("files", accepted)
     found = dict(uploads)
     for name, given in named.items():
         urls = given if isinstance(given, list) else [given]
         if not urls or not all(isinstance(url, str) for url in urls) or not NAME.fullmatch(name):
-            raise ApiError(400, f"files: {accepted}", param="files")
+            raise bad("files", accepted)
         contents = [data_url_content(url, param=f"files.{name}") for url in urls]
         found[name] = [Upload(content, is_item=isinstance(given, list)) for content in contents]
     if sum(map(len, found.values())) > MAX_UPLOADS:
-        raise ApiError(400, f"files: at most {MAX_UPLOADS} files are accepted", param="files")
+        raise bad("files", f"at most {MAX_UPLOADS} files are accepted")
     return {name: value for name, value in values.items() if name != "files"}, found
 
 
@@ -229,7 +229,7 @@ def batch_lines(
             line = checked(server_schemas.BatchLine, json_object(text))
             custom_id = line.custom_id
             if (first := first_lines.setdefault(custom_id, number)) != number:
-                raise ApiError(400, f"custom_id: also on line {first}; give each its own", param="custom_id")
+                raise bad("custom_id", f"also on line {first}; give each its own")
             if line.url != endpoint:
                 raise ApiError(400, f"url = {line.url!r}: {endpoint} is accepted in this batch", param="url")
             jobs = _line_jobs(endpoint, line.body, models, is_strict=is_strict)
@@ -274,17 +274,16 @@ def _line_jobs(
     endpoint: str, body: Mapping[str, Any], models: Sequence[server_schemas.ServedModel], *, is_strict: bool
 ) -> list[RequestedJob]:
     if "input_reference" in body:
-        raise ApiError(400, "input_reference: pictures are not accepted in batches", param="input_reference")
+        raise bad("input_reference", "pictures are not accepted in batches")
     if endpoint == "/v1/videos":
         video, warnings = opened(schemas.VideoRequest, body, is_strict=is_strict)
         return [video_job(video, models=models, ignored=None if is_strict else warnings)]
-    kind = (
-        picture_schemas.ImageRequest if endpoint == "/v1/images/generations" else picture_schemas.ChatRequest
-    )
+    is_chat = endpoint == "/v1/chat/completions"
+    kind = picture_schemas.ChatRequest if is_chat else picture_schemas.ImageRequest
     asked_for: picture_schemas.ImageRequest | picture_schemas.ChatRequest
     asked_for, warnings = opened(kind, body, is_strict=is_strict)
     if asked_for.stream:
-        raise ApiError(400, "stream: a batch has no streams; leave it out", param="stream")
+        raise bad("stream", "a batch has no streams; leave it out")
     return image_jobs(asked_for, picture=None, models=models, ignored=None if is_strict else warnings)
 
 
@@ -307,28 +306,20 @@ def chosen_model(
             return model
     served = ", ".join(model.id for model in models)
     shown = name if len(name) <= 80 and name.isprintable() else repr(name[:80])
-    raise ApiError(
-        404,
-        f"model {shown}: not served here; there are {served}",
-        param="model",
-        code="model_not_found",
-    )
+    message = f"model {shown}: not served here; there are {served}"
+    raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def data_url_content(url: str, *, param: str = "input_reference") -> bytes:
     """The content of a data: URL. Raises ApiError for any other URL: the server fetches nothing."""
     match = _DATA_URL.match(url)
     if match is None:
-        raise ApiError(
-            400,
-            f"{param}: send the picture itself, as a file or as a data:image/...;base64 URL; "
-            "other URLs are not followed",
-            param=param,
-        )
+        accepted = "send the picture itself, as a file or as a data:image/...;base64 URL"
+        raise bad(param, f"{accepted}; other URLs are not followed")
     try:
         return base64.b64decode(url[match.end() :], validate=True)
     except ValueError:
-        raise ApiError(400, f"{param}: not base64", param=param) from None
+        raise bad(param, "not base64") from None
 
 
 def checked_picture(content: bytes, *, param: str) -> str:

@@ -81,6 +81,10 @@ class ApiError(Exception):
         return server_schemas.Error(error=body)
 
 
+def bad(field: str, text: str) -> ApiError:
+    return ApiError(400, f"{field}: {text}", param=field)
+
+
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """OpenAPI entries for a route's error statuses; app.py adds 401 and 403 to all routes."""
     return {status: {"model": server_schemas.Error} for status in statuses}
