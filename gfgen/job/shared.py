@@ -151,10 +151,10 @@ def parse_loras(texts: Iterable[str]) -> list[dict[str, Any]]:
     return found
 
 
-def value_of(name: str, text: str) -> Any:
-    """The value of a field that a command line or a table gives as a text."""
+def value_of(name: str, text: Any) -> Any:
+    """The value of a field that a command line, a table or a form may give as a text."""
     field = FIELDS.get(name)
-    if field is not None and field.schema.get("type") == "string":
+    if not isinstance(text, str) or (field is not None and field.schema.get("type") == "string"):
         return text
     value = number_of(text)
     if isinstance(value, str):

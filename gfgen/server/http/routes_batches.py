@@ -91,9 +91,8 @@ async def create_job(request: Request, service: Service) -> Response:
     if any(values.get(name) for name in VARIATION_FIELDS):
         if body.file is not None or uploads:
             raise ApiError(400, "a job with files is one job; send one request for each")
-        line = json.dumps({name: value_of(name, value) if isinstance(value, str) else value
-                           for name, value in values.items()}).encode()  # fmt: skip
-        return await _accept(request, service, Body({}, line))
+        line = json.dumps({name: value_of(name, value) for name, value in values.items()})
+        return await _accept(request, service, Body({}, line.encode()))
     values = {name: value for name, value in values.items() if name not in VARIATION_FIELDS}
     asked = checked(schemas.JobRequest, values)
     requested = plain_job(asked, uploads=uploads, models=service.ready_models())

@@ -77,8 +77,7 @@ class RequestModel(BaseModel):
     @classmethod
     def job_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the job file among these values, by their names there."""
-        given = {ours: values[theirs] for ours, theirs in cls.names.items() if theirs in values}
-        read = {name: value_of(name, v) if isinstance(v, str) else v for name, v in given.items()}
+        read = {ours: value_of(ours, values.get(theirs)) for ours, theirs in cls.names.items()}
         return {name: value for name, value in read.items() if value is not None}
 
     @field_validator("*", mode="before")
