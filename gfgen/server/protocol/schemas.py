@@ -68,6 +68,7 @@ class RequestModel(BaseModel):
     _job: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def model_post_init(self, job: Any, /) -> None:
+        """`job` is the context of the validation: `problems.checked` gives its fields of the job file."""
         self._job = job or {}
 
     @property
