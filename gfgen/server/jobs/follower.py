@@ -136,8 +136,8 @@ class RunFollower:
         return Ending(
             job_id,
             status,
-            completed_at=self._mirror.lanes.at(outcome.ended_s),
-            started_at=None if outcome.started_s is None else self._mirror.lanes.at(outcome.started_s),
+            completed_at=self._mirror.run.at(outcome.ended_s),
+            started_at=None if outcome.started_s is None else self._mirror.run.at(outcome.started_s),
             size_bytes=None if outcome.written is None else outcome.written.size_bytes,
             met_deadline=outcome.met_deadline,
             step=outcome.info.spec.steps or 0 if status == "completed" else record.step if record else 0,
