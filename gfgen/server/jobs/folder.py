@@ -111,8 +111,9 @@ class JobFolder:
             folder.mkdir(exist_ok=True)
         open_ids = {facts.id for facts, _ in store.open_jobs()}
         _clear(self.inputs, lambda ids: ids - open_ids, made_after=store.made_at)
-        _clear(self._thumbnails, lambda ids: ids - store.with_file(ids), suffixes=(".webp", ".partial"))
-        _clear(self.path, store.without_file, suffixes=(".png", ".mp4"))
+        thumbnails, results = (".webp", ".partial"), (".png", ".mp4")
+        _clear(self._thumbnails, lambda ids: ids - store.known(ids, "open", "completed"), suffixes=thumbnails)
+        _clear(self.path, lambda ids: store.known(ids, "cancelled", "failed"), suffixes=results)
 
     def _thumbnail(self, job_id: str) -> Path:
         return self._thumbnails / f"{job_id}.webp"
