@@ -29,12 +29,12 @@ from gfgen.server.jobs import follower
 from gfgen.server.jobs.folder import JobFolder
 from gfgen.server.jobs.follower import RunFollower
 from gfgen.server.jobs.job_requests import RequestedJob
-from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.link import FrontSettings, OpenJobIds, OutcomesStored, RunInfo, pack
 from gfgen.server.protocol.problems import ApiError
+from gfgen.server.shown.mirror import RunMirror
+from gfgen.server.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
 from gfgen.system import machine
 
 SERVING = RunInfo(lambda specs: ([], []), lambda specs: ([], []), (), "cpu", 2, "srtf", 100.0)

@@ -28,7 +28,6 @@ from gfgen.runtime.core.observer import JobOutcome, with_view
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.server.bridge import run_bridge as run_bridge
 from gfgen.server.bridge.run_bridge import MAX_AT_ONCE, RunBridge
-from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.protocol.link import (
     CancelJobs,
     MessageSocket,
@@ -43,6 +42,7 @@ from gfgen.server.protocol.link import (
     SubmitJobs,
     pack,
 )
+from gfgen.server.shown.mirror import RunMirror
 from gfgen.snapshot import RunningTask
 
 SERVING = RunInfo(max, max, (), "cpu", 2, "srtf", 0.0)

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from gfgen.errors import OutputError
-from gfgen.server.jobs import store as store_module
-from gfgen.server.jobs.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, Work, _Work
+from gfgen.server import store as store_module
+from gfgen.server.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, Work, _Work
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from starlette.datastructures import UploadFile
 from gfgen.server.http.guard import Access
 from gfgen.server.jobs.job_requests import MAX_UPLOADS, Upload, data_url_content
 from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import RequestKey
 from gfgen.server.protocol.problems import ApiError, checked
+from gfgen.server.store import RequestKey
 
 MAX_FIELDS = 64
 MAX_KEY_CHARS = 255

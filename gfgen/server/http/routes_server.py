@@ -13,10 +13,10 @@ from gfgen.server.http.bodies import json_body, read_model
 from gfgen.server.http.guard import COOKIE, slow_down
 from gfgen.server.http.routes_jobs import Service
 from gfgen.server.http.streams import state_stream
-from gfgen.server.jobs.prometheus import CONTENT_TYPE
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError, responses
+from gfgen.server.shown.prometheus import CONTENT_TYPE
 
 router = APIRouter(tags=["server"])
 ROUTERS = (router,)

@@ -15,8 +15,8 @@ from gfgen.errors import OutputError
 from gfgen.job.images import ImageError, ImageReader
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import RequestedJob, checked_picture
-from gfgen.server.jobs.store import JobFacts, Store
 from gfgen.server.protocol.problems import ApiError
+from gfgen.server.store import JobFacts, Store
 
 logger = logging.getLogger(__name__)
 

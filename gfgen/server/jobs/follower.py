@@ -12,12 +12,12 @@ from gfgen.errors import OutputError, Problem
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server.jobs import job_requests
-from gfgen.server.jobs.mirror import MAX_SHOWN_FINISHED
-from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import Ended, Ending, JobFacts, Work
 from gfgen.server.protocol.link import OpenJobIds, OutcomesStored, RunInfo
 from gfgen.server.protocol.problems import without_folders
+from gfgen.server.shown.mirror import MAX_SHOWN_FINISHED
+from gfgen.server.shown.served_job import ServedJob
+from gfgen.server.store import Ended, Ending, JobFacts, Work
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)

@@ -24,10 +24,10 @@ from gfgen.job.images import ImageError, NoImages, check_content, is_video
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, num_pictures
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.server.jobs.store import JobFacts, NewJob
 from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, checked, opened, refused
+from gfgen.server.store import JobFacts, NewJob
 
 _NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos or /v1/jobs"
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"

@@ -21,15 +21,15 @@ from gfgen.server.jobs import job_requests
 from gfgen.server.jobs.files import Uploads
 from gfgen.server.jobs.folder import JobFolder
 from gfgen.server.jobs.job_requests import RequestedJob
-from gfgen.server.jobs.mirror import RunMirror
-from gfgen.server.jobs.previews import Previews
-from gfgen.server.jobs.served_job import ServedJob
-from gfgen.server.jobs.store import BatchRow, Ending, KeyTakenError, RequestKey, Store, StoredJob
-from gfgen.server.jobs.webhooks import check_webhook
 from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.link import Admit, CancelJobs, RunInfo, SetPolicy, SetPriority, SubmitJobs
 from gfgen.server.protocol.problems import ApiError
+from gfgen.server.shown.mirror import RunMirror
+from gfgen.server.shown.previews import Previews
+from gfgen.server.shown.served_job import ServedJob
+from gfgen.server.shown.webhooks import check_webhook
+from gfgen.server.store import BatchRow, Ending, KeyTakenError, RequestKey, Store, StoredJob
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankTimes
-from gfgen.server.jobs.served_job import ServedJob
+from gfgen.server.shown.served_job import ServedJob
 
 if TYPE_CHECKING:
     pass

@@ -10,9 +10,9 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import RankState, RunView
-from gfgen.server.jobs.served_job import layout_view
-from gfgen.server.jobs.store import JobFacts
 from gfgen.server.protocol import server_schemas
+from gfgen.server.shown.served_job import layout_view
+from gfgen.server.store import JobFacts
 from gfgen.snapshot import RunningTask
 
 TIMELINE_S = 120.0

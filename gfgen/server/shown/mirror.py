@@ -18,10 +18,6 @@ from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.predict.forecast import predict
-from gfgen.server.jobs.prometheus import ServerMetrics
-from gfgen.server.jobs.served_job import ServedJob, layout_view, rounded
-from gfgen.server.jobs.store import Ending, JobFacts
-from gfgen.server.jobs.timeline import Timeline
 from gfgen.server.protocol import schemas, server_schemas
 from gfgen.server.protocol.link import (
     LoopTimings,
@@ -32,6 +28,10 @@ from gfgen.server.protocol.link import (
     RankStates,
     RunInfo,
 )
+from gfgen.server.shown.prometheus import ServerMetrics
+from gfgen.server.shown.served_job import ServedJob, layout_view, rounded
+from gfgen.server.shown.timeline import Timeline
+from gfgen.server.store import Ending, JobFacts
 from gfgen.snapshot import JobView
 
 MAX_SHOWN_OPEN, MAX_SHOWN_FINISHED = 200, 48
