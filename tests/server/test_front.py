@@ -26,7 +26,7 @@ from gfgen.server.http import front
 from gfgen.server.http.routes_batches import NO_DETAILS, manifest
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import follower
-from gfgen.server.jobs.folder import JobFolder
+from gfgen.server.jobs.files import JobFolder
 from gfgen.server.jobs.follower import RunFollower
 from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.service import JobService

@@ -18,8 +18,7 @@ from typing import Any
 
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.jobs import job_requests
-from gfgen.server.jobs.files import Uploads
-from gfgen.server.jobs.folder import JobFolder
+from gfgen.server.jobs.files import JobFolder, Uploads
 from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
