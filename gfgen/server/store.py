@@ -152,7 +152,6 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    seq: int
     facts: JobFacts
     ending: Ending | None
 
@@ -495,7 +494,7 @@ def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> None:
 
 
 _COLUMNS = (
-    "seq, facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, "
+    "facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, "
     "error_message, json_extract(manifest, '$.timings', '$.shape', '$.peak_memory_mb', "
     "'$.steps_reused')"
 )
@@ -509,11 +508,11 @@ def _facts(text: str) -> JobFacts:
 
 
 def _kept(row: Sequence[Any]) -> StoredJob:
-    seq, text, status, completed_at, started_at, size_bytes, met, step, code, message, work = row
+    text, status, completed_at, started_at, size_bytes, met, step, code, message, work = row
     facts = _facts(text)
     if status == "open":
-        return StoredJob(seq, facts, None)
+        return StoredJob(facts, None)
     met = None if met is None else bool(met)
     found = [None] if work is None else json.loads(work)
     ending = Ending(facts.id, status, completed_at, started_at, size_bytes, met, step, code, message)
-    return StoredJob(seq, facts, ending if found[0] is None else replace(ending, work=Work(*found)))
+    return StoredJob(facts, ending if found[0] is None else replace(ending, work=Work(*found)))

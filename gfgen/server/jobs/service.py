@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gfgen.runtime.core.admission import AdmittedJob
@@ -37,32 +37,23 @@ FORECAST_S = 0.5
 SUBMITTED_AT_ONCE = 8
 
 
+@dataclass(kw_only=True, eq=False)
 class JobService:
-    def __init__(
-        self,
-        *,
-        store: Store,
-        mirror: RunMirror,
-        folder: JobFolder,
-        limits: ServerLimits,
-        api: ApiOptions | None = None,
-        owners: Sequence[str] = (),
-        send: Callable[[Any], None],
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self.store = store
-        self.mirror = mirror
-        self.folder = folder
-        self.limits = limits
-        self.api = api or ApiOptions()
-        self.send = send
-        self.now = now
-        self.uploads = Uploads(folder.path, most_bytes=10 * limits.body_bytes)
+    store: Store
+    mirror: RunMirror
+    folder: JobFolder
+    limits: ServerLimits
+    send: Callable[[Any], None]
+    api: ApiOptions = field(default_factory=ApiOptions)
+    owners: Sequence[str] = ()
+    now: Callable[[], float] = time.time
+    on_end: Callable[[ServedJob], None] = lambda record: None
+    owner: str | None = None
+    """The key whose jobs are seen; None sees all."""
+
+    def __post_init__(self) -> None:
+        self.uploads = Uploads(self.folder.path, most_bytes=10 * self.limits.body_bytes)
         self.previews = Previews()
-        self.on_end: Callable[[ServedJob], None] = lambda record: None
-        self.owner: str | None = None
-        """The key whose jobs are seen; None sees all."""
-        self.owners = tuple(owners)
         self._num_reserved: Counter[str | None] = Counter()
         """Jobs that are being written to the store, by owner."""
 
