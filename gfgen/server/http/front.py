@@ -28,8 +28,7 @@ from gfgen.server.http.app import make_app
 from gfgen.server.http.guard import ApiKeys
 from gfgen.server.http.streams import FEED_S, StateFeeds
 from gfgen.server.jobs.files import JobFolder
-from gfgen.server.jobs.follower import RunFollower
-from gfgen.server.jobs.service import FORECAST_S, JobService
+from gfgen.server.jobs.service import FORECAST_S, JobService, RunFollower
 from gfgen.server.protocol.limits import BACKLOG, ServerLimits
 from gfgen.server.protocol.link import HEADER_BYTES, FrontSettings, message_bytes, pack
 from gfgen.server.shown.mirror import RunMirror
