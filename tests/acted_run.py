@@ -17,7 +17,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, with_view
 from gfgen.runtime.ipc.content import Content
 from gfgen.snapshot import Costs, JobView, RankView, RunningTask, Snapshot
 
@@ -116,7 +116,7 @@ class ActedRun:
     ) -> None:
         self.parts = {part.info.job_id: part for part in parts}
         self.num_ranks = num_ranks
-        self.observers = observers
+        self.observers = with_view(observers)
         self.policy = policy
         self.pace = pace
         self.now_s = 0.0

@@ -38,6 +38,8 @@ ORDER = [
     "gfgen.models",
     "gfgen.session",
     "gfgen.server.protocol",
+    "gfgen.server.store",
+    "gfgen.server.shown",
     "gfgen.server.jobs",
     "gfgen.server.http",
     "gfgen.server.bridge",

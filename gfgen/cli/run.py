@@ -291,7 +291,7 @@ def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary
     check_trace(options.trace)
     _ = session.signals  # caught from here on: looking at the folder and loading may take long
     from gfgen.runtime.files.inbox import Inbox
-    from gfgen.runtime.files.live import write_live
+    from gfgen.session.live import write_live
 
     inbox = Inbox(
         folder,

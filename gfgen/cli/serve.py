@@ -50,15 +50,15 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import parse_memory
 from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.files import resume
-from gfgen.runtime.files.live import write_live
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
-from gfgen.server.jobs.webhooks import secret_bytes
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits, check_key, read_keys
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.server_schemas import ServedModel, served_model
+from gfgen.server.shown.webhooks import secret_bytes
+from gfgen.session.live import write_live
 from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import machine

@@ -1,30 +1,40 @@
-"""What a run tells other processes, and what they ask of it: `gfgen status`, `top` and `cancel`."""
+"""What a run tells other processes, and what they ask of it: `gfgen status`, `top` and `cancel`.
+
+`.gfgen.live.json` says what a run does now, or did last. Whether the run still lives, the lock says
+(lock.py). In a watched folder, and in that of a server, the record has only `output`, the folder of the
+run, or `url`. `.gfgen.requests` is a named pipe that exists during a run: each line is a request in JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
 import os
+import select
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any
 
+from gfgen.errors import RunError
 from gfgen.graph import Stage
 from gfgen.runtime.core import events
-from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
-from gfgen.runtime.files.live import REQUESTS_NAME, open_requests, write_live
 from gfgen.runtime.predict.forecast import Forecast, forecast
 from gfgen.snapshot import JobView, RunningTask, Snapshot
 
 logger = logging.getLogger(__name__)
 
+LIVE_NAME, REQUESTS_NAME = ".gfgen.live.json", ".gfgen.requests"
+VERSION = 1
+PATIENCE_S = 10.0
+"""How long a request waits for room in the pipe: a run reads it several times a second."""
 MAX_ROWS = 100
 """Open jobs in the record; the rest is counted."""
 MAX_RECENT = 10
@@ -40,28 +50,18 @@ _WAKE = b"\n"
 
 
 class LiveRun(Observer):
-    """Keeps the live record of a run, and takes requests to cancel jobs.
-
-    The control loop calls everything here.
-    """
+    """Keeps the live record of a run, and takes requests to cancel jobs; all in the control loop."""
 
     refresh_s = 1.0
 
     def __init__(self, folder: Path, *, started_at: float, watched: Path | None = None) -> None:
         self._folder, self._started_at = folder, started_at
         self._watched = None if watched is None else str(watched.absolute())
-        self._open: dict[str, JobInfo] = {}
-        self._counts: Counter[str] = Counter()
         self._recent: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT)
         self._answers: deque[dict[str, Any]] = deque(maxlen=MAX_ANSWERS)
         self._unwanted: deque[str] = deque()
         """Jobs to cancel in the next turns."""
-        self._policy, self._deciding = "", ""
-        self._ranks: dict[int, str | None] = {}
-        """The node of each rank, on a cluster."""
-        self._last: dict[int, Dispatch] = {}
-        """By rank."""
-        self._state = "running"
+        self._is_closed = False
         self._rows: dict[str, Any] = {"ends_at": None, "ranks": [], "jobs": []}
         self._next_sum_s = 0.0
         self._many_end_at: float | None = None
@@ -108,7 +108,7 @@ class LiveRun(Observer):
         found: dict[str, None] = {}
         unmatched = []
         for pattern in patterns:
-            ids = [pattern] if pattern in self._open else matching(self._open, pattern)
+            ids = [pattern] if pattern in self.view.open else matching(self.view.open, pattern)
             found |= dict.fromkeys(ids)
             unmatched += [] if ids else [pattern]
         self._unwanted += found
@@ -119,40 +119,11 @@ class LiveRun(Observer):
     # What happens ---------------------------------------------------------------------------------
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
-        self._policy = self._deciding = policy
-        self._ranks = dict.fromkeys(range(num_ranks))
-        self.added(jobs)
         self._write()
 
-    def added(self, jobs: tuple[JobInfo, ...]) -> None:
-        self._open |= {info.job_id: info for info in jobs}
-        self._counts["jobs"] += len(jobs)
-
-    def node_joined(self, node: str, ranks: range) -> None:
-        self._ranks |= dict.fromkeys(ranks, node)
-
-    def node_left(self, node: str) -> None:
-        self._ranks = {rank: name for rank, name in self._ranks.items() if name != node}
-        self._last = {rank: last for rank, last in self._last.items() if rank in self._ranks}
-
-    def dispatched(self, dispatch: Dispatch) -> None:
-        for rank in dispatch.layout.ranks:
-            self._last[rank] = dispatch
-
-    def applied(self, event: Event) -> None:
-        match event:
-            case events.StopRequested() | events.ClosingTime():
-                self._state = "stopping"
-            case events.PolicyChanged():
-                self._deciding = event.policy
-            case _:
-                pass
-
     def ended(self, outcome: JobOutcome) -> None:
-        self._counts[outcome.status] += 1
         if outcome.status == "skipped":
             return
-        self._open.pop(outcome.info.job_id, None)
         self._recent.append(
             {
                 "id": outcome.info.job_id,
@@ -166,7 +137,7 @@ class LiveRun(Observer):
     def refreshed(self, snapshot: Snapshot) -> None:
         predicted = Forecast({}, frozenset())
         if len(snapshot.open) + len(snapshot.busy) <= MAX_FORECAST_JOBS:
-            predicted = forecast(snapshot, policy=self._deciding)
+            predicted = forecast(snapshot, policy=self.view.deciding)
         running = self._running(snapshot)
         self._rows = {
             "ends_at": self._ends_at(snapshot, predicted),
@@ -177,7 +148,7 @@ class LiveRun(Observer):
 
     def close(self) -> None:
         """Write the last state, and take no more requests."""
-        self._state = "stopped" if self._open else "ended"
+        self._is_closed = True
         self._rows = {"ends_at": None, "ranks": [], "jobs": []}
         self._write()
         if self._fd >= 0:
@@ -190,19 +161,22 @@ class LiveRun(Observer):
 
     def _write(self) -> None:
         """Replace the record if it has changed; a disk that refuses it ends the record, not the run."""
+        view = self.view
+        state = "stopping" if view.is_stopping else "running"
         running = sum(row["state"] == "running" for row in self._rows["jobs"])
-        open_counts = {"running": running, "waiting": max(0, len(self._open) - running)}
         record = {
             "pid": os.getpid(),
             "started_at": round(self._started_at, 3),
-            "state": self._state,
-            "policy": self._policy,
-            "deciding": self._deciding,
+            "state": ("stopped" if view.open else "ended") if self._is_closed else state,
+            "policy": view.policy,
+            "deciding": view.deciding,
             "watched": self._watched,
             "counts": {
-                name: self._counts[name] for name in ("jobs", "skipped", "done", "failed", "cancelled")
-            }
-            | open_counts,
+                "jobs": view.num_jobs,
+                **{name: view.num_ended[name] for name in ("skipped", "done", "failed", "cancelled")},
+                "running": running,
+                "waiting": max(0, len(view.open) - running),
+            },
             **self._rows,
             "recent": list(self._recent),
             "answers": list(self._answers),
@@ -239,12 +213,13 @@ class LiveRun(Observer):
             if not busy.issuperset(each.layout.ranks):
                 running.setdefault(each.task.job_id, each)
             busy.update(each.layout.ranks)
-        for last in self._last.values():
+        states = self.view.ranks
+        for last in [state.last for state in states.values() if state.last is not None]:
             job_id, ranks = last.task.job_id, last.layout.ranks
             view = snapshot.open.get(job_id)
             if view is None or job_id in running or not busy.isdisjoint(ranks):
                 continue
-            if all(self._last[rank] is last for rank in ranks):
+            if all(states[rank].last is last for rank in ranks):
                 running[job_id] = RunningTask(view.next_task, last.layout, snapshot.now_s)
         return running
 
@@ -256,12 +231,12 @@ class LiveRun(Observer):
         return [
             {
                 "rank": rank,
-                "node": node,
+                "node": state.node,
                 "state": "busy" if rank in tasks else "idle" if rank in living else "down",
                 "job": tasks[rank].task.job_id if rank in tasks else None,
                 "stage": str(tasks[rank].task.stage) if rank in tasks else None,
             }
-            for rank, node in self._ranks.items()
+            for rank, state in self.view.ranks.items()
         ]
 
     def _job_rows(
@@ -272,8 +247,10 @@ class LiveRun(Observer):
         Last come those that wait for their arrival, for a model or for the end of their write.
         """
         chosen: dict[str, None] = {}
-        for job_id in itertools.chain(running, predicted.starts_s, snapshot.open, snapshot.busy, self._open):
-            if job_id in self._open:
+        for job_id in itertools.chain(
+            running, predicted.starts_s, snapshot.open, snapshot.busy, self.view.open
+        ):
+            if job_id in self.view.open:
                 chosen[job_id] = None
             if len(chosen) == MAX_ROWS:
                 break
@@ -285,7 +262,7 @@ class LiveRun(Observer):
     ) -> dict[str, Any]:
         task = running.task if running else view.next_task if view else None
         deadline_s = None if view is None else view.deadline_s
-        steps = self._open[job_id].num_tasks - 3
+        steps = self.view.open[job_id].num_tasks - 3
         is_past = task is not None and task.stage is Stage.DECODE
         return {
             "id": job_id,
@@ -298,3 +275,60 @@ class LiveRun(Observer):
             "deadline_at": self._moment(deadline_s),
             "is_late": job_id in predicted.late,
         }
+
+
+def write_live(folder: Path, record: Mapping[str, Any]) -> None:
+    """Replace the record of a folder at once. Raises OSError."""
+    path, partial = folder / LIVE_NAME, folder / f"{LIVE_NAME}.partial"
+    partial.write_text(json.dumps({"gfgen_live": VERSION, **record}), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_live(folder: Path) -> dict[str, Any] | None:
+    """The record of a folder; None if it has none that this version can read."""
+    with contextlib.suppress(OSError, ValueError):
+        record = json.loads((folder / LIVE_NAME).read_text(encoding="utf-8"))
+        if isinstance(record, dict) and record.get("gfgen_live") == VERSION:
+            return record
+    return None
+
+
+def open_requests(folder: Path) -> int:
+    """A descriptor of a new pipe for requests. Raises OSError where the file system has no pipes."""
+    path = folder / REQUESTS_NAME
+    path.unlink(missing_ok=True)  # of a killed run: the caller holds the folder's lock
+    os.mkfifo(path, 0o600)
+    # For writing, too: otherwise the pipe reads as ended whenever no request is open.
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def send_request(folder: Path, request: Mapping[str, Any]) -> None:
+    """Hand a request to the run of a folder; it is one write, so requests do not mix.
+
+    Raises: RunError if no run reads there.
+    """
+    line = json.dumps(request).encode() + b"\n"
+    assert len(line) <= select.PIPE_BUF
+    path, deadline_s = folder / REQUESTS_NAME, time.monotonic() + PATIENCE_S
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except PermissionError:
+        raise RunError(f"{folder}: its run belongs to another user, who alone can send requests") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENXIO):
+            raise
+        raise RunError(f"{folder}: its run takes no requests now; it is loading models or ending") from None
+    try:
+        while True:
+            try:
+                os.write(fd, line)
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise RunError(f"{folder}: its run reads no requests; it may be stopped") from None
+                time.sleep(0.05)
+            except BrokenPipeError:
+                raise RunError(f"{folder}: its run has just ended") from None
+            else:
+                return
+    finally:
+        os.close(fd)

@@ -28,7 +28,7 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.metrics import Summary
-from gfgen.runtime.core.observer import JobInfo, Observer
+from gfgen.runtime.core.observer import JobInfo, Observer, with_view
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
 from gfgen.runtime.files.lock import hold_folder
@@ -254,6 +254,7 @@ class Session:
                 setup = replace(setup, arrivals=replace(arrivals, requests=live))
             manifest = ManifestWriter(options.output_dir / MANIFEST_NAME, made_with=self._made_with)
             observers = (manifest, *observers, live)
+        seen_by = with_view([*observers, *arrivals.observers])
         with contextlib.ExitStack() as stack:
             for observer in observers:
                 stack.callback(observer.close)
@@ -261,7 +262,7 @@ class Session:
                 jobs,
                 setup,
                 stack,
-                observers=[*observers, *arrivals.observers],
+                observers=seen_by,
                 skipped=skipped,
                 journal=self._journal(jobs, setup, stack),
             )

@@ -22,7 +22,7 @@ from gfgen.cli.shown.progress import (
     make_progress,
     outcome_line,
 )
-from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome, with_view
 from gfgen.runtime.predict.forecast import forecast
 
 
@@ -151,11 +151,12 @@ def test_a_failure_is_logged_once_whatever_is_shown(
 
 
 def test_skipped_jobs_are_counted_and_not_listed(caplog: pytest.LogCaptureFixture) -> None:
-    progress = LineProgress()
+    observers = with_view([LineProgress()])
     with caplog.at_level(logging.INFO, "gfgen.cli.shown.progress"):
-        for name in ("x", "y"):
-            progress.ended(skipped_outcome(job_info(name)))
-        progress.began((job_info("a"),), num_ranks=1, policy="fcfs")
+        for observer in observers:
+            observer.began((job_info("a"),), num_ranks=1, policy="fcfs")
+            for name in ("x", "y"):
+                observer.ended(skipped_outcome(job_info(name)))
     assert caplog.messages == ["1 job on 1 rank, policy fcfs; 2 done before and skipped"]
 
 
@@ -186,7 +187,8 @@ def test_log_records_go_above_the_bars_and_back_to_the_stream_afterwards() -> No
     logger.addHandler(handler)
     try:
         progress = BarProgress(terminal)
-        progress.began((job_info("a"),), num_ranks=1, policy="srtf")
+        for observer in with_view([progress]):
+            observer.began((job_info("a"),), num_ranks=1, policy="srtf")
         logger.warning("a rank is slow")
         assert handler.stream is not terminal
         progress.close()

@@ -15,10 +15,10 @@ from gfgen.cli.remote.server import _recent_row
 from gfgen.cli.remote.status import RunStatus
 from gfgen.errors import InputError, Problem
 from gfgen.job.spec import output_name, spec_hash
+from gfgen.runtime.core.observer import with_view
 from gfgen.runtime.files.inbox import Inbox
-from gfgen.runtime.files.live import write_live
 from gfgen.runtime.files.lock import hold_folder
-from gfgen.session.live import LiveRun
+from gfgen.session.live import LiveRun, write_live
 
 
 def gfgen(*arguments, **variables):
@@ -31,7 +31,8 @@ def running(folder, *jobs, watched=None):
     folder.mkdir(parents=True, exist_ok=True)
     with hold_folder(folder):
         live = LiveRun(folder, started_at=1000.0, watched=watched)
-        live.began(tuple(make_job(name).info for name in jobs), num_ranks=1, policy="srtf")
+        for observer in with_view([live]):
+            observer.began(tuple(make_job(name).info for name in jobs), num_ranks=1, policy="srtf")
         ended, events = threading.Event(), []
 
         def loop():

@@ -13,6 +13,7 @@ from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankLost, RankReady, RankTimes, TaskDone, TaskFailed
+from gfgen.runtime.core.observer import with_view
 from gfgen.runtime.report.trace import TraceWriter
 from gfgen.session.live import LiveRun
 from gfgen.snapshot import Snapshot
@@ -27,7 +28,7 @@ class Run:
 
     def __init__(self, *observers):
         self.recorder = Recorder()
-        self.watchers = Watchers([self.recorder, *observers])
+        self.watchers = Watchers(with_view([self.recorder, *observers]))
         self.watchers.began((JOB.info,), num_ranks=4, policy="fcfs")
 
     def join(self, *names):

@@ -25,16 +25,15 @@ from gfgen.server.bridge import supervisor
 from gfgen.server.http import front
 from gfgen.server.http.routes_batches import NO_DETAILS, manifest
 from gfgen.server.http.streams import job_stream
-from gfgen.server.jobs import follower
-from gfgen.server.jobs.folder import JobFolder
-from gfgen.server.jobs.follower import RunFollower
+from gfgen.server.jobs import service as service_module
+from gfgen.server.jobs.files import JobFolder
 from gfgen.server.jobs.job_requests import RequestedJob
-from gfgen.server.jobs.mirror import RunMirror
-from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
+from gfgen.server.jobs.service import JobService, RunFollower
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.link import FrontSettings, OpenJobIds, OutcomesStored, RunInfo, pack
 from gfgen.server.protocol.problems import ApiError
+from gfgen.server.shown.mirror import RunMirror
+from gfgen.server.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
 from gfgen.system import machine
 
 SERVING = RunInfo(lambda specs: ([], []), lambda specs: ([], []), (), "cpu", 2, "srtf", 100.0)
@@ -106,7 +105,7 @@ def test_a_full_disk_at_the_start_is_waited_for(service, store, told, tmp_path, 
         return await note(endings)
 
     monkeypatch.setattr(store, "end_all", end_all)
-    monkeypatch.setattr(follower, "RETRY_S", 0.0)
+    monkeypatch.setattr(service_module, "RETRY_S", 0.0)
     (tmp_path / "made.mp4").write_bytes(b"made in time")
 
     async def begin():

@@ -16,11 +16,11 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.observer import Observer
 from gfgen.server.http.streams import MAX_CHANGES, StateFeed, _job_events, change_between
-from gfgen.server.jobs.mirror import RunMirror
-from gfgen.server.jobs.prometheus import ServerMetrics
-from gfgen.server.jobs.served_job import ServedJob
-from gfgen.server.jobs.store import Ending, JobFacts, Work
 from gfgen.server.protocol.link import PredictedEnds, ProgressUpdate, RunInfo
+from gfgen.server.shown.mirror import RunMirror
+from gfgen.server.shown.prometheus import ServerMetrics
+from gfgen.server.shown.served_job import ServedJob
+from gfgen.server.store import Ending, JobFacts, Work
 
 START = 1_000_000.0
 

@@ -25,9 +25,9 @@ from gfgen.models.loading.colour_fit import fit_colours, random_pictures
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker.jobs import publish
 from gfgen.server.http.routes_images import Streamed, picture_events
-from gfgen.server.jobs.previews import LatentColours, Previews, latent_picture
-from gfgen.server.jobs.served_job import Notifier
 from gfgen.server.protocol import picture_schemas
+from gfgen.server.shown.previews import LatentColours, Previews, latent_picture
+from gfgen.server.shown.served_job import Notifier
 
 COLOURS = LatentColours(np.eye(3, dtype=np.float32), np.zeros(3, np.float32))
 """Of latents whose channels are the colours."""

@@ -24,11 +24,10 @@ from gfgen.runtime.core.events import (
     RankReady,
     TaskDone,
 )
-from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.core.observer import JobOutcome, with_view
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.server.bridge import run_bridge as run_bridge
 from gfgen.server.bridge.run_bridge import MAX_AT_ONCE, RunBridge
-from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.protocol.link import (
     CancelJobs,
     MessageSocket,
@@ -36,12 +35,14 @@ from gfgen.server.protocol.link import (
     OutcomesStored,
     PredictedEnds,
     ProgressUpdate,
+    RankStates,
     RunInfo,
     SetPolicy,
     SetPriority,
     SubmitJobs,
     pack,
 )
+from gfgen.server.shown.mirror import RunMirror
 from gfgen.snapshot import RunningTask
 
 SERVING = RunInfo(max, max, (), "cpu", 2, "srtf", 0.0)
@@ -104,6 +105,18 @@ def say(bridge, *messages, now_s=1.0):
     for message in messages:
         bridge.received(message)
     return list(bridge.take_events(now_s))
+
+
+def begin(bridge, num_ranks=2):
+    for observer in with_view([bridge]):
+        observer.began((), num_ranks=num_ranks, policy="srtf")
+
+
+def tell(bridge, *happened):
+    """What the loop tells of these dispatches and events."""
+    for each in happened:
+        for observer in (bridge.view, bridge):
+            (observer.dispatched if isinstance(each, Dispatch) else observer.applied)(each)
 
 
 def ids(jobs):
@@ -177,7 +190,7 @@ def test_a_front_that_dies_too_often_ends_the_run_with_the_reason(bridge):
 
 def test_everything_that_happens_is_told_in_its_order(bridge, front):
     control, recorder = simulated_control([make_job("a", steps=2), make_job("b", steps=3)])
-    control.observers = (*control.observers, bridge)
+    control.observers = (*control.observers, *with_view([bridge]))
     control._refresh_s = 0.0
     bridge.take_events(0.0)
     control.run()
@@ -195,15 +208,14 @@ def test_everything_that_happens_is_told_in_its_order(bridge, front):
 def test_a_new_front_is_told_where_everything_stands(bridge):
     first = Front(bridge)
     bridge.take_events(0.0)
-    bridge.applied(RankReady(0.0, 0, 1, 0.0))
-    bridge.applied(RankReady(0.0, 1, 3, 0.0))
+    begin(bridge)
+    tell(bridge, RankReady(0.0, 0, 1, 0.0), RankReady(0.0, 1, 3, 0.0))
     say(bridge, SubmitJobs((make_job("a"), make_job("b"))))
     assert ids(bridge.take()) == ["a", "b"]
     control, recorder = simulated_control([make_job("a", steps=1), make_job("done", steps=1)], num_ranks=1)
     control.run()
     dispatch = recorder.dispatches[0]
-    bridge.dispatched(dispatch)
-    bridge.applied(PolicyChanged(1.0, "edf", "x"))
+    tell(bridge, dispatch, PolicyChanged(1.0, "edf", "x"))
     bridge.ended(recorder.outcomes[-1])
     bridge.left(first.link)
     first.leave()
@@ -211,7 +223,8 @@ def test_a_new_front_is_told_where_everything_stands(bridge):
     wanted = say(bridge, SubmitJobs((make_job("a"),)), OpenJobIds(("a",)))
     bridge.close()
     second.leave()
-    assert second.of(RankReady) == [RankReady(0.0, 0, 1, 0.0), RankReady(0.0, 1, 3, 0.0)]
+    (ranks,) = second.of(RankStates)
+    assert [(state.status, state.num_restarts) for state in ranks.states] == [("idle", 0), ("idle", 2)]
     assert second.of(Dispatch) == [dispatch]
     assert second.of(PolicyChanged) == [PolicyChanged(1.0, "edf", "x")]
     assert second.of(JobOutcome) == [recorder.outcomes[-1]]
@@ -225,20 +238,25 @@ def test_an_end_that_is_predicted_anew_is_told_once_and_to_whoever_comes_later(b
     control, recorder = simulated_control([make_job("a", steps=1)], num_ranks=1)
     control.run()
     dispatch = recorder.dispatches[0]
-    bridge.dispatched(dispatch)
+    begin(bridge)
+    tell(bridge, dispatch)
     snapshot = control.state.snapshot()
     view = RunningTask(dispatch.task, dispatch.layout, dispatch.predicted_end_s)
     for end_s in (dispatch.predicted_end_s, 70.0, 70.0, 80.0):
         bridge.refreshed(replace(snapshot, running=(replace(view, predicted_end_s=end_s),)))
-    heard = first.hear(PredictedEnds, 2)
+    heard = first.hear(PredictedEnds, 3)
     bridge.left(first.link)
     second = Front(bridge)
     bridge.take_events(1.0)
+    bridge.refreshed(replace(snapshot, running=(replace(view, predicted_end_s=80.0),)))
     bridge.close()
     for front in (first, second):
         front.leave()
-    assert [note.ends for note in heard] == [((dispatch.number, 70.0),), ((dispatch.number, 80.0),)]
-    assert second.of(Dispatch) == [replace(dispatch, predicted_end_s=80.0)]
+    assert [note.ends for note in heard] == [
+        ((dispatch.number, end_s),) for end_s in (dispatch.predicted_end_s, 70.0, 80.0)
+    ]
+    assert second.of(Dispatch) == [dispatch]
+    assert [note.ends for note in second.of(PredictedEnds)] == [((dispatch.number, 80.0),)]
 
 
 def live_of_a_new_front(bridge):
@@ -253,29 +271,31 @@ def live_of_a_new_front(bridge):
 
 
 def test_a_new_front_knows_that_a_rank_which_died_over_its_models_is_ready_with_them(bridge):
-    for event in (
+    begin(bridge)
+    tell(
+        bridge,
         RankReady(0.0, 0, 1, 0.0),
         RankReady(0.0, 1, 1, 0.0),
         ModelsChanged(1.0, ("wan",), 5.0, "x"),
         RankLost(2.0, 1, 1, "killed while it was loading"),
         RankReady(6.0, 1, 2, 4.0),
-    ):
-        bridge.applied(event)
+    )
     mirror = live_of_a_new_front(bridge)
-    assert [rank.status for rank in mirror.lanes.lanes] == ["loading", "idle"]
+    assert [rank.status for rank in mirror.run.ranks.values()] == ["loading", "idle"]
     mirror.apply(RankLoaded(8.0, 0, 7.0))
-    assert [rank.status for rank in mirror.lanes.lanes] == ["idle", "idle"]
+    assert [rank.status for rank in mirror.run.ranks.values()] == ["idle", "idle"]
 
 
 def test_a_new_front_knows_that_a_rank_with_the_models_of_now_was_lost(bridge):
-    for event in (
+    begin(bridge)
+    tell(
+        bridge,
         ModelsChanged(1.0, ("wan",), 5.0, "x"),
         RankLoaded(2.0, 0, 1.0),
         RankLoaded(2.0, 1, 1.0),
         RankLost(3.0, 1, 1, "killed", is_retired=True),
-    ):
-        bridge.applied(event)
-    assert [rank.status for rank in live_of_a_new_front(bridge).lanes.lanes] == ["idle", "retired"]
+    )
+    assert [rank.status for rank in live_of_a_new_front(bridge).run.ranks.values()] == ["idle", "retired"]
 
 
 def test_an_outcome_is_told_until_it_is_noted(bridge):

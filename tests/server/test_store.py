@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from gfgen.errors import OutputError
-from gfgen.server.jobs import store as store_module
-from gfgen.server.jobs.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, Work, _Work
+from gfgen.server import store as store_module
+from gfgen.server.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, Work, _Work
 
 
 @pytest.fixture
@@ -215,8 +215,8 @@ def test_jobs_with_a_file_are_those_that_are_done_or_may_be_yet(store):
             [Ending("a", "completed", 1.0), Ending("b", "cancelled", 1.0), Ending("c", "failed", 1.0)]
         )
     )
-    assert store.with_file("abcdef") == {"a", "d"}
-    assert store.without_file("abcdef") == {"b", "c"}, "of e and f nothing is known here"
+    assert store.known("abcdef", "open", "completed") == {"a", "d"}
+    assert store.known("abcdef", "cancelled", "failed") == {"b", "c"}, "of e and f nothing is known here"
 
 
 def test_a_full_disk_refuses_and_keeps_what_was_there(store):

@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 from gfgen.cli.main import cli
-from gfgen.server.jobs import webhooks
-from gfgen.server.jobs.served_job import ServedJob
-from gfgen.server.jobs.store import Ending, JobFacts
-from gfgen.server.jobs.webhooks import Webhooks, check_webhook, secret_bytes, signed_headers
 from gfgen.server.protocol.limits import ApiOptions
 from gfgen.server.protocol.problems import ApiError
+from gfgen.server.shown import webhooks
+from gfgen.server.shown.served_job import ServedJob
+from gfgen.server.shown.webhooks import Webhooks, check_webhook, secret_bytes, signed_headers
+from gfgen.server.store import Ending, JobFacts
 
 SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef01234567").decode()
 FACTS = JobFacts("video_1", "video", "shapes", "a fox", "64x64", 4, 7, 1000.0, 1000.0, "a.mp4", 7)

@@ -7,27 +7,29 @@ import pytest
 from builders import make_job, simulated_control
 
 from gfgen.errors import RunError
-from gfgen.runtime.files.live import read_live, send_request, write_live
+from gfgen.runtime.core.observer import with_view
 from gfgen.runtime.files.lock import hold_folder, holder_of
-from gfgen.session.live import MAX_AT_ONCE, LiveRun
+from gfgen.session.live import MAX_AT_ONCE, LiveRun, read_live, send_request, write_live
 
 
 @pytest.fixture
 def live(tmp_path):
     live = LiveRun(tmp_path, started_at=1000.0)
+    with_view([live])
     yield live
     live.close()
 
 
 def begin(live, *jobs):
-    live.began(tuple(job.info for job in jobs), num_ranks=2, policy="srtf")
+    for observer in (live.view, live):
+        observer.began(tuple(job.info for job in jobs), num_ranks=2, policy="srtf")
 
 
 def test_a_run_is_watched_until_its_end_and_leaves_its_last_state(tmp_path):
     jobs = [make_job(f"fox-{n}") for n in range(3)]
     control, _ = simulated_control(jobs, num_ranks=2)
     live = LiveRun(tmp_path, started_at=1000.0)
-    control.observers = (*control.observers, live)
+    control.observers = (*control.observers, *with_view([live]))
     control._refresh_s = 0.0
     control.begin()
     for _ in range(4):

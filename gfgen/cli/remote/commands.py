@@ -22,8 +22,8 @@ from gfgen.cli.options import JobOptions, Named, configure_log, job_options
 from gfgen.cli.remote.status import RunStatus, Target
 from gfgen.cli.shown.board import has_cursor, printable
 from gfgen.errors import GfgenError, InputError
-from gfgen.runtime.files.live import read_live
 from gfgen.runtime.files.lock import holder_of
+from gfgen.session.live import read_live
 from gfgen.system.wording import counted, first_of
 
 RUNS = Path("outputs")

@@ -19,9 +19,9 @@ from gfgen.errors import InputError, JobFileError, RunError
 from gfgen.job.reader import JobSource, ParsedJobs, to_mapping
 from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S
 from gfgen.runtime.files.journal import JOURNAL_NAME
-from gfgen.runtime.files.live import read_live, send_request
 from gfgen.runtime.files.lock import Holder, holder_of
 from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, WATCHED_NAME, read_manifest
+from gfgen.session.live import read_live, send_request
 from gfgen.system.wording import counted
 
 ANSWER_S = 10.0

@@ -7,16 +7,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 from gfgen import log
 from gfgen.cli.shown.board import AboveBars, Board, Line, has_cursor
-from gfgen.graph import Stage, Task
+from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.log import FILE_ONLY
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, RunView
 from gfgen.runtime.predict.forecast import Forecast, forecast
 from gfgen.snapshot import Snapshot
 from gfgen.system.wording import counted, in_words, on_clock
@@ -65,36 +64,28 @@ class LineProgress(Observer):
     def __init__(self, *, only_to_file: bool = False, with_failures: bool = True) -> None:
         self._marks = FILE_ONLY if only_to_file else {}
         self._with_failures = with_failures
-        self._batch = RunProgress()
-        self._nodes: dict[int, str] = {}
-        """By rank, if it is one of a node."""
+        self._started: set[str] = set()
         self._next_summary_s = SUMMARY_S
 
-    def node_joined(self, node: str, ranks: range) -> None:
-        self._nodes |= dict.fromkeys(ranks, node)
-
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
-        self._batch.began(jobs, policy=policy)
         self._tell(
-            self._batch.headline(num_ranks),
+            headline(self.view),
             event="run_began",
             jobs=len(jobs),
-            skipped=self._batch.num_skipped,
+            skipped=self.view.num_ended["skipped"],
             ranks=num_ranks,
             policy=policy,
         )
 
-    def added(self, jobs: tuple[JobInfo, ...]) -> None:
-        self._batch.added(jobs)
-
     def dispatched(self, dispatch: Dispatch) -> None:
-        if not self._batch.dispatched(dispatch):
+        if dispatch.task.job_id in self._started:
             return
+        self._started.add(dispatch.task.job_id)
         job_id, task, layout = dispatch.task.job_id, dispatch.task, dispatch.layout
         what, event = f"started {job_id}", "job_started"
         if task.index > 0:
             what, event = f"resumed {job_id} at {task}", "job_resumed"
-        where, node = ranks_text(layout), self._nodes.get(layout.ranks[0])
+        where, node = ranks_text(layout), self.view.ranks[layout.ranks[0]].node
         fields: dict[str, Any] = {} if node is None else {"node": node}
         where += "" if node is None else f" of node {node}"
         self._tell(
@@ -102,7 +93,7 @@ class LineProgress(Observer):
         )
 
     def ended(self, outcome: JobOutcome) -> None:
-        self._batch.ended(outcome)
+        self._started.discard(outcome.info.job_id)
         has_failed = outcome.status == "failed"
         if outcome.status != "skipped" and (self._with_failures or not has_failed):
             level = logging.ERROR if has_failed else logging.INFO
@@ -112,13 +103,13 @@ class LineProgress(Observer):
         if snapshot.now_s < self._next_summary_s:
             return
         self._next_summary_s = snapshot.now_s + SUMMARY_S
-        predicted = forecast(snapshot, policy=self._batch.policy)
+        predicted = forecast(snapshot, policy=self.view.policy)
         self._tell(
-            self._batch.text(snapshot.now_s, predicted),
+            progress_text(self.view, snapshot.now_s, predicted),
             event="run_stands",
-            ended=self._batch.num_ended,
-            failed=self._batch.num_failed,
-            jobs=self._batch.num_jobs,
+            ended=num_ended(self.view),
+            failed=self.view.num_ended["failed"],
+            jobs=self.view.num_jobs,
             left_s=None if predicted.end_s is None else round(predicted.end_s - snapshot.now_s, 1),
         )
 
@@ -129,7 +120,7 @@ class LineProgress(Observer):
 class BarProgress(Observer):
     """A bar for the batch and one for each running job, below the lines of ended jobs.
 
-    Callers draw at most every REDRAW_S, and a thread draws between calls. `_lock` guards everything. Until
+    Callers draw at most every REDRAW_S, and a thread draws between calls. `_lock` guards the board. Until
     `close`, log records of `gfgen` to the same stream go above the bars.
     """
 
@@ -139,7 +130,6 @@ class BarProgress(Observer):
         self._stream = stream or sys.stderr
         self._now = now
         self._lock = threading.RLock()
-        self._batch = RunProgress()
         self._board: Board | None = None
         self._snapshot: Snapshot | None = None
         self._seen_at = self._drawn_at = self._predicted_at = -1e9
@@ -150,23 +140,13 @@ class BarProgress(Observer):
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         with self._lock:
-            self._batch.began(jobs, policy=policy)
             self._board = Board(self._stream, num_slots=num_ranks)
-            self._board.write(self._batch.headline(num_ranks))
+            self._board.write(headline(self.view))
             self._redirect_log(self._board)
         self._ticker.start()
 
-    def added(self, jobs: tuple[JobInfo, ...]) -> None:
-        with self._lock:
-            self._batch.added(jobs)
-
-    def dispatched(self, dispatch: Dispatch) -> None:
-        with self._lock:
-            self._batch.dispatched(dispatch)
-
     def ended(self, outcome: JobOutcome) -> None:
         with self._lock:
-            self._batch.ended(outcome)
             if self._board is not None and outcome.status != "skipped":
                 self._board.write(outcome_line(outcome))
 
@@ -201,14 +181,16 @@ class BarProgress(Observer):
         is_small = len(self._snapshot.open) + len(self._snapshot.busy) <= CHEAP_FORECAST_JOBS
         if is_small or self._drawn_at - self._predicted_at >= FORECAST_S:
             self._predicted_at = self._drawn_at
-            self._predicted = forecast(self._snapshot, policy=self._batch.policy)
+            self._predicted = forecast(self._snapshot, policy=self.view.policy)
         now_s = self._snapshot.now_s + self._drawn_at - self._seen_at
-        batch = self._batch
-        head = Line("batch", batch.num_ended, batch.num_jobs, batch.text(now_s, self._predicted))
-        running = {running.task.job_id for running in self._snapshot.running}
+        view, running = self.view, {running.task.job_id for running in self._snapshot.running}
+        text = progress_text(view, now_s, self._predicted)
+        head = Line("batch", num_ended(view), view.num_jobs, text)
+        started = sorted(view.started.values(), key=lambda last: last.task.job_id not in running)
+        shown = [(info, last) for last in started if (info := view.open.get(last.task.job_id))]
         lines = [
-            job.line(now_s, self._predicted, is_running=job.info.job_id in running)
-            for job in batch.shown(running)
+            job_line(info, last, now_s, self._predicted, is_running=info.job_id in running)
+            for info, last in shown
         ]
         self._board.draw([head, *lines])
 
@@ -218,77 +200,39 @@ class BarProgress(Observer):
                 self._redirected.append((handler, handler.setStream(AboveBars(board, self._lock))))
 
 
-@dataclass(slots=True)
-class ShownJob:
-    info: JobInfo
-    task: Task
-    layout: Layout
-
-    def line(self, now_s: float, predicted: Forecast, *, is_running: bool) -> Line:
-        steps = self.info.num_tasks - 3
-        what = f"step {self.task.step + 1}/{steps}" if self.task.step is not None else str(self.task.stage)
-        end_s = predicted.ends_s.get(self.info.job_id)
-        is_decoded = self.task.stage is Stage.DECODE and not is_running
-        left = "writing" if is_decoded else "" if end_s is None else f"{on_clock(end_s - now_s)} left"
-        late = "  will be late" if self.info.job_id in predicted.late else ""
-        text = f"{what:<12} {ranks_text(self.layout):<10} {left}{late}"
-        return Line(self.info.job_id, self.task.index, self.info.num_tasks, text)
+def job_line(info: JobInfo, last: Dispatch, now_s: float, predicted: Forecast, *, is_running: bool) -> Line:
+    """The bar of a job by its last dispatch."""
+    task, job_id, num_tasks = last.task, info.job_id, info.num_tasks
+    what = f"step {task.step + 1}/{num_tasks - 3}" if task.step is not None else str(task.stage)
+    end_s = predicted.ends_s.get(job_id)
+    is_decoded = task.stage is Stage.DECODE and not is_running
+    left = "writing" if is_decoded else "" if end_s is None else f"{on_clock(end_s - now_s)} left"
+    late = "  will be late" if job_id in predicted.late else ""
+    text = f"{what:<12} {ranks_text(last.layout):<10} {left}{late}"
+    return Line(job_id, task.index, num_tasks, text)
 
 
-class RunProgress:
-    def __init__(self) -> None:
-        self.policy = ""
-        self.num_jobs = 0
-        self.num_ended = 0
-        self.num_failed = 0
-        self.num_skipped = 0
-        self.num_missed = 0
-        self._infos: dict[str, JobInfo] = {}
-        self._started: dict[str, ShownJob] = {}
+def headline(view: RunView) -> str:
+    text = f"{counted(view.num_jobs, 'job')} on {counted(len(view.ranks), 'rank')}"
+    text += "" if view.policy == "auto" else f", policy {view.policy}"
+    skipped = view.num_ended["skipped"]
+    return text + (f"; {skipped} done before and skipped" if skipped else "")
 
-    def began(self, jobs: tuple[JobInfo, ...], *, policy: str) -> None:
-        self.policy, self.num_jobs = policy, len(jobs)
-        self._infos = {info.job_id: info for info in jobs}
 
-    def added(self, jobs: tuple[JobInfo, ...]) -> None:
-        self.num_jobs += len(jobs)
-        self._infos |= {info.job_id: info for info in jobs}
+def num_ended(view: RunView) -> int:
+    return view.num_ended.total() - view.num_ended["skipped"]
 
-    def dispatched(self, dispatch: Dispatch) -> bool:
-        """Returns whether this is the job's first task."""
-        job_id = dispatch.task.job_id
-        is_first = job_id not in self._started
-        if job_id in self._infos:
-            self._started[job_id] = ShownJob(self._infos[job_id], dispatch.task, dispatch.layout)
-        return is_first
 
-    def ended(self, outcome: JobOutcome) -> None:
-        if outcome.status == "skipped":
-            self.num_skipped += 1
-            return
-        self._started.pop(outcome.info.job_id, None)
-        self._infos.pop(outcome.info.job_id, None)
-        self.num_ended += 1
-        self.num_failed += outcome.status == "failed"
-        self.num_missed += outcome.status == "done" and outcome.met_deadline is False
-
-    def shown(self, running: set[str]) -> list[ShownJob]:
-        return sorted(self._started.values(), key=lambda job: job.info.job_id not in running)
-
-    def headline(self, num_ranks: int) -> str:
-        text = f"{counted(self.num_jobs, 'job')} on {counted(num_ranks, 'rank')}"
-        text += "" if self.policy == "auto" else f", policy {self.policy}"
-        return text + (f"; {self.num_skipped} done before and skipped" if self.num_skipped else "")
-
-    def text(self, now_s: float, predicted: Forecast) -> str:
-        count = f"{self.num_ended}/{self.num_jobs} jobs"
-        num_late = self.num_missed + len(predicted.late)
-        notes = [f"{self.num_failed} failed"] if self.num_failed else []
-        notes += [f"{num_late} late"] if num_late else []
-        yet_to_come = self.num_jobs - self.num_ended - len(self._started.keys() | predicted.ends_s.keys())
-        notes += [f"{yet_to_come} yet to come"] if yet_to_come > 0 else []
-        rest = "" if predicted.end_s is None else f"{on_clock(predicted.end_s - now_s)} left"
-        return "  ".join(part for part in (count, on_clock(now_s), rest, ", ".join(notes)) if part)
+def progress_text(view: RunView, now_s: float, predicted: Forecast) -> str:
+    """Such as '5/12 jobs  0:07  0:12 left, 1 failed'."""
+    count = f"{num_ended(view)}/{view.num_jobs} jobs"
+    num_failed, num_late = view.num_ended["failed"], view.num_missed + len(predicted.late)
+    notes = [f"{num_failed} failed"] if num_failed else []
+    notes += [f"{num_late} late"] if num_late else []
+    yet_to_come = view.num_jobs - num_ended(view) - len(view.started.keys() | predicted.ends_s.keys())
+    notes += [f"{yet_to_come} yet to come"] if yet_to_come > 0 else []
+    rest = "" if predicted.end_s is None else f"{on_clock(predicted.end_s - now_s)} left"
+    return "  ".join(part for part in (count, on_clock(now_s), rest, ", ".join(notes)) if part)
 
 
 def outcome_line(outcome: JobOutcome) -> str:

@@ -1,12 +1,18 @@
-"""Observers of a run: manifest, trace, metrics, progress. They decide nothing."""
+"""Observers of a run: manifest, trace, metrics, progress. They decide nothing.
+
+`RunView` is what a run does now. One is kept by the events of a run for all observers that show it, and the
+HTTP process keeps another by the same events.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gfgen.job.spec import JobSpec
+from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.ipc.content import Content, NamedContent
@@ -14,6 +20,8 @@ from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.snapshot import Snapshot
 
 OutcomeStatus = Literal["done", "failed", "cancelled", "skipped"]
+RankPhase = Literal["starting", "loading", "ready", "lost", "retired"]
+RankStatus = Literal["starting", "loading", "idle", "busy", "lost", "retired"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,8 @@ def skipped_outcome(info: JobInfo) -> JobOutcome:
 class Observer:
     """Does nothing; subclasses override what they watch."""
 
+    view: RunView
+    """Set by `with_view`: it has applied what the observer is told."""
     refresh_s: float | None = None
     """Interval of `refreshed` in seconds; None for never."""
 
@@ -148,3 +158,107 @@ class Observer:
 
     def close(self) -> None:
         """Called once at the end of the run, also after an error."""
+
+
+@dataclass(slots=True, eq=False)
+class RankState:
+    rank: int
+    node: str | None = None
+    """On a cluster."""
+    phase: RankPhase = "starting"
+    num_restarts: int = 0
+    queue: list[int] = field(default_factory=list)
+    """Numbers of its dispatches; the first one runs."""
+    last: Dispatch | None = None
+
+    @property
+    def status(self) -> RankStatus:
+        if self.phase != "ready":
+            return self.phase
+        return "busy" if self.queue else "idle"
+
+
+class RunView(Observer):
+    """What a run does now, by its events alone."""
+
+    def __init__(self) -> None:
+        self.policy = ""
+        """As requested."""
+        self.policy_change: events.PolicyChanged | None = None
+        """The last one since that request."""
+        self.is_stopping = False
+        self.open: dict[str, JobInfo] = {}
+        self.started: dict[str, Dispatch] = {}
+        """The last dispatch of each open job that has one."""
+        self.num_jobs = 0
+        self.num_ended: Counter[str] = Counter()
+        """By status; skipped jobs are no jobs of the run."""
+        self.num_missed = 0
+        """Jobs that were done after their deadline."""
+        self.ranks: dict[int, RankState] = {}
+        self.running: dict[int, Dispatch] = {}
+
+    @property
+    def deciding(self) -> str:
+        """The active policy: auto selects among others."""
+        return self.policy if self.policy_change is None else self.policy_change.policy
+
+    def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
+        self.policy = policy
+        self.ranks = {rank: RankState(rank) for rank in range(num_ranks)}
+        self.added(jobs)
+
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        self.num_jobs += len(jobs)
+        self.open |= {info.job_id: info for info in jobs}
+
+    def node_joined(self, node: str, ranks: range) -> None:
+        self.ranks |= {rank: RankState(rank, node) for rank in ranks}
+
+    def node_left(self, node: str) -> None:
+        self.ranks = {rank: state for rank, state in self.ranks.items() if state.node != node}
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        self.running[dispatch.number] = dispatch
+        if dispatch.task.job_id in self.open:
+            self.started[dispatch.task.job_id] = dispatch
+        for rank in dispatch.layout.ranks:
+            state = self.ranks[rank]
+            state.queue.append(dispatch.number)
+            state.last = dispatch
+
+    def applied(self, event: Event) -> None:
+        match event:
+            case events.TaskDone() | events.TaskFailed():
+                if (dispatch := self.running.pop(event.dispatch, None)) is not None:
+                    for rank in dispatch.layout.ranks:
+                        self.ranks[rank].queue.remove(dispatch.number)
+            case events.RankReady():
+                self.ranks[event.rank].phase = "ready"
+                self.ranks[event.rank].num_restarts = event.incarnation - 1
+            case events.RankLoaded():
+                self.ranks[event.rank].phase = "ready"
+            case events.RankLost():
+                self.ranks[event.rank].phase = "retired" if event.is_retired else "lost"
+            case events.ModelsChanged():
+                for state in self.ranks.values():
+                    state.phase = state.phase if state.phase in ("lost", "retired") else "loading"
+            case events.PolicyChanged():
+                self.policy_change = event
+            case events.StopRequested() | events.ClosingTime():
+                self.is_stopping = True
+
+    def ended(self, outcome: JobOutcome) -> None:
+        self.num_ended[outcome.status] += 1
+        self.num_missed += outcome.status == "done" and outcome.met_deadline is False
+        if outcome.status != "skipped":
+            self.open.pop(outcome.info.job_id, None)
+            self.started.pop(outcome.info.job_id, None)
+
+
+def with_view(observers: Sequence[Observer]) -> tuple[Observer, ...]:
+    """These observers of one run behind the view that they share."""
+    view = RunView()
+    for observer in observers:
+        observer.view = view
+    return (view, *observers)

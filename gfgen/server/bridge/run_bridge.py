@@ -24,7 +24,7 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
-from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.runtime.core.observer import JobOutcome, Observer, RunView
 from gfgen.server.protocol.link import (
     CancelJobs,
     JobProgress,
@@ -36,12 +36,13 @@ from gfgen.server.protocol.link import (
     OutcomesStored,
     PredictedEnds,
     ProgressUpdate,
+    RankStates,
     RunInfo,
     SetPolicy,
     SetPriority,
     SubmitJobs,
 )
-from gfgen.snapshot import JobView, RunningTask, Snapshot
+from gfgen.snapshot import JobView, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -91,16 +92,11 @@ class RunBridge(Observer):
         self._known: set[str] = set()
         """Jobs that run, wait, or have an unconfirmed outcome."""
         self._unconfirmed: dict[str, JobOutcome] = {}
-        self._ranks: dict[int, list[Event]] = {}
-        """Per rank: the last RankLost, if any, and the RankReady since."""
-        self._nodes: dict[str, NodeRanks] = {}
-        self._running: dict[int, Dispatch] = {}
-        """Running dispatches by number, with the latest predicted end."""
+        self._ends: tuple[tuple[int, float], ...] = ()
+        """Predicted ends of running tasks, as last reported."""
         self._views: dict[str, JobView] = {}
         """The last views that the front was sent."""
-        self._policy: events.PolicyChanged | None = None
-        self._loads: list[events.ModelsChanged | events.RankLoaded | events.RankReady] = []
-        """The last ModelsChanged, and the later RankLoaded and RankReady of ranks not lost since."""
+        self.view = RunView()
 
     # The supervisor's side --------------------------------------------------------------------------
 
@@ -227,58 +223,29 @@ class RunBridge(Observer):
             self._outbox.close()
         self._outbox = _Outbox(link)
         self._views.clear()
+        self._ends = ()
         self._note(self._run_info)
-        for node in self._nodes.values():
-            self._note(node)
-        for rank_events in self._ranks.values():
-            for event in rank_events:
-                self._note(event)
-        for event in self._loads:
-            self._note(event)
-        if self._policy is not None:
-            self._note(self._policy)
-        for dispatch in self._running.values():
-            self._note(dispatch)
+        states = self.view.ranks.values()
+        self._note(RankStates(tuple(replace(state, queue=[], last=None) for state in states)))
+        if self.view.policy_change is not None:
+            self._note(self.view.policy_change)
+        for dispatch in self.view.running.values():
+            self._note(_slim(dispatch))
         for outcome in self._unconfirmed.values():
             self._note(outcome)
 
     # The control loop's side: observer --------------------------------------------------------------
 
     def node_joined(self, node: str, ranks: range) -> None:
-        self._nodes[node] = NodeRanks(node, ranks)
-        self._note(self._nodes[node])
+        self._note(NodeRanks(node, ranks))
 
     def node_left(self, node: str) -> None:
-        for rank in self._nodes.pop(node).ranks:
-            self._ranks.pop(rank, None)
         self._note(NodeGone(node))
 
     def dispatched(self, dispatch: Dispatch) -> None:
-        slim = replace(dispatch, transfers=()) if dispatch.transfers else dispatch
-        self._running[dispatch.number] = slim
-        self._note(slim)
+        self._note(_slim(dispatch))
 
     def applied(self, event: Event) -> None:
-        match event:
-            case events.TaskDone() | events.TaskFailed():
-                self._running.pop(event.dispatch, None)
-            case events.RankReady():
-                self._ranks.setdefault(event.rank, []).append(event)
-                if self._loads:
-                    self._loads.append(event)
-            case events.RankLost():
-                self._ranks[event.rank] = [event]
-                self._loads = [
-                    load
-                    for load in self._loads
-                    if isinstance(load, events.ModelsChanged) or load.rank != event.rank
-                ]
-            case events.PolicyChanged():
-                self._policy = event
-            case events.ModelsChanged():
-                self._loads = [event]
-            case events.RankLoaded():
-                self._loads.append(event)
         if not isinstance(event, events.Wakeup):
             self._note(event)
 
@@ -288,7 +255,7 @@ class RunBridge(Observer):
         self._note(outcome)
 
     def refreshed(self, snapshot: Snapshot) -> None:
-        """Report changed progress and changed predicted ends. Unchanged views are the same objects."""
+        """Report progress and predicted ends if they have changed. Unchanged views are the same objects."""
         rows: list[JobProgress] = []
         for views in (snapshot.busy, snapshot.open):
             changed = (view for job_id, view in views.items() if self._views.get(job_id) is not view)
@@ -298,7 +265,11 @@ class RunBridge(Observer):
                 rows.append((view.job_id, index, remaining_s, write_s, view.last_layout))
         if rows:
             self._note(ProgressUpdate(tuple(rows)))
-        if ends := self._renewed_ends(snapshot.running):
+        numbers = {dispatch.task: number for number, dispatch in self.view.running.items()}
+        running = [each for each in snapshot.running if each.task in numbers]
+        ends = tuple((numbers[each.task], each.predicted_end_s) for each in running)
+        if ends != self._ends:
+            self._ends = ends
             self._note(PredictedEnds(ends))
         self._note(LoopTimings(self._longest_turn_s, self._num_turns))
         self._longest_turn_s, self._num_turns = 0.0, 0
@@ -306,20 +277,6 @@ class RunBridge(Observer):
     def turned(self, took_s: float) -> None:
         self._longest_turn_s = max(self._longest_turn_s, took_s)
         self._num_turns += 1
-
-    def _renewed_ends(self, running: Sequence[RunningTask]) -> tuple[tuple[int, float], ...]:
-        """The running tasks whose predicted end differs from the last one sent."""
-        numbers = {dispatch.task: number for number, dispatch in self._running.items()}
-        ends = []
-        for view in running:
-            number = numbers.get(view.task)
-            if number is None:
-                continue
-            dispatch = self._running[number]
-            if dispatch.predicted_end_s != view.predicted_end_s:
-                self._running[number] = replace(dispatch, predicted_end_s=view.predicted_end_s)
-                ends.append((number, view.predicted_end_s))
-        return tuple(ends)
 
     def close(self) -> None:
         if self._outbox is not None:
@@ -329,6 +286,10 @@ class RunBridge(Observer):
     def _note(self, note: Any) -> None:
         if self._outbox is not None:
             self._outbox.put(note)
+
+
+def _slim(dispatch: Dispatch) -> Dispatch:
+    return replace(dispatch, transfers=()) if dispatch.transfers else dispatch
 
 
 class _Outbox:

@@ -22,9 +22,9 @@ from gfgen.job.fields import REPEATED
 from gfgen.server.http.guard import Access
 from gfgen.server.jobs.job_requests import MAX_FIELDS, MAX_UPLOADS, Upload, data_url_content, json_object
 from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import RequestKey
 from gfgen.server.protocol.problems import ApiError, bad, checked
 from gfgen.server.protocol.schemas import RequestModel
+from gfgen.server.store import RequestKey
 
 MAX_KEY_CHARS = 255
 _BRIEF_BYTES = 1 << 16

@@ -27,14 +27,13 @@ from gfgen.errors import GfgenError, OutputError
 from gfgen.server.http.app import make_app
 from gfgen.server.http.guard import ApiKeys
 from gfgen.server.http.streams import FEED_S, StateFeeds
-from gfgen.server.jobs.folder import JobFolder
-from gfgen.server.jobs.follower import RunFollower
-from gfgen.server.jobs.mirror import RunMirror
-from gfgen.server.jobs.service import FORECAST_S, JobService
-from gfgen.server.jobs.store import STORE_NAME, Store
-from gfgen.server.jobs.webhooks import Webhooks
+from gfgen.server.jobs.files import JobFolder
+from gfgen.server.jobs.service import FORECAST_S, JobService, RunFollower
 from gfgen.server.protocol.limits import BACKLOG, ServerLimits
 from gfgen.server.protocol.link import HEADER_BYTES, FrontSettings, message_bytes, pack
+from gfgen.server.shown.mirror import RunMirror
+from gfgen.server.shown.webhooks import Webhooks
+from gfgen.server.store import STORE_NAME, Store
 from gfgen.system import machine
 from gfgen.system.machine import give_back_large_blocks
 from gfgen.system.signals import leave_to_the_run

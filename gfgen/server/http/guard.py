@@ -25,9 +25,9 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gfgen import log
-from gfgen.server.jobs.prometheus import ServerMetrics
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.problems import ApiError
+from gfgen.server.shown.prometheus import ServerMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -38,10 +38,10 @@ from gfgen.server.jobs.job_requests import (
     taken_uploads,
 )
 from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import BatchRow, Ended, Store, StoredJob
 from gfgen.server.protocol import schemas, server_schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, checked, responses
+from gfgen.server.store import BatchRow, Ended, Store, StoredJob
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
 ROUTERS = (router,)

@@ -16,10 +16,10 @@ from gfgen.server.http.routes_jobs import JobId, Service
 from gfgen.server.jobs.files import no_file
 from gfgen.server.jobs.job_requests import RequestedJob, admitted, batch_lines, line_failure
 from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import BatchRow, RequestKey, StoredJob
 from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, checked, responses
+from gfgen.server.store import BatchRow, RequestKey, StoredJob
 
 router = APIRouter(prefix="/v1/files", tags=["batches"])
 ROUTERS = (router,)

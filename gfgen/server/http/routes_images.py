@@ -18,12 +18,12 @@ from gfgen.server.http.routes_jobs import Service, log_ignored, results
 from gfgen.server.http.streams import QUIET_S, check_streams, event_bytes, event_stream
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import image_jobs
-from gfgen.server.jobs.previews import FIRST_STEP
-from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import StoredJob
 from gfgen.server.protocol import picture_schemas
 from gfgen.server.protocol.problems import ApiError, bad, opened, responses
+from gfgen.server.shown.previews import FIRST_STEP
+from gfgen.server.shown.served_job import ServedJob
+from gfgen.server.store import StoredJob
 
 router = APIRouter(prefix="/v1", tags=["images"])
 ROUTERS = (router,)

@@ -16,11 +16,11 @@ from gfgen.server.http.guard import Access
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import RequestedJob, video_job
-from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
-from gfgen.server.jobs.store import JobFacts, StoredJob
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, opened, responses
+from gfgen.server.shown.served_job import ServedJob
+from gfgen.server.store import JobFacts, StoredJob
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", ServedJob, StoredJob)

@@ -13,10 +13,10 @@ from gfgen.server.http.bodies import json_body, read_model
 from gfgen.server.http.guard import COOKIE, slow_down
 from gfgen.server.http.routes_jobs import Service
 from gfgen.server.http.streams import state_stream
-from gfgen.server.jobs.prometheus import CONTENT_TYPE
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError, responses
+from gfgen.server.shown.prometheus import CONTENT_TYPE
 
 router = APIRouter(tags=["server"])
 ROUTERS = (router,)
@@ -65,15 +65,14 @@ async def ready(service: Service) -> Response:
         await service.store.check_writable()
     except OutputError as error:
         raise ApiError(503, str(error), code="disk_full", retry_after_s=30) from None
-    waiting = [rank for rank in service.mirror.lanes.lanes if rank.status in ("starting", "lost")]
-    if not service.mirror.lanes.lanes:
+    ranks = service.mirror.run.ranks.values()
+    waiting = [rank for rank in ranks if rank.status in ("starting", "lost")]
+    if not ranks:
         raise ApiError(503, "no node is up", code="not_ready", retry_after_s=5)
     if waiting:
         names = ", ".join(f"rank {rank.rank} ({rank.status})" for rank in waiting)
         raise ApiError(503, f"not up: {names}", code="not_ready", retry_after_s=5)
-    return server_schemas.Ready(
-        ranks=sum(rank.status != "retired" for rank in service.mirror.lanes.lanes)
-    ).response()
+    return server_schemas.Ready(ranks=sum(rank.status != "retired" for rank in ranks)).response()
 
 
 @router.get(

@@ -9,11 +9,11 @@ from typing import Any
 
 from starlette.responses import StreamingResponse
 
-from gfgen.server.jobs.mirror import RunMirror
-from gfgen.server.jobs.served_job import Notifier, ServedJob
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError
+from gfgen.server.shown.mirror import RunMirror
+from gfgen.server.shown.served_job import Notifier, ServedJob
 
 FEED_S = 0.2
 """Smallest interval between two changes of the live state."""

@@ -1,1 +1,1 @@
-"""The server's jobs: requests, the store, the live state."""
+"""The server's jobs: requests, their acceptance and end, and the files in the output folder."""

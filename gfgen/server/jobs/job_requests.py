@@ -24,10 +24,10 @@ from gfgen.job.images import ImageError, check_content, is_video
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, num_pictures
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.server.jobs.store import JobFacts, NewJob
 from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import NO_PATHS, ApiError, bad, checked, opened, refused, renamed
+from gfgen.server.store import JobFacts, NewJob
 
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
 MAX_FIELDS, MAX_UPLOADS = 64, 32

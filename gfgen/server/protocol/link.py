@@ -29,6 +29,7 @@ from gfgen.errors import Problem
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.observer import RankState
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.server_schemas import ServedModel
 
@@ -82,6 +83,13 @@ class NodeGone:
     node: str
 
 
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """What a new front is told about the ranks, before their dispatches."""
+
+    states: tuple[RankState, ...]
+
+
 JobProgress = tuple[str, int, float, float, Layout | None]
 """Of an open job: id, next task, predicted work left on one rank and time to write its file, last layout."""
 
@@ -93,7 +101,7 @@ class ProgressUpdate:
 
 @dataclass(frozen=True, slots=True)
 class PredictedEnds:
-    """(dispatch, predicted end in seconds of the run) of running tasks whose prediction has changed."""
+    """(dispatch, predicted end in seconds of the run) of running tasks."""
 
     ends: tuple[tuple[int, float], ...]
 

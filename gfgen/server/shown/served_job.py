@@ -9,9 +9,9 @@ from typing import Any
 
 from gfgen.graph import Stage, Task, Trajectory
 from gfgen.layout import Layout
-from gfgen.server.jobs.previews import FIRST_STEP
-from gfgen.server.jobs.store import Ending, JobFacts
 from gfgen.server.protocol import schemas, server_schemas
+from gfgen.server.shown.previews import FIRST_STEP
+from gfgen.server.store import Ending, JobFacts
 from gfgen.snapshot import JobView
 
 MAX_EVENTS = 600

@@ -15,7 +15,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -152,7 +152,6 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    seq: int
     facts: JobFacts
     ending: Ending | None
 
@@ -250,23 +249,12 @@ class Store:
         return await self._do(work)
 
     async def set_priority(self, job_id: str, priority: int) -> bool:
-
-        def work(db: sqlite3.Connection) -> bool:
-            changed = "facts = json_set(facts, '$.priority', :new), spec = json_set(spec, '$.priority', :new)"
-            found = db.execute(
-                f"UPDATE jobs SET {changed} WHERE id = :id AND status = 'open'",
-                {"new": priority, "id": job_id},
-            )
-            return found.rowcount > 0
-
-        return await self._do(work)
+        changed = "facts = json_set(facts, '$.priority', :new), spec = json_set(spec, '$.priority', :new)"
+        sql = f"UPDATE jobs SET {changed} WHERE id = :id AND status = 'open'"
+        return await self._execute(sql, {"new": priority, "id": job_id}) > 0
 
     async def cancel_batch(self, batch_id: str) -> None:
-
-        def work(db: sqlite3.Connection) -> None:
-            db.execute("UPDATE batches SET is_cancelled = 1 WHERE id = ?", (batch_id,))
-
-        await self._do(work)
+        await self._execute("UPDATE batches SET is_cancelled = 1 WHERE id = ?", (batch_id,))
 
     async def remove(self, job_ids: Iterable[str]) -> None:
         ids = [(job_id,) for job_id in job_ids]
@@ -280,27 +268,20 @@ class Store:
 
     async def forget_requests(self, *, now: float) -> None:
         """Delete expired request keys; writes nothing if there are none."""
-        too_old = "FROM requests WHERE created_at < ?"
-        values = (now - KEPT_REQUESTS_S,)
-        if self._reader.execute(f"SELECT 1 {too_old} LIMIT 1", values).fetchone() is None:
-            return
-
-        def work(db: sqlite3.Connection) -> None:
-            db.execute(f"DELETE {too_old}", values)
-
-        await self._do(work)
+        too_old, values = "FROM requests WHERE created_at < ?", (now - KEPT_REQUESTS_S,)
+        if self._reader.execute(f"SELECT 1 {too_old} LIMIT 1", values).fetchone() is not None:
+            await self._execute(f"DELETE {too_old}", values)
 
     async def check_writable(self) -> None:
         """Raises: OutputError if a write fails."""
-        await self._do(lambda db: db.execute("UPDATE lives SET began_at = began_at").rowcount)
+        await self._execute("UPDATE lives SET began_at = began_at", ())
 
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
         return [(_facts(facts), json.loads(spec)) for facts, spec in rows]
 
     def job(self, job_id: str) -> StoredJob | None:
-        rows = self._reader.execute(f"SELECT {_COLUMNS} FROM jobs WHERE id = ?", (job_id,))
-        return next(map(_kept, rows), None)
+        return next(iter(self._jobs("WHERE id = ?", (job_id,))), None)
 
     def jobs(
         self,
@@ -323,26 +304,22 @@ class Store:
                 values.append(value)
         if has_ended is not None:
             tests.append("status != 'open'" if has_ended else "status = 'open'")
-        sql = f"SELECT {_COLUMNS} FROM jobs WHERE {' AND '.join(tests)} ORDER BY seq"
-        sql += f"{'' if is_ascending else ' DESC'} LIMIT {int(limit)}"
-        return [_kept(row) for row in self._reader.execute(sql, values)]
+        order = f"ORDER BY seq {'' if is_ascending else 'DESC'} LIMIT {int(limit)}"
+        return self._jobs(f"WHERE {' AND '.join(tests)} {order}", values)
 
     def last_ended(self, limit: int, owner: str | None = None) -> list[StoredJob]:
-        sql = f"SELECT {_COLUMNS} FROM jobs WHERE status != 'open' AND (:owner IS NULL OR owner = :owner)"
+        which = "WHERE status != 'open' AND (:owner IS NULL OR owner = :owner)"
         values = {"owner": owner, "limit": limit}
-        rows = self._reader.execute(f"{sql} ORDER BY completed_at DESC LIMIT :limit", values)
-        return [_kept(row) for row in rows]
+        return self._jobs(f"{which} ORDER BY completed_at DESC LIMIT :limit", values)
 
     def manifest(self, batch_id: str) -> list[tuple[StoredJob, dict[str, Any] | None]]:
-        sql = f"SELECT {_COLUMNS}, manifest FROM jobs"
-        rows = self._reader.execute(
-            f"{sql} WHERE batch_id = ? AND status != 'open' ORDER BY seq", (batch_id,)
-        )
+        which = "WHERE batch_id = ? AND status != 'open' ORDER BY seq"
+        rows = self._reader.execute(f"SELECT {_COLUMNS}, manifest FROM jobs {which}", (batch_id,))
         return [(_kept(columns), None if entry is None else json.loads(entry)) for *columns, entry in rows]
 
     def batch(self, batch_id: str) -> BatchRow | None:
         sql = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?"
-        return next((_batch(row) for row in self._reader.execute(sql, (batch_id,))), None)
+        return next((BatchRow(*row) for row in self._reader.execute(sql, (batch_id,))), None)
 
     def batches(self, *, limit: int, after: str | None, owner: str | None = None) -> list[BatchRow]:
         sql = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE (:owner IS NULL OR owner = :owner)"
@@ -350,7 +327,7 @@ class Store:
             sql += " AND (created_at, id) < (SELECT created_at, id FROM batches WHERE id = :after)"
         values = {"after": after, "limit": limit, "owner": owner}
         rows = self._reader.execute(f"{sql} ORDER BY created_at DESC, id DESC LIMIT :limit", values)
-        return [_batch(row) for row in rows]
+        return [BatchRow(*row) for row in rows]
 
     def request(self, key: RequestKey, *, now: float) -> KeyTakenError | None:
         """What an earlier request with this key created, unless the key has expired."""
@@ -358,24 +335,18 @@ class Store:
 
     def outdated(self, *, before: float, keep_bytes: int) -> list[StoredJob]:
         """Jobs that ended before `before`, and those beyond the newest `keep_bytes` of files."""
-        sql = f"""
-            SELECT {_COLUMNS} FROM (
-                SELECT *, SUM(COALESCE(size_bytes, 0)) OVER (ORDER BY completed_at DESC, seq DESC) AS total
-                FROM jobs WHERE status != 'open')
-            WHERE completed_at < ? OR total > ?"""
-        return [_kept(row) for row in self._reader.execute(sql, (before, keep_bytes))]
+        total = "SUM(COALESCE(size_bytes, 0)) OVER (ORDER BY completed_at DESC, seq DESC) AS total"
+        ended = f"(SELECT *, {total} FROM jobs WHERE status != 'open')"
+        return self._jobs("WHERE completed_at < ? OR total > ?", (before, keep_bytes), table=ended)
 
-    def with_file(self, job_ids: Iterable[str]) -> set[str]:
-        """The subset of these jobs that have a file or may still get one."""
-        return self._with_status(job_ids, "'open', 'completed'")
+    def known(self, job_ids: Iterable[str], *statuses: str) -> set[str]:
+        """The subset of these jobs that have one of these statuses."""
+        sql = "SELECT id FROM jobs WHERE id IN (SELECT value FROM json_each(?))"
+        sql += f" AND status IN ({', '.join('?' * len(statuses))})"
+        return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)), *statuses))}
 
-    def without_file(self, job_ids: Iterable[str]) -> set[str]:
-        """The subset of these jobs that ended without a file; excludes unknown jobs."""
-        return self._with_status(job_ids, "'cancelled', 'failed'")
-
-    def _with_status(self, job_ids: Iterable[str], statuses: str) -> set[str]:
-        sql = f"SELECT id FROM jobs WHERE status IN ({statuses}) AND id IN (SELECT value FROM json_each(?))"
-        return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)),))}
+    def _jobs(self, which: str, values: Any, *, table: str = "jobs") -> list[StoredJob]:
+        return [_kept(row) for row in self._reader.execute(f"SELECT {_COLUMNS} FROM {table} {which}", values)]
 
     def _begin_life(self, began_at: float) -> int:
         """A unique number: the next one, or the time if a full disk does not allow the insert."""
@@ -389,6 +360,10 @@ class Store:
             raise OutputError(
                 f"cannot write {self._path}: {error}; move the file away or choose another --output"
             ) from None
+
+    async def _execute(self, sql: str, values: Any) -> int:
+        """Run one statement; returns the number of changed rows."""
+        return await self._do(lambda db: db.execute(sql, values).rowcount)
 
     async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
         future: Future[T] = Future()
@@ -519,7 +494,7 @@ def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> None:
 
 
 _COLUMNS = (
-    "seq, facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, "
+    "facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, "
     "error_message, json_extract(manifest, '$.timings', '$.shape', '$.peak_memory_mb', "
     "'$.steps_reused')"
 )
@@ -533,29 +508,11 @@ def _facts(text: str) -> JobFacts:
 
 
 def _kept(row: Sequence[Any]) -> StoredJob:
-    seq, text, status, completed_at, started_at, size_bytes, met, step, code, message, work = row
+    text, status, completed_at, started_at, size_bytes, met, step, code, message, work = row
     facts = _facts(text)
     if status == "open":
-        return StoredJob(seq, facts, None)
-    found = [None, None, None] if work is None else json.loads(work)
-    return StoredJob(
-        seq,
-        facts,
-        Ending(
-            id=facts.id,
-            status=status,
-            completed_at=completed_at,
-            started_at=started_at,
-            size_bytes=size_bytes,
-            met_deadline=None if met is None else bool(met),
-            step=step,
-            error_code=code,
-            error_message=message,
-            work=None if found[0] is None else Work(*found),
-        ),
-    )
-
-
-def _batch(row: tuple[Any, ...]) -> BatchRow:
-    values = dict(zip((field.name for field in fields(BatchRow)), row, strict=True))
-    return BatchRow(**{**values, "is_cancelled": bool(values["is_cancelled"])})
+        return StoredJob(facts, None)
+    met = None if met is None else bool(met)
+    found = [None] if work is None else json.loads(work)
+    ending = Ending(facts.id, status, completed_at, started_at, size_bytes, met, step, code, message)
+    return StoredJob(facts, ending if found[0] is None else replace(ending, work=Work(*found)))

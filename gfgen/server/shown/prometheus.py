@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,10 +20,7 @@ from prometheus_client.registry import Collector
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankTimes
-from gfgen.server.jobs.served_job import ServedJob
-
-if TYPE_CHECKING:
-    pass
+from gfgen.server.shown.served_job import ServedJob
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CLASSES = 32

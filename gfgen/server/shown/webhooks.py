@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
 from gfgen.errors import in_one_line
-from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.protocol.limits import ApiOptions
 from gfgen.server.protocol.problems import ApiError
+from gfgen.server.shown.served_job import ServedJob
 from gfgen.system.wording import counted, first_of
 
 if TYPE_CHECKING:

@@ -18,10 +18,6 @@ from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.predict.forecast import predict
-from gfgen.server.jobs.prometheus import ServerMetrics
-from gfgen.server.jobs.rank_lane import RankLanes
-from gfgen.server.jobs.served_job import ServedJob, layout_view, rounded
-from gfgen.server.jobs.store import Ending
 from gfgen.server.protocol import schemas, server_schemas
 from gfgen.server.protocol.link import (
     LoopTimings,
@@ -29,8 +25,13 @@ from gfgen.server.protocol.link import (
     NodeRanks,
     PredictedEnds,
     ProgressUpdate,
+    RankStates,
     RunInfo,
 )
+from gfgen.server.shown.prometheus import ServerMetrics
+from gfgen.server.shown.served_job import ServedJob, layout_view, rounded
+from gfgen.server.shown.timeline import Timeline
+from gfgen.server.store import Ending, JobFacts
 from gfgen.snapshot import JobView
 
 MAX_SHOWN_OPEN, MAX_SHOWN_FINISHED = 200, 48
@@ -60,8 +61,7 @@ class RunMirror:
         self.recent: OrderedDict[str, ServedJob] = OrderedDict()
         self._finished: dict[str | None, deque[ServedJob]] = {}
         """The last jobs of each owner, and of all as None; most recent first."""
-        self.lanes = RankLanes(0, started_at=self.began_at)
-        self.policy = server_schemas.PolicyState(policy="", deciding="", available=list(BUILT_IN))
+        self.run = Timeline(started_at=self.began_at, facts_of=self._facts_of)
         self.num_streams = 0
         self.longest_turn_s = 0.0
         """Of the control loop, since this front started."""
@@ -83,36 +83,35 @@ class RunMirror:
                 for row in note.rows:
                     self._update_progress(*row)
             case PredictedEnds():
-                self.lanes.renew_ends(note.ends)
+                self.run.renew_ends(note.ends)
             case LoopTimings():
                 self.longest_turn_s = max(self.longest_turn_s, note.longest_s)
                 self.num_turns += note.num_turns
-            case events.RankReady():
-                self.lanes.ready(note)
-            case events.RankLost():
-                self.lanes.lost(note)
-                self.metrics.rank_lost(note.rank, self.lanes.node_of(note.rank))
             case NodeRanks():
-                self.lanes.node_joined(note.node, note.ranks)
+                self.run.node_joined(note.node, note.ranks)
             case NodeGone():
-                self.lanes.node_gone(note.node)
-            case events.ModelsChanged():
-                self.lanes.loading()
-            case events.RankLoaded():
-                self.lanes.loaded(note.rank)
-            case events.FramesLost():
-                self._frames_lost(note.job_id)
-            case events.PolicyChanged():
-                self._set_policy(deciding=note.policy, reason=note.reason)
-            case events.StopRequested() | events.ClosingTime():
-                self.drain()
+                self.run.node_left(note.node)
             case RunInfo():
                 self._serve(note)
+            case RankStates():
+                self.run.ranks |= {state.rank: state for state in note.states}
+            case events.Event():
+                self._applied(note)
+
+    def _applied(self, event: events.Event) -> None:
+        self.run.applied(event)
+        match event:
+            case events.RankLost():
+                self.metrics.rank_lost(event.rank, self.run.node_of(event.rank))
+            case events.FramesLost():
+                self._frames_lost(event.job_id)
+            case events.StopRequested() | events.ClosingTime():
+                self.drain()
 
     def _serve(self, run_info: RunInfo) -> None:
         self.run_info = run_info
-        self._set_policy(policy=self.policy.policy or run_info.policy, deciding=run_info.policy)
-        self.lanes = RankLanes(run_info.num_ranks, started_at=run_info.started_at)
+        self.run = Timeline(started_at=run_info.started_at, facts_of=self._facts_of)
+        self.run.began((), num_ranks=run_info.num_ranks, policy=run_info.policy)
         self.status, self.reason = "ready", None
 
     def drain(self) -> None:
@@ -122,21 +121,27 @@ class RunMirror:
             record.event("stopping", self.now())
 
     def policy_asked(self, policy: str) -> None:
-        self._set_policy(policy=policy, deciding=policy, reason=None)
+        self.run.policy, self.run.policy_change = policy, None
 
-    def _set_policy(self, **values: str | None) -> None:
-        self.policy = self.policy.model_copy(update=values)
+    @property
+    def policy(self) -> server_schemas.PolicyState:
+        run = self.run
+        return server_schemas.PolicyState(
+            policy=run.policy,
+            deciding=run.deciding,
+            reason=None if run.policy_change is None else run.policy_change.reason,
+            available=list(BUILT_IN),
+        )
 
     def _dispatched(self, dispatch: Dispatch) -> None:
-        record = self.find(dispatch.task.job_id)
-        self.lanes.dispatched(dispatch, owner=None if record is None else record.facts.owner)
+        self.run.dispatched(dispatch)
         record = self.records.get(dispatch.task.job_id)
         if record is not None:
             self._job_dispatched(record, dispatch)
             self.metrics.dispatched(dispatch, record.facts.model)
 
     def _job_dispatched(self, record: ServedJob, dispatch: Dispatch) -> None:
-        task, layout, at = dispatch.task, dispatch.layout, self.lanes.at(dispatch.submitted_s)
+        task, layout, at = dispatch.task, dispatch.layout, self.run.at(dispatch.submitted_s)
         is_first = record.started_at is None
         has_moved = record.layout != layout
         is_new_stage = record.stage is not task.stage
@@ -157,11 +162,12 @@ class RunMirror:
         self._is_forecast_due = True
 
     def _landed(self, event: events.TaskDone | events.TaskFailed) -> None:
-        dispatch = self.lanes.landed(event)
+        dispatch = self.run.running.get(event.dispatch)
+        self.run.applied(event)
         if dispatch is None or not isinstance(event, events.TaskDone):
             return
         for each in event.times:
-            self.metrics.used(each, self.lanes.node_of(each.rank))
+            self.metrics.used(each, self.run.node_of(each.rank))
         task, record = dispatch.task, self.find(dispatch.task.job_id)
         if record is None:
             return
@@ -170,7 +176,7 @@ class RunMirror:
         if record.has_ended:
             return
         self.metrics.task_done(dispatch, record.facts.model, event.busy_s)
-        record.next_index, at = task.index + 1, self.lanes.at(event.ended_s)
+        record.next_index, at = task.index + 1, self.run.at(event.ended_s)
         if task.stage in STEPS:
             record.event("step", at, step=record.step, steps=record.facts.steps)
         if record.next_index == record.facts.num_tasks:
@@ -217,6 +223,10 @@ class RunMirror:
         """The job while it is open and shortly after its end."""
         return self.records.get(job_id) or self.recent.get(job_id)
 
+    def _facts_of(self, job_id: str) -> JobFacts | None:
+        record = self.find(job_id)
+        return None if record is None else record.facts
+
     def add(self, records: Iterable[ServedJob]) -> None:
         num_queued = sum(record.status == "queued" for record in self.records.values())
         for position, record in enumerate(records, start=num_queued + 1):
@@ -257,7 +267,7 @@ class RunMirror:
 
     def forecast(self) -> None:
         """Update the predicted ends of open jobs if anything has happened since the last call."""
-        if self.run_info is None or not (self._is_forecast_due or self.lanes.is_busy):
+        if self.run_info is None or not (self._is_forecast_due or self.run.running):
             return
         self._is_forecast_due = False
         views = {
@@ -265,9 +275,9 @@ class RunMirror:
             for job_id, record in self.records.items()
             if record.view is not None and not record.is_writing
         }
-        now, running = self.now(), self.lanes.running()
-        ranks = [lane.rank for lane in self.lanes.lanes if lane.status in ("idle", "busy")]
-        predicted = predict(views, running=running, ranks=ranks, now_s=now, policy=self.policy.deciding)
+        now, running = self.now(), self.run.running_tasks()
+        ranks = [rank.rank for rank in self.run.ranks.values() if rank.phase == "ready"]
+        predicted = predict(views, running=running, ranks=ranks, now_s=now, policy=self.run.deciding)
         queued = [job_id for job_id in predicted.starts_s if self.records[job_id].status == "queued"]
         for place, job_id in enumerate(queued, start=1):
             self._set_position(self.records[job_id], place, predicted.starts_s[job_id], now)
@@ -302,7 +312,7 @@ class RunMirror:
             policy=self.policy,
             models=self.models(),
             ranks=self.ranks(now, owner),
-            timeline=self.lanes.bars(now, owner),
+            timeline=self.run.bars(now, owner),
             open=[record.shown() for record in _shown_open(opened)],
             num_open=len(opened),
             max_open=self._max_open,
@@ -311,12 +321,7 @@ class RunMirror:
         )
 
     def ranks(self, now: float, owner: str | None = None) -> list[server_schemas.Rank]:
-
-        def num_steps(job_id: str) -> int:
-            record = self.find(job_id)
-            return 0 if record is None else record.facts.steps
-
-        return list(self.lanes.ranks(now, owner, since=self.began_at, num_steps=num_steps))
+        return list(self.run.rank_views(now, owner, since=self.began_at))
 
     def models(self) -> list[server_schemas.ServedModel]:
         return [] if self.run_info is None else list(self.run_info.models)
