@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,18 @@ from gfgen.cli.compare_runs import (
     simulated,
 )
 from gfgen.cli.options import (
+    RANKS,
     FiniteRange,
-    Option,
     RankOptions,
-    all_of,
+    flag,
+    group,
+    option,
     profile_option,
-    rank_options,
-    ranks_per_gpu_option,
+    takes,
 )
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
 from gfgen.job.reader import to_mapping
-from gfgen.layout import MAX_RANKS
 from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.runtime.report.picture import save_figure
 from gfgen.runtime.report.plot_runs import draw_runs
@@ -57,28 +58,41 @@ SIMULATED_MODEL, REAL_MODEL = "wan2.2-ti2v-5b", "tiny-wan"
 JSON_NAME = "compare.json"
 
 
-def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    options: tuple[Option, ...] = (
-        click.option(
-            "--load", type=FiniteRange(0.01, 100), default=0.9, show_default=True,
-            help="Load, as a share of what single-rank replicas sustain.",
-        ),
-        click.option("--seed", type=int, default=1, show_default=True, help="Seed for arrivals and prompts."),
-        click.option("--jobs", "num_jobs", type=click.IntRange(1, 100_000), help="Number of jobs."),
-        click.option(
-            "--deadlines-from", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, metavar="N",
-            help="Deadlines are multiples of the time that a job takes alone on N ranks.",
-        ),
-        click.option(
-            "--timeout", type=FiniteRange(0.1), metavar="SECONDS",
-            help="A job fails after this time. [as in the paper: 3600 for videos, 1500 for images]",
-        ),
-        click.option(
-            "--steps", type=click.IntRange(1, MAX_STEPS), help="Steps of each job. [25; tiny models: 6]",
-        ),
-        profile_option,
-    )  # fmt: skip
-    return all_of(*options)(command)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The options of both commands."""
+
+    load: float = option(
+        "Load, as a share of what single-rank replicas sustain.", type=FiniteRange(0.01, 100), default=0.9
+    )
+    seed: int = option("Seed for arrivals and prompts.", type=int, default=1)
+    num_jobs: int | None = option("Number of jobs.", "--jobs", type=click.IntRange(1, 100_000))
+    deadlines_from: int = option(
+        "Deadlines are multiples of the time that a job takes alone on N ranks.",
+        type=RANKS,
+        default=1,
+        metavar="N",
+    )
+    timeout: float | None = option(
+        "A job fails after this time. [as in the paper: 3600 for videos, 1500 for images]",
+        type=FiniteRange(0.1),
+        metavar="SECONDS",
+    )
+    steps: int | None = option("Steps of each job. [25; tiny models: 6]", type=click.IntRange(1, MAX_STEPS))
+    profile_path: Path | None = profile_option()
+
+    def options(self, *, num_jobs: int, num_ranks: int, minutes: float | None = None) -> WorkloadOptions:
+        """These, with defaults for the numbers of jobs and ranks."""
+        return WorkloadOptions(
+            load=self.load,
+            seed=self.seed,
+            num_jobs=self.num_jobs or num_jobs,
+            num_ranks=num_ranks,
+            deadlines_from=self.deadlines_from,
+            timeout_s=self.timeout,
+            minutes=minutes,
+            steps=self.steps,
+        )
 
 
 @click.command()
@@ -86,54 +100,28 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--model", default=SIMULATED_MODEL, show_default=True, help="Model whose job classes S, M and L are used."
 )
-@click.option(
-    "--ranks",
-    type=click.IntRange(1, MAX_RANKS),
-    default=SIMULATED_RANKS,
-    show_default=True,
-    help="Number of ranks.",
-)
+@click.option("--ranks", type=RANKS, default=SIMULATED_RANKS, show_default=True, help="Number of ranks.")
 @click.option("--minutes", type=FiniteRange(0.01), help="Instead of --jobs: time span of the arrivals.")
 @click.option(
     "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [standard output]"
 )
-@_workload_options
+@takes(given=Workload)
 def workload(
-    *,
-    name: Name,
-    model: str,
-    ranks: int,
-    minutes: float | None,
-    output: Path | None,
-    load: float,
-    seed: int,
-    num_jobs: int | None,
-    deadlines_from: int,
-    timeout: float | None,
-    steps: int | None,
-    profile_path: Path | None,
+    *, name: Name, model: str, ranks: int, minutes: float | None, output: Path | None, given: Workload
 ) -> None:
     """Write a job file with arrivals and deadlines: mixed jobs, bursts, a stream or a nightly batch."""
-    if minutes is not None and (num_jobs is not None or name == "overnight"):
+    if minutes is not None and (given.num_jobs is not None or name == "overnight"):
         raise InputError(
             "--minutes: not possible with --jobs, or with overnight, whose jobs all arrive at once"
         )
-    times = predicted_times(model, profile_path, num_ranks=max(ranks, deadlines_from), steps=steps)[0]
-    options = WorkloadOptions(
-        load=load,
-        seed=seed,
-        num_jobs=num_jobs or (SIMULATED_JOBS if minutes is None else 100_000),
-        num_ranks=ranks,
-        deadlines_from=deadlines_from,
-        timeout_s=timeout,
-        minutes=minutes,
-        steps=steps,
-    )
+    most = max(ranks, given.deadlines_from)
+    times = predicted_times(model, given.profile_path, num_ranks=most, steps=given.steps)[0]
+    num_jobs = SIMULATED_JOBS if minutes is None else 100_000
+    options = given.options(num_jobs=num_jobs, num_ranks=ranks, minutes=minutes)
     jobs = make_workload(name, model, times, options)
     text = "".join(json.dumps(to_mapping(job)) + "\n" for job in jobs)
-    about = (
-        f"# {name}, {model}, load {load:g} of {counted(ranks, 'rank')}, seed {seed}, gfgen bench workload\n"
-    )
+    on = f"{given.load:g} of {counted(ranks, 'rank')}, seed {given.seed}"
+    about = f"# {name}, {model}, load {on}, gfgen bench workload\n"
     if output is None:
         click.echo(about + text, nl=False)
         return
@@ -144,68 +132,57 @@ def workload(
     click.echo(f"wrote {counted(len(jobs), 'job')} to {output}: gfgen run {output}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Those of `compare`, in the order of its help."""
+
+    against: str = option("Policy that the ratios compare with.", default="legacy")
+    policies: tuple[str, ...] = option(
+        "Policy to run: NAME[,option=value...][,reuse=VALUE], the last for the field reuse of all jobs. "
+        "Repeatable. [single-rank replicas and every policy]",
+        "--policy",
+        multiple=True,
+    )
+    name: Name = option("Kind of workload.", "--workload", type=click.Choice(WORKLOADS), default="short")
+    model: str | None = option(
+        f"Model whose job classes are used. [{REAL_MODEL}; simulated: {SIMULATED_MODEL}]"
+    )
+    outside: tuple[str, ...] = option(
+        "Also run stock diffusers: diffusers[,degree=N][,uneven=true][,compiled=true].",
+        multiple=True,
+        metavar=NAME,
+    )
+    earlier: tuple[Path, ...] = option(
+        "A compare.json of the same workload, whose runs are included and not repeated.",
+        "--with",
+        multiple=True,
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    )
+    is_simulated: bool = flag("Simulate with a profile.", "--simulate")
+    slack: float | None = option(
+        "Count a job as in time for its client up to this long after its deadline. [as in the paper]",
+        type=FiniteRange(0),
+        metavar="SECONDS",
+    )
+    output: Path = option(
+        "Folder for compare.json, .md and .png.",
+        "-o",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=Path("outputs/compare"),
+    )
+    workload: Workload = group(Workload)
+    ranks: RankOptions = group(
+        RankOptions,
+        without=("memory", "offload", "trust_remote_code", "compile", "precision", "attention"),
+        ranks=option(
+            f"Number of ranks. [{REAL_RANKS} on a CPU; all GPUs; simulated: {SIMULATED_RANKS}]", type=RANKS
+        ),
+    )
+
+
 @click.command()
-@click.option("--against", default="legacy", show_default=True, help="Policy that the ratios compare with.")
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    help="Policy to run: NAME[,option=value...][,reuse=VALUE], the last for the field reuse of all jobs. "
-    "Repeatable. [single-rank replicas and every policy]",
-)
-@click.option(
-    "--workload",
-    "name",
-    type=click.Choice(WORKLOADS),
-    default="short",
-    show_default=True,
-    help="Kind of workload.",
-)
-@click.option(
-    "--model", help=f"Model whose job classes are used. [{REAL_MODEL}; simulated: {SIMULATED_MODEL}]",
-)  # fmt: skip
-@click.option(
-    "--outside", multiple=True, metavar=NAME,
-    help="Also run stock diffusers: diffusers[,degree=N][,uneven=true][,compiled=true].",
-)  # fmt: skip
-@click.option(
-    "--with", "earlier", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A compare.json of the same workload, whose runs are included and not repeated.",
-)  # fmt: skip
-@click.option("--simulate", "is_simulated", is_flag=True, help="Simulate with a profile.")
-@click.option(
-    "--slack", type=FiniteRange(0), metavar="SECONDS",
-    help="Count a job as in time for its client up to this long after its deadline. [as in the paper]",
-)  # fmt: skip
-@click.option(
-    "--output", "-o", type=click.Path(file_okay=False, path_type=Path), default=Path("outputs/compare"),
-    show_default=True, help="Folder for compare.json, .md and .png.",
-)  # fmt: skip
-@_workload_options
-@rank_options(
-    ranks_per_gpu_option,
-    ranks_help=f"Number of ranks. [{REAL_RANKS} on a CPU; all GPUs; simulated: {SIMULATED_RANKS}]",
-)
-def compare(
-    *,
-    against: str,
-    policies: tuple[str, ...],
-    outside: tuple[str, ...],
-    earlier: tuple[Path, ...],
-    name: Name,
-    model: str | None,
-    ranks: RankOptions,
-    is_simulated: bool,
-    slack: float | None,
-    output: Path,
-    load: float,
-    seed: int,
-    num_jobs: int | None,
-    deadlines_from: int,
-    timeout: float | None,
-    steps: int | None,
-    profile_path: Path | None,
-) -> int:
+@takes(given=Arguments)
+def compare(given: Arguments) -> int:
     """Run one workload under a baseline and other policies, and compare: table, chart, raw numbers.
 
     Runs on the GPUs or CPU ranks of this machine, or in virtual time with --simulate. `--compare diffusers`
@@ -214,41 +191,39 @@ def compare(
     """
     log.configure(level="warning")
     began_s = time.monotonic()
-    ranked = None if is_simulated else ranks.found(cpu_ranks=REAL_RANKS)
-    usual = SIMULATED_MODEL if is_simulated or (ranked is not None and ranked.are_on_gpus) else REAL_MODEL
-    model = model or usual
+    asked, name, output = given.workload, given.name, given.output
+    ranked = None if given.is_simulated else given.ranks.found(cpu_ranks=REAL_RANKS)
+    is_large = ranked is None or ranked.are_on_gpus
+    model = given.model or (SIMULATED_MODEL if is_large else REAL_MODEL)
     mix = mix_of(model)
-    texts = list(dict.fromkeys([against, *(policies or COMPARED), *outside]))
-    _check_policies(texts, ranked, model, steps=steps)
-    options = WorkloadOptions(
-        load=load,
-        seed=seed,
-        num_jobs=num_jobs or (SIMULATED_JOBS if is_simulated else REAL_JOBS),
-        num_ranks=ranks.ranks or SIMULATED_RANKS if ranked is None else ranked.num_ranks,
-        deadlines_from=deadlines_from,
-        timeout_s=timeout,
-        steps=steps,
+    texts = list(dict.fromkeys([given.against, *(given.policies or COMPARED), *given.outside]))
+    _check_policies(texts, ranked, model, steps=asked.steps)
+    options = asked.options(
+        num_jobs=SIMULATED_JOBS if ranked is None else REAL_JOBS,
+        num_ranks=given.ranks.ranks or SIMULATED_RANKS if ranked is None else ranked.num_ranks,
     )
     _make(output)
     conditions = {
-        "workload": f"{name}, {model}, load {load:g} of {options.num_ranks} ranks, {options.num_jobs} jobs "
-        f"of {steps or mix.steps} steps, seed {seed}",
-        "simulated": is_simulated,
+        "workload": f"{name}, {model}, load {asked.load:g} of {options.num_ranks} ranks, {options.num_jobs} "
+        f"jobs of {asked.steps or mix.steps} steps, seed {asked.seed}",
+        "simulated": ranked is None,
         "where": "simulated" if ranked is None else f"on {ranked.description}",
         "options": [] if ranked is None else list(ranked.words),
-        "profile": None if profile_path is None else load_profile(profile_path).hash,
+        "profile": None if asked.profile_path is None else load_profile(asked.profile_path).hash,
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
-        "deadlines_from": deadlines_from,
+        "deadlines_from": asked.deadlines_from,
     }
-    slack_s = mix.slack_s if slack is None else slack
-    comparison = PolicyComparison(tuple(texts), baseline=against, slack_s=slack_s)
-    for path in earlier:
+    slack_s = mix.slack_s if given.slack is None else given.slack
+    comparison = PolicyComparison(tuple(texts), baseline=given.against, slack_s=slack_s)
+    for path in given.earlier:
         _take_in(path, comparison, conditions)
     todo = comparison.not_run
     if ranked is None and any(map(is_stock, todo)):
         raise InputError(f"{NAME}: cannot be simulated, because it has no profile; leave out --simulate")
-    known = predicted(name, model, options, profile_path) if ranked is None or profile_path else None
+    known = None
+    if ranked is None or asked.profile_path:
+        known = predicted(name, model, options, asked.profile_path)
     if ranked is None:
         assert known is not None
         runs = simulated(todo, known, num_ranks=options.num_ranks)

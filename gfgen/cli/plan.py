@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -18,9 +18,13 @@ from gfgen.cli.options import (
     JobOptions,
     batch_option,
     configure_log,
-    job_options,
+    flag,
+    group,
     model_option,
+    option,
     profile_option,
+    simulated_memory_option,
+    takes,
 )
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import (
@@ -32,7 +36,6 @@ from gfgen.cli.shown.prediction import (
     describe,
     machine,
     profile_of_nodes,
-    simulated_memory_option,
     unseen_shapes,
 )
 from gfgen.cluster.simulated import NodePlanner, Nodes
@@ -53,83 +56,73 @@ ON_NODES = ("auto", "edf", "makespan", "srtf", "triage")
 """Considered for several machines, where every task of each is simulated."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Those of the command, in the order of its help."""
+
+    jobs: JobOptions = group(JobOptions)
+    policies: tuple[str, ...] = option(
+        "Consider only this policy, NAME[,option=value...]. Repeatable. [all built-in ones except legacy]",
+        "--policy",
+        type=A_POLICY,
+        multiple=True,
+    )
+    ranks: tuple[int, ...] | None = option(
+        "Numbers of ranks: 4, 1,2,4 or 1..8. The plan is for the largest; the others are alternatives. "
+        "[4, and all that the profile has]",
+        type=RankCounts(),
+        metavar="N",
+    )
+    nodes: Nodes | None = option(
+        "Plan for N machines with this many ranks, such as 4x8 or, to name their devices, 4xh200x8, and say "
+        "how many of them are enough. [one]",
+        type=NodesType(),
+        metavar="NxRANKS",
+    )
+    at: str | None = option(
+        "Start of the run: a time of day (22:00), a delay (90m) or a date (2026-11-21T22:00). [now]",
+        metavar="TIME",
+    )
+    by: str | None = option(
+        "When all jobs must be done: the next such time of day after the start (06:00), a time after the "
+        "start (8h) or a date (2026-11-22T06:00).",
+        metavar="TIME",
+    )
+    profile_path: Path | None = profile_option()
+    model: str = model_option()
+    batch: int = batch_option()
+    memory: str | None = simulated_memory_option()
+    as_json: bool = flag("Print JSON instead of text.", "--json")
+
+
 @click.command()
-@job_options
-@click.option(
-    "--policy",
-    "policies",
-    type=A_POLICY,
-    multiple=True,
-    help="Consider only this policy, NAME[,option=value...]. Repeatable. [all built-in ones except legacy]",
-)
-@click.option(
-    "--ranks",
-    type=RankCounts(),
-    metavar="N",
-    help="Numbers of ranks: 4, 1,2,4 or 1..8. The plan is for the largest; the others are alternatives. "
-    "[4, and all that the profile has]",
-)
-@click.option(
-    "--nodes",
-    type=NodesType(),
-    metavar="NxRANKS",
-    help="Plan for N machines with this many ranks, such as 4x8 or, to name their devices, 4xh200x8, and say "
-    "how many of them are enough. [one]",
-)
-@click.option(
-    "--at",
-    metavar="TIME",
-    help="Start of the run: a time of day (22:00), a delay (90m) or a date (2026-11-21T22:00). [now]",
-)
-@click.option(
-    "--by",
-    metavar="TIME",
-    help="When all jobs must be done: the next such time of day after the start (06:00), a time after the "
-    "start (8h) or a date (2026-11-22T06:00).",
-)
-@profile_option
-@model_option
-@batch_option
-@simulated_memory_option
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-def plan(
-    *,
-    jobs: JobOptions,
-    policies: tuple[str, ...],
-    ranks: tuple[int, ...] | None,
-    nodes: Nodes | None,
-    by: str | None,
-    at: str | None,
-    profile_path: Path | None,
-    model: str,
-    batch: int,
-    memory: str | None,
-    as_json: bool,
-) -> None:
+@takes(given=Arguments)
+def plan(given: Arguments) -> None:
     """Predict when JOBS are done and which are late, by policy and number of ranks.
 
     The plan comes from simulations with a profile. It generates nothing.
     """
     configure_log("warning")
-    if nodes and (memory or ranks or batch > 1):
-        option = "--memory" if memory else "--ranks" if ranks else "--batch"
-        raise click.UsageError(f"{option} goes with one machine; leave out --nodes")
-    now = time.time()
-    started_at = now if at is None else closing_at(at, now=now, option="--at")
-    by_s = None if by is None else closing_at(by, now=started_at, option="--by") - started_at
-    source = jobs.source()
-    admitted = admit_weightless(source, default_model=model, has_bar=has_cursor(sys.stderr))
-    check_batch(batch, families_of(admitted))
-    window, names = PlanWindow(started_at, by_s, batch), [load_policy(text).name for text in policies]
-    room = SimulatedMemory.of(admitted, memory, source=source.name)
+    nodes, ranks, path, now = given.nodes, given.ranks, given.profile_path, time.time()
+    if nodes and (given.memory or ranks or given.batch > 1):
+        name = "--memory" if given.memory else "--ranks" if ranks else "--batch"
+        raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
+    started_at = now if given.at is None else closing_at(given.at, now=now, option="--at")
+    by_s = None if given.by is None else closing_at(given.by, now=started_at, option="--by") - started_at
+    source = given.jobs.source()
+    admitted = admit_weightless(source, default_model=given.model, has_bar=has_cursor(sys.stderr))
+    check_batch(given.batch, families_of(admitted))
+    window = PlanWindow(started_at, by_s, given.batch)
+    names = [load_policy(text).name for text in given.policies]
+    room = SimulatedMemory.of(admitted, given.memory, source=source.name)
     if nodes is None:
-        found = _of_one_machine(room, names, ranks, profile_path, window)
+        found = _of_one_machine(room, names, ranks, path, window)
     else:
-        found = _of_nodes(room, names, nodes, profile_path, window)
+        found = _of_nodes(room, names, nodes, path, window)
     made, profile, turns = found
     unseen = unseen_shapes(profile, admitted)
     most_shared = None if nodes is None else _most_shared(profile, nodes)
-    if as_json:
+    if given.as_json:
         said = {"memory": turns, "most_shared": most_shared, "unseen": unseen}
         click.echo(json.dumps(plan_as_json(made) | said, indent=1))
     else:

@@ -20,9 +20,13 @@ from gfgen.cli.options import (
     JobOptions,
     batch_option,
     configure_log,
-    job_options,
+    flag,
+    group,
     model_option,
+    option,
     profile_option,
+    simulated_memory_option,
+    takes,
 )
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import (
@@ -31,7 +35,6 @@ from gfgen.cli.shown.prediction import (
     choose_profile,
     default_ranks,
     describe,
-    simulated_memory_option,
 )
 from gfgen.cluster.simulated import MAX_NODES, simulate_nodes
 from gfgen.errors import InputError, OutputError, RunError
@@ -55,63 +58,57 @@ from gfgen.system.wording import counted
 TRACE_NAME = "trace.json"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Those of the command, in the order of its help."""
+
+    jobs: JobOptions = group(JobOptions)
+    policies: tuple[str, ...] = option(
+        "NAME[,option=value...]; 'gfgen policies' lists them. Repeat to compare.",
+        "--policy",
+        type=A_POLICY,
+        multiple=True,
+        default=("auto",),
+    )
+    ranks: tuple[int, ...] | None = option(
+        "Numbers of ranks: 4, 1,2,4 or 1..8. [4]", type=RankCounts(), metavar="N"
+    )
+    nodes: tuple[int, ...] | None = option(
+        "Numbers of machines that each have this many ranks (docs/cluster.md). [one]",
+        type=RankCounts("nodes", most=MAX_NODES),
+        metavar="N",
+    )
+    profile_path: Path | None = profile_option()
+    model: str = model_option()
+    batch: int = batch_option()
+    memory: str | None = simulated_memory_option()
+    output: Path | None = option(
+        "Folder for the simulated manifests and traces.",
+        "-o",
+        type=click.Path(file_okay=False, path_type=Path),
+    )
+    as_json: bool = flag("Print JSON instead of the table.", "--json")
+
+
 @click.command()
-@job_options
-@click.option(
-    "--policy",
-    "policies",
-    type=A_POLICY,
-    multiple=True,
-    default=("auto",),
-    show_default=True,
-    help="NAME[,option=value...]; 'gfgen policies' lists them. Repeat to compare.",
-)
-@click.option("--ranks", type=RankCounts(), metavar="N", help="Numbers of ranks: 4, 1,2,4 or 1..8. [4]")
-@click.option(
-    "--nodes",
-    type=RankCounts("nodes", most=MAX_NODES),
-    metavar="N",
-    help="Numbers of machines that each have this many ranks (docs/cluster.md). [one]",
-)
-@profile_option
-@model_option
-@batch_option
-@simulated_memory_option
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the simulated manifests and traces.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
-def simulate(
-    *,
-    jobs: JobOptions,
-    policies: tuple[str, ...],
-    ranks: tuple[int, ...] | None,
-    nodes: tuple[int, ...] | None,
-    profile_path: Path | None,
-    model: str,
-    batch: int,
-    memory: str | None,
-    output: Path | None,
-    as_json: bool,
-) -> int:
+@takes(given=Arguments)
+def simulate(given: Arguments) -> int:
     """Run JOBS in virtual time, and show how each policy performs. Needs no weights and no GPU.
 
     The simulation uses the scheduler and the policies of a real run. Only task times are predicted.
     """
     configure_log("warning")
-    if nodes and (memory or output or batch > 1):
-        option = "--memory" if memory else "--output" if output else "--batch"
-        raise click.UsageError(f"{option} goes with one machine; leave out --nodes")
-    named = [load_policy(text) for text in dict.fromkeys(policies)]
-    source = jobs.source()
-    admitted = admit_weightless(source, default_model=model, has_bar=has_cursor(sys.stderr))
-    check_batch(batch, families_of(admitted))
-    room = SimulatedMemory.of(admitted, memory, source=source.name)
-    counts = ranks or default_ranks(profile_path, admitted)
-    profile = choose_profile(profile_path, admitted, num_ranks=max(counts))
+    nodes, output = given.nodes, given.output
+    if nodes and (given.memory or output or given.batch > 1):
+        name = "--memory" if given.memory else "--output" if output else "--batch"
+        raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
+    named = [load_policy(text) for text in dict.fromkeys(given.policies)]
+    source = given.jobs.source()
+    admitted = admit_weightless(source, default_model=given.model, has_bar=has_cursor(sys.stderr))
+    check_batch(given.batch, families_of(admitted))
+    room = SimulatedMemory.of(admitted, given.memory, source=source.name)
+    counts = given.ranks or default_ranks(given.profile_path, admitted)
+    profile = choose_profile(given.profile_path, admitted, num_ranks=max(counts))
     now = time.time()  # the same for all policies, since deadlines may be times of day
     warn_of_passed_deadlines(admitted, now=now)
     asked = [
@@ -123,17 +120,17 @@ def simulate(
     with _held(output, folders):
         for each, folder in zip(asked, folders, strict=True):
             try:
-                done = _simulate(room, each, profile, folder, started_at=now, batch=batch)
+                done = _simulate(room, each, profile, folder, started_at=now, batch=given.batch)
                 runs.append((each.name, done))
             except OutputError:
                 raise
             except RunError as error:
                 failures.append(f"{each.name}: {error}")
     on = _machines(counts, nodes)
-    _report(runs, profile, on, most=max(counts), room=room, as_json=as_json, failures=failures)
+    _report(runs, profile, on, most=max(counts), room=room, as_json=given.as_json, failures=failures)
     for failure in failures:
         click.echo(f"gfgen: {failure}", err=True)
-    if output is not None and runs and not as_json:
+    if output is not None and runs and not given.as_json:
         click.echo(f"manifests and traces are in {output}/: 'gfgen plot {output}' draws them")
     return 1 if failures else 0
 

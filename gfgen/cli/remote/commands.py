@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from gfgen.cli.options import JobOptions, Named, configure_log, job_options
+from gfgen.cli.options import JobOptions, Named, configure_log, takes
 from gfgen.cli.remote.status import RunStatus, Target
 from gfgen.cli.shown.board import has_cursor, printable
 from gfgen.errors import GfgenError, InputError
@@ -113,7 +113,7 @@ def cancel(*, ids: tuple[str, ...], target: str | None, api_key: str | None, as_
 
 
 @click.command()
-@job_options
+@takes(jobs=JobOptions)
 @_target_option
 @_key_option
 @_json_option
