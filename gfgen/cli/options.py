@@ -27,7 +27,7 @@ from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS, DEVICES
-from gfgen.runtime.files.start import GRACE_S
+from gfgen.runtime.files.resume import GRACE_S
 from gfgen.session.ranks import AskedRanks, Ranks
 
 logger = logging.getLogger(__name__)
