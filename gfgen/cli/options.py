@@ -107,9 +107,12 @@ class _Declared:
     def add(self, command: Command, name: str, **more: Any) -> Command:
         if self.is_argument:
             return click.argument(name, **self.attributes)(command)
-        long = any(text.startswith("--") for text in self.names)
-        names = self.names if long else (f"--{name.replace('_', '-')}", *self.names)
+        long = self.long_name(name)
+        names = self.names if long in self.names else (long, *self.names)
         return click.option(*names, name, **self.attributes, **more)(command)
+
+    def long_name(self, name: str) -> str:
+        return next((text for text in self.names if text.startswith("--")), f"--{name.replace('_', '-')}")
 
     def take(self, values: dict[str, Any], name: str) -> Any:
         return values.pop(name)
@@ -167,6 +170,16 @@ def _fields_of(kind: type[Any]) -> dict[str, Any]:
     """The fields that have options, in the order in which the class itself declares them."""
     fields = {each.name: each for each in dataclasses.fields(kind)}
     return {name: fields[name] for name in kind.__annotations__ if "click" in fields[name].metadata}
+
+
+def given_in(options: Any, *names: str) -> str | None:
+    """The first of these options, or of all in the dataclass, that has not its default."""
+    for name, each in _fields_of(type(options)).items():
+        declared = each.metadata["click"]
+        is_one = isinstance(declared, _Declared) and not declared.is_argument
+        if is_one and name in (names or (name,)) and getattr(options, name) != each.default:
+            return str(declared.long_name(name))
+    return None
 
 
 def takes(**kinds: Any) -> Option:
@@ -399,14 +412,6 @@ class JobOptions:
     limit: int | None = option(
         "Take only the first N of the selected jobs.", type=click.IntRange(1), metavar="N"
     )
-
-    @property
-    def given(self) -> str | None:
-        """The first of these options that was given."""
-        named = {"--prompt": self.prompts, "--vary": self.vary, "--only": self.only, "--tag": self.tags}
-        named |= {"--limit": self.limit, "--lora": self.loras}
-        pairs = self._pairs
-        return pairs[0][0] if pairs else next((name for name, value in named.items() if value), None)
 
     def source(self) -> JobSource:
         """Raises UsageError without jobs, InputError for a value that its field does not accept."""

@@ -24,6 +24,7 @@ from gfgen.cli.options import (
     RunOnly,
     batch_option,
     flag,
+    given_in,
     grace_option,
     group,
     lookahead_option,
@@ -348,9 +349,7 @@ def _name_of(jobs: JobOptions, watch: Path | None) -> str:
 def _check_watching(given: Arguments) -> None:
     if given.jobs.jobs:
         raise click.UsageError("give either JOBS or --watch DIR, a folder of job files")
-    others = {"--failed": given.failed, "--force": given.force, "--dry-run": given.dry_run}
-    others["--retries"] = bool(given.retries)
-    named = given.jobs.given or next((name for name, is_given in others.items() if is_given), None)
+    named = given_in(given.jobs) or given_in(given, "failed", "retries", "force", "dry_run")
     if named is not None:
         raise click.UsageError(f"{named} goes with JOBS; with --watch, write defaults in the job files")
 

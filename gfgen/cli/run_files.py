@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gfgen.cli.options import LogOptions, RankOptions, flag, option
+from gfgen.cli.options import LogOptions, RankOptions, flag, given_in, option
 from gfgen.errors import InputError, Problem
 from gfgen.job.formats import SUFFIXES
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
@@ -239,13 +239,7 @@ class ClusterOptions:
 
     def check(self, others: Mapping[str, bool]) -> None:
         """Raises UsageError for options that need --ray, or that are for one machine."""
-        own = {
-            "--shared": self.shared,
-            "--ray-nodes": self.ray_nodes,
-            "--ray-resources": self.ray_resources,
-            "--ray-scale": self.ray_scale,
-        }
-        given = next((name for name, is_given in own.items() if is_given), None)
+        given = given_in(self, "shared", "ray_nodes", "ray_resources", "ray_scale")
         if self.ray is None and given is not None:
             raise click.UsageError(f"{given} goes with --ray")
         if self.ray == LOCAL and self.ray_scale:
