@@ -11,13 +11,12 @@ hash) made.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gfgen.errors import Problem
@@ -96,101 +95,68 @@ def claim_files(
     to their descriptions in messages. With `overwrite` a job may replace files that others made.
     """
     read = {path: f"the {name} of job {job.job_id}" for job in jobs for name, path in input_files(job.spec)}
+    in_use = _inodes({**read, **(inputs or {})})
     owners: dict[str, str] = {}
     for job in sorted(jobs, key=lambda job: job.job_id not in done):
         owners.setdefault(name_key(job.info.file), job.job_id)
-    rules = _Rules(output_dir, owners, _inodes({**read, **(inputs or {})}), overwrite)
+    files: dict[str, ManifestLine] | None = None
     claimed, problems = [], []
     for job in jobs:
         job = replace(job, info=replace(job.info, job_file=job_file))
-        found = job if job.job_id in done else rules.claim(job)
-        if isinstance(found, str):
-            problems.append(Problem(job.spec.line, None, str(output_dir / job.info.file), found))
-        else:
-            claimed.append(found)
+        path = output_dir / job.info.file
+        if job.job_id not in done and (clash := _clash(job, owners, output_dir)) is not None:
+            problems.append(Problem(job.spec.line, None, str(path), clash))
+            continue
+        if job.job_id not in done and os.path.lexists(path):
+            files = read_files(output_dir / MANIFEST_NAME) if files is None else files
+            found = _use_of(path, in_use) or _replaceable(
+                path, job, files, output_dir=output_dir, overwrite=overwrite
+            )
+            if isinstance(found, str):
+                problems.append(Problem(job.spec.line, None, str(path), found))
+                continue
+            job = replace(job, replaces=found)
+        if job.job_id not in done and job.trajectory.frames_shape is None:
+            files = read_files(output_dir / MANIFEST_NAME) if files is None else files
+            job = replace(
+                job, replaces_numbered=_numbered(path, job, files, output_dir=output_dir, overwrite=overwrite)
+            )
+        claimed.append(job)
     return claimed, problems
 
 
-@dataclass(frozen=True)
-class _Rules:
-    """What decides on a file in the folder. Methods return a reason, as text, if a job cannot have it."""
+def _clash(job: AdmittedJob, owners: Mapping[str, str], output_dir: Path) -> str | None:
+    """Why the job cannot have its name, because of another job's or of a folder in it; None if it can.
 
-    output_dir: Path
-    owners: Mapping[str, str]
-    """By `name_key` of a file: the id of the job that writes it."""
-    in_use: Mapping[tuple[int, int], str]
-    """By device and inode: what reads this file."""
-    overwrite: bool
+    `owners` has the id of the job that writes a file, by `name_key`.
+    """
+    if (owner := owners[name_key(job.info.file)]) != job.job_id:
+        return f"job {owner} already writes this file; rename one of them"
+    for folder in Path(job.info.file).parents[:-1]:
+        key, path = name_key(str(folder)), output_dir / folder
+        if key in owners:
+            return f"{folder} is the file of job {owners[key]}, not a folder; rename one of them"
+        if key in (MANIFEST_NAME, JOURNAL_NAME) or (os.path.lexists(path) and not path.is_dir()):
+            return f"{folder} is a file, not a folder; name another output"
+        if not path.resolve().is_relative_to(output_dir.resolve()):
+            return f"{folder} is a link out of the output folder; name another output"
+    return None
 
-    @functools.cached_property
-    def files(self) -> Mapping[str, ManifestLine]:
-        return read_files(self.output_dir / MANIFEST_NAME)
 
-    def claim(self, job: AdmittedJob) -> AdmittedJob | str:
-        """The job with the content of the files that it may replace."""
-        path = self.output_dir / job.info.file
-        if (clash := self._clash(job)) is not None:
-            return clash
-        if os.path.lexists(path):
-            what = next((self.in_use[inode] for inode in _inodes({path: ""}) if inode in self.in_use), None)
-            found = f"is {what}, too; name another output" if what else self._replaceable(path, job)
-            if isinstance(found, str):
-                return found
-            job = replace(job, replaces=found)
-        if job.trajectory.frames_shape is None:
-            job = replace(job, replaces_numbered=dict(self._numbered(path, job)))
-        return job
-
-    def _clash(self, job: AdmittedJob) -> str | None:
-        """Why the name belongs to another job, or a folder in it cannot exist."""
-        if (owner := self.owners[name_key(job.info.file)]) != job.job_id:
-            return f"job {owner} already writes this file; rename one of them"
-        for folder in Path(job.info.file).parents[:-1]:
-            key, path = name_key(str(folder)), self.output_dir / folder
-            if key in self.owners:
-                return f"{folder} is the file of job {self.owners[key]}, not a folder; rename one of them"
-            if key in (MANIFEST_NAME, JOURNAL_NAME) or (os.path.lexists(path) and not path.is_dir()):
-                return f"{folder} is a file, not a folder; name another output"
-            if not path.resolve().is_relative_to(self.output_dir.resolve()):
-                return f"{folder} is a link out of the output folder; name another output"
-        return None
-
-    def _numbered(self, path: Path, job: AdmittedJob) -> Iterator[tuple[str, Content]]:
-        """The existing files of an earlier run of this job with several pictures that it may replace."""
-        for number in itertools.count(1):
-            each = path.with_name(numbered_name(path.name, number))
-            if not os.path.lexists(each):
-                return
-            content = self._replaceable(each, job)
-            line = self.files.get(str(each.relative_to(self.output_dir)), {})
-            if isinstance(content, Content) and line.get("id") == job.job_id:
-                yield each.name, content
-
-    def _replaceable(self, path: Path, job: AdmittedJob) -> Content | str:
-        if path.is_symlink() or not path.is_file():
-            kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
-            return f"is {kind}; move it away, or name another output"
-        try:
-            content = content_of(path)
-        except OSError as error:
-            why = f"cannot be read ({error.strerror}), so it is not replaced"
-            return f"{why}; move it away, or name another output"
-        found = (read_mark(path), self._line_of(str(path.relative_to(self.output_dir))))
-        lines = [line for line in found if line is not None]
-        if self.overwrite or any(_is_own(line, job) and _is_of(content, line) for line in lines):
-            return content
-        if not lines:
-            return (
-                f"is there already, and {MANIFEST_NAME} there does not say that gfgen made it; {_WHAT_TO_DO}"
-            )
-        who = _who(lines[-1], self.output_dir)
-        what = "has changed since" if _is_own(lines[-1], job) else "is there already:"
-        return f"{what} {who} made it; {_WHAT_TO_DO}"
-
-    def _line_of(self, name: str) -> ManifestLine | None:
-        """The manifest's line of a file. Case may differ, because some file systems ignore it."""
-        same = (line for file, line in self.files.items() if name_key(file) == name_key(name))
-        return self.files.get(name) or next(same, None)
+def _numbered(
+    path: Path, job: AdmittedJob, files: Mapping[str, ManifestLine], *, output_dir: Path, overwrite: bool
+) -> dict[str, Content]:
+    """The existing files of an earlier run of this job with several pictures that it may replace."""
+    found: dict[str, Content] = {}
+    for number in itertools.count(1):
+        each = path.with_name(numbered_name(path.name, number))
+        if not os.path.lexists(each):
+            break
+        content = _replaceable(each, job, files, output_dir=output_dir, overwrite=overwrite)
+        line = files.get(str(each.relative_to(output_dir)), {})
+        if isinstance(content, Content) and line.get("id") == job.job_id:
+            found[each.name] = content
+    return found
 
 
 def _inodes(paths: Mapping[Path, str]) -> dict[tuple[int, int], str]:
@@ -201,6 +167,45 @@ def _inodes(paths: Mapping[Path, str]) -> dict[tuple[int, int], str]:
             stat = path.stat()
             found[stat.st_dev, stat.st_ino] = what
     return found
+
+
+def _use_of(path: Path, in_use: Mapping[tuple[int, int], str]) -> str | None:
+    """Why the file is never replaced; None if it is not in use."""
+    what = next((in_use[inode] for inode in _inodes({path: ""}) if inode in in_use), None)
+    return None if what is None else f"is {what}, too; name another output"
+
+
+def _replaceable(
+    path: Path, job: AdmittedJob, files: Mapping[str, ManifestLine], *, output_dir: Path, overwrite: bool
+) -> Content | str:
+    """The content of the file if the job may replace it, otherwise the reason why not."""
+    if path.is_symlink() or not path.is_file():
+        kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
+        return f"is {kind}; move it away, or name another output"
+    try:
+        content = content_of(path)
+    except OSError as error:
+        return (
+            f"cannot be read ({error.strerror}), so it is not replaced; move it away, or name another output"
+        )
+    lines = [
+        line
+        for line in (read_mark(path), _line_of(str(path.relative_to(output_dir)), files))
+        if line is not None
+    ]
+    if overwrite or any(_is_own(line, job) and _is_of(content, line) for line in lines):
+        return content
+    if not lines:
+        return f"is there already, and {MANIFEST_NAME} there does not say that gfgen made it; {_WHAT_TO_DO}"
+    who = _who(lines[-1], output_dir)
+    what = "has changed since" if _is_own(lines[-1], job) else "is there already:"
+    return f"{what} {who} made it; {_WHAT_TO_DO}"
+
+
+def _line_of(name: str, files: Mapping[str, ManifestLine]) -> ManifestLine | None:
+    """The manifest's line of a file. Case may differ, because some file systems ignore it."""
+    key = name_key(name)
+    return files.get(name) or next((line for file, line in files.items() if name_key(file) == key), None)
 
 
 def _is_own(line: ManifestLine, job: AdmittedJob) -> bool:
