@@ -241,11 +241,6 @@ grace_option = functools.partial(
 max_step_time_option = functools.partial(
     option, "Refuse a job if one of its steps is predicted to take longer.", type=Duration()
 )
-simulated_memory_option = functools.partial(
-    option,
-    'Memory per GPU for weights and jobs, such as "80GB". Models that do not fit take turns. [no limit]',
-    metavar="SIZE",
-)
 TRUST_CODE = "Run Python code that comes with a checkpoint. Without it, such a checkpoint is refused."
 RANKS = click.IntRange(1, MAX_RANKS)
 
