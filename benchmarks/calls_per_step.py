@@ -37,7 +37,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from fault_schedules import Fleet, make_job
 
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 
 FEW, MANY = 50, 150
 """Steps of the two runs."""

@@ -18,7 +18,7 @@ from benchmarks.bare import WORKER_MAIN
 from benchmarks.measured import is_wanted
 from gfgen import log
 from gfgen.bench.workloads import calibration_jobs
-from gfgen.cli.options import LOOKAHEAD_MS, FiniteRange, RankOptions, lookahead_option, rank_options
+from gfgen.cli.options import LOOKAHEAD_MS, FiniteRange, RankOptions, group, takes
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import InputError
 from gfgen.runtime.predict.cost import CostModel
@@ -36,7 +36,14 @@ GPU_SAMPLES, CPU_SAMPLES = 100, 20
 @click.option(
     "--samples", type=click.IntRange(4), help=f"Samples of each gap. [{GPU_SAMPLES}; CPU: {CPU_SAMPLES}]"
 )
-@lookahead_option
+@click.option(
+    "--lookahead",
+    type=FiniteRange(0, 1000),
+    default=LOOKAHEAD_MS,
+    show_default=True,
+    metavar="MS",
+    help="Queue the next task this long before the predicted end of the current one; 0: when it has ended.",
+)
 @click.option(
     "--only", multiple=True, metavar="PATTERN", help='Cases to run, such as "changed*". Repeatable.'
 )
@@ -45,7 +52,15 @@ GPU_SAMPLES, CPU_SAMPLES = 100, 20
     "--output", "-o", type=click.Path(file_okay=False, path_type=Path), help="Folder for .json and .md."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print every sample as JSON instead of the table.")
-@rank_options()
+@takes(
+    ranks=group(
+        RankOptions,
+        without=(
+            *("ranks_per_gpu", "memory", "offload", "trust_remote_code", "compile"),
+            *("precision", "attention"),
+        ),
+    )
+)
 def main(
     *,
     ranks: RankOptions,

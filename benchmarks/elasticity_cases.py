@@ -27,8 +27,7 @@ from benchmarks.elasticity_rows import (
     gap_row,
     urgent_row,
 )
-from gfgen.bench.device_times import Gap, gaps_of, spans_of
-from gfgen.bench.scripted import MeasuredRun, Place, copy_of, placed_by, run_jobs
+from gfgen.bench.scripted import Gap, MeasuredRun, Place, copy_of, gaps_of, placed_by, run_jobs, spans_of
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy, load_policy

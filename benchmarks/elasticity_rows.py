@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.bare_messages import BareTimes
-from gfgen.bench.device_times import Span, gaps_of, lasted_s, spans_of
-from gfgen.bench.scripted import MeasuredRun
+from gfgen.bench.scripted import MeasuredRun, Span, gaps_of, lasted_s, spans_of
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage
 from gfgen.runtime.core.metrics import percentile

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.bench.workloads import alone_s
+from gfgen.cli.shown.timeline import Slice, read_timeline
 from gfgen.errors import GfgenError
 from gfgen.job.reader import read_job_stream
 from gfgen.runtime.core.admission import AdmittedJob, admit
@@ -45,7 +46,6 @@ from gfgen.runtime.core.devices import find_gpus
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_store import shipped_profiles
-from gfgen.runtime.report.timeline import Slice, read_timeline
 from gfgen.session.admission import find_weightless
 from gfgen.system.machine import cpu_name, versions
 

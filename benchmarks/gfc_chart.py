@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gfgen.bench.gfc import size_name
-from gfgen.runtime.report.picture import save_figure
+from gfgen.cli.shown.picture import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -38,7 +38,7 @@ from gfgen.runtime.core.events import Event, TaskDone
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import RunTask, TaskReport
 from gfgen.runtime.predict.cost import CostModel

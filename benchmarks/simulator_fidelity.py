@@ -40,7 +40,7 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, OutputWritten, TaskDone
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile

@@ -18,7 +18,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool

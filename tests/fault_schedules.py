@@ -43,7 +43,7 @@ from gfgen.runtime.core.events import Event, RankLost, TaskDone, TaskFailed
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.outputs import remove_leftovers
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.job_memory import JobMemory

@@ -23,8 +23,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, JobArrived, JobCancelled
 from gfgen.runtime.files.journal import NoJournal, dispatch_summary, jobs_hash
-from gfgen.runtime.files.resume import ResumePoint
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import ResumePoint, RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes

@@ -11,7 +11,6 @@ from gfgen.errors import PolicyFault, StalledError
 from gfgen.runtime.control.decider import FALLBACK
 from gfgen.runtime.core.metrics import Summary, percentile
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.runtime.report.plot_runs import RunFigures
 from gfgen.system.wording import counted, in_words
 
 REPLICAS = "legacy,degree=1"
@@ -98,20 +97,6 @@ class PolicyComparison:
         if self.not_run:
             lines.append(f"interrupted; not run: {', '.join(self.not_run)}")
         return lines
-
-    def figures(self) -> list[RunFigures]:
-        """The numbers of the chart: deadlines with slack, latencies, throughput."""
-        return [
-            RunFigures(
-                name="\n".join([found.policy, *([f"(replaced by {FALLBACK})"] if found.replaced_by else [])]),
-                attainment=found.attainment_client,
-                mean_s=found.mean_s,
-                p95_s=found.p95_s,
-                jobs_per_min=found.jobs_per_min,
-                makespan_s=found.makespan_s,
-            )
-            for found in self.scores
-        ]
 
     def as_json(self, conditions: dict[str, Any]) -> str:
         """The numbers with their conditions; latencies are null if no job is done."""

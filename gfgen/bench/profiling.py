@@ -23,8 +23,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gfgen.bench.device_times import Spans, gaps_of, lasted_s, spans_of
-from gfgen.bench.scripted import MeasuredRun, new_copy_of, placed_by, run_jobs
+from gfgen.bench.scripted import (
+    MeasuredRun,
+    Spans,
+    gaps_of,
+    lasted_s,
+    new_copy_of,
+    placed_by,
+    run_jobs,
+    spans_of,
+)
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.graph import Stage
 from gfgen.layout import Degrees, Layout

@@ -1,14 +1,61 @@
-"""`gfgen bench`."""
+"""`gfgen bench`: job files with arrivals, policies compared on them, and collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
-from gfgen.bench.stock import is_stock
-from gfgen.cli.compare import compare, workload
+from gfgen import log
+from gfgen.bench.policy_comparison import COMPARED, PolicyComparison
+from gfgen.bench.stock import NAME, is_stock, stock_options
+from gfgen.bench.workloads import (
+    WORKLOADS,
+    Name,
+    WorkloadOptions,
+    calibration_jobs,
+    make_workload,
+    mix_of,
+    weightless_model,
+)
+from gfgen.cli.compare_runs import (
+    jobs_with,
+    load_compared,
+    on_workers,
+    predicted,
+    predicted_times,
+    simulated,
+)
+from gfgen.cli.options import (
+    RANKS,
+    FiniteRange,
+    RankOptions,
+    flag,
+    group,
+    option,
+    profile_option,
+    takes,
+)
+from gfgen.cli.shown.picture import RunFigures, draw_runs, save_figure
+from gfgen.errors import InputError, InterruptedRunError
+from gfgen.job.fields import MAX_STEPS
+from gfgen.job.reader import to_mapping
+from gfgen.runtime.control.decider import FALLBACK
+from gfgen.runtime.predict.profile_file import load_profile
+from gfgen.session.ranks import Ranks
+from gfgen.system.machine import versions
+from gfgen.system.wording import counted
+
+SIMULATED_RANKS, REAL_RANKS = 4, 2
+SIMULATED_JOBS, REAL_JOBS = 100, 40
+SIMULATED_MODEL, REAL_MODEL = "wan2.2-ti2v-5b", "tiny-wan"
+JSON_NAME = "compare.json"
 
 
 class _BenchGroup(click.Group):
@@ -41,10 +88,6 @@ def bench() -> None:
     """
 
 
-bench.add_command(compare)
-bench.add_command(workload)
-
-
 @bench.command()
 @click.option("--gpus", type=int, help="GPUs to use [default: all].")
 @click.option(
@@ -66,3 +109,281 @@ def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
         stem = f"{report.facts['date']}-gfc"
         (output / f"{stem}.json").write_text(report.as_json())
         (output / f"{stem}.md").write_text(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The options of both commands."""
+
+    load: float = option(
+        "Load, as a share of what single-rank replicas sustain.", type=FiniteRange(0.01, 100), default=0.9
+    )
+    seed: int = option("Seed for arrivals and prompts.", type=int, default=1)
+    num_jobs: int | None = option("Number of jobs.", "--jobs", type=click.IntRange(1, 100_000))
+    deadlines_from: int = option(
+        "Deadlines are multiples of the time that a job takes alone on N ranks.",
+        type=RANKS,
+        default=1,
+        metavar="N",
+    )
+    timeout: float | None = option(
+        "A job fails after this time. [as in the paper: 3600 for videos, 1500 for images]",
+        type=FiniteRange(0.1),
+        metavar="SECONDS",
+    )
+    steps: int | None = option("Steps of each job. [25; tiny models: 6]", type=click.IntRange(1, MAX_STEPS))
+    profile_path: Path | None = profile_option()
+
+    def options(self, *, num_jobs: int, num_ranks: int, minutes: float | None = None) -> WorkloadOptions:
+        """These, with defaults for the numbers of jobs and ranks."""
+        return WorkloadOptions(
+            load=self.load,
+            seed=self.seed,
+            num_jobs=self.num_jobs or num_jobs,
+            num_ranks=num_ranks,
+            deadlines_from=self.deadlines_from,
+            timeout_s=self.timeout,
+            minutes=minutes,
+            steps=self.steps,
+        )
+
+
+@bench.command()
+@click.argument("name", type=click.Choice(WORKLOADS))
+@click.option(
+    "--model", default=SIMULATED_MODEL, show_default=True, help="Model whose job classes S, M and L are used."
+)
+@click.option("--ranks", type=RANKS, default=SIMULATED_RANKS, show_default=True, help="Number of ranks.")
+@click.option("--minutes", type=FiniteRange(0.01), help="Instead of --jobs: time span of the arrivals.")
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [standard output]"
+)
+@takes(given=Workload)
+def workload(
+    *, name: Name, model: str, ranks: int, minutes: float | None, output: Path | None, given: Workload
+) -> None:
+    """Write a job file with arrivals and deadlines: mixed jobs, bursts, a stream or a nightly batch."""
+    if minutes is not None and (given.num_jobs is not None or name == "overnight"):
+        raise InputError(
+            "--minutes: not possible with --jobs, or with overnight, whose jobs all arrive at once"
+        )
+    most = max(ranks, given.deadlines_from)
+    times = predicted_times(model, given.profile_path, num_ranks=most, steps=given.steps)[0]
+    num_jobs = SIMULATED_JOBS if minutes is None else 100_000
+    options = given.options(num_jobs=num_jobs, num_ranks=ranks, minutes=minutes)
+    jobs = make_workload(name, model, times, options)
+    text = "".join(json.dumps(to_mapping(job)) + "\n" for job in jobs)
+    on = f"{given.load:g} of {counted(ranks, 'rank')}, seed {given.seed}"
+    about = f"# {name}, {model}, load {on}, gfgen bench workload\n"
+    if output is None:
+        click.echo(about + text, nl=False)
+        return
+    try:
+        output.write_text(about + text)
+    except OSError as error:
+        raise InputError(f"--output {output}: cannot be written ({error.strerror})") from None
+    click.echo(f"wrote {counted(len(jobs), 'job')} to {output}: gfgen run {output}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Those of `compare`, in the order of its help."""
+
+    against: str = option("Policy that the ratios compare with.", default="legacy")
+    policies: tuple[str, ...] = option(
+        "Policy to run: NAME[,option=value...][,reuse=VALUE], the last for the field reuse of all jobs. "
+        "Repeatable. [single-rank replicas and every policy]",
+        "--policy",
+        multiple=True,
+    )
+    name: Name = option("Kind of workload.", "--workload", type=click.Choice(WORKLOADS), default="short")
+    model: str | None = option(
+        f"Model whose job classes are used. [{REAL_MODEL}; simulated: {SIMULATED_MODEL}]"
+    )
+    outside: tuple[str, ...] = option(
+        "Also run stock diffusers: diffusers[,degree=N][,uneven=true][,compiled=true].",
+        multiple=True,
+        metavar=NAME,
+    )
+    earlier: tuple[Path, ...] = option(
+        "A compare.json of the same workload, whose runs are included and not repeated.",
+        "--with",
+        multiple=True,
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    )
+    is_simulated: bool = flag("Simulate with a profile.", "--simulate")
+    slack: float | None = option(
+        "Count a job as in time for its client up to this long after its deadline. [as in the paper]",
+        type=FiniteRange(0),
+        metavar="SECONDS",
+    )
+    output: Path = option(
+        "Folder for compare.json, .md and .png.",
+        "-o",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=Path("outputs/compare"),
+    )
+    workload: Workload = group(Workload)
+    ranks: RankOptions = group(
+        RankOptions,
+        without=("memory", "offload", "trust_remote_code", "compile", "precision", "attention"),
+        ranks=option(
+            f"Number of ranks. [{REAL_RANKS} on a CPU; all GPUs; simulated: {SIMULATED_RANKS}]", type=RANKS
+        ),
+    )
+
+
+@bench.command()
+@takes(given=Arguments)
+def compare(given: Arguments) -> int:
+    """Run one workload under a baseline and other policies, and compare: table, chart, raw numbers.
+
+    Runs on the GPUs or CPU ranks of this machine, or in virtual time with --simulate. `--compare diffusers`
+    adds the stock pipeline. A failed job counts as a missed deadline; latencies are those of completed jobs.
+    If a policy cannot run the workload, the table says so and the exit code is 1. Ctrl-C keeps finished runs.
+    """
+    log.configure(level="warning")
+    began_s = time.monotonic()
+    asked, name, output = given.workload, given.name, given.output
+    ranked = None if given.is_simulated else given.ranks.found(cpu_ranks=REAL_RANKS)
+    is_large = ranked is None or ranked.are_on_gpus
+    model = given.model or (SIMULATED_MODEL if is_large else REAL_MODEL)
+    mix = mix_of(model)
+    texts = list(dict.fromkeys([given.against, *(given.policies or COMPARED), *given.outside]))
+    _check_policies(texts, ranked, model, steps=asked.steps)
+    options = asked.options(
+        num_jobs=SIMULATED_JOBS if ranked is None else REAL_JOBS,
+        num_ranks=given.ranks.ranks or SIMULATED_RANKS if ranked is None else ranked.num_ranks,
+    )
+    _make(output)
+    conditions = {
+        "workload": f"{name}, {model}, load {asked.load:g} of {options.num_ranks} ranks, {options.num_jobs} "
+        f"jobs of {asked.steps or mix.steps} steps, seed {asked.seed}",
+        "simulated": ranked is None,
+        "where": "simulated" if ranked is None else f"on {ranked.description}",
+        "options": [] if ranked is None else list(ranked.words),
+        "profile": None if asked.profile_path is None else load_profile(asked.profile_path).hash,
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions(),
+        "deadlines_from": asked.deadlines_from,
+    }
+    slack_s = mix.slack_s if given.slack is None else given.slack
+    comparison = PolicyComparison(tuple(texts), baseline=given.against, slack_s=slack_s)
+    for path in given.earlier:
+        _take_in(path, comparison, conditions)
+    todo = comparison.not_run
+    if ranked is None and any(map(is_stock, todo)):
+        raise InputError(f"{NAME}: cannot be simulated, because it has no profile; leave out --simulate")
+    known = None
+    if ranked is None or asked.profile_path:
+        known = predicted(name, model, options, asked.profile_path)
+    if ranked is None:
+        assert known is not None
+        runs = simulated(todo, known, num_ranks=options.num_ranks)
+    else:
+        runs = on_workers(todo, name, model, options, output, ranked, known)
+    click.echo(f"{conditions['workload']}, {conditions['where']}")
+    try:
+        for run in runs:
+            comparison.add(run)
+            (output / JSON_NAME).write_text(comparison.as_json(conditions))
+            at = f"{time.monotonic() - began_s:5.0f} s  "
+            click.echo(f"{at}{run.policy}: {'done' if run.error is None else 'failed'}")
+    except (KeyboardInterrupt, InterruptedRunError) as stop:
+        raise _interrupted(stop, comparison, conditions, output) from None
+    _report(comparison, conditions, output)
+    return 1 if comparison.failures else 0
+
+
+def _check_policies(texts: Sequence[str], ranked: Ranks | None, model: str, *, steps: int | None) -> None:
+    if ranked is not None and ranked.devices.ranks_per_gpu > 1 and any(map(is_stock, texts)):
+        raise InputError("--ranks-per-gpu: diffusers' own ranks cannot share a GPU; leave it out")
+    for text in texts:
+        if is_stock(text):
+            stock_options(text, num_ranks=None if ranked is None else ranked.num_ranks)
+        else:
+            _, reuse = load_compared(text)
+            jobs_with(calibration_jobs(model, steps=steps), reuse, weightless_model(model))
+
+
+def _make(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output}: cannot be made ({error.strerror})") from None
+
+
+def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, Any]) -> None:
+    """Include earlier runs of this workload on these ranks. Raises InputError that names the difference."""
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("this is not a compare.json; it has no object")
+        for key in ("workload", "where", "options", "profile", "deadlines_from"):
+            if content[key] != conditions[key]:
+                raise ValueError(f"its {key} is {content[key]!r}, but here it is {conditions[key]!r}")
+        if conditions["profile"] is None and not content["simulated"]:
+            raise ValueError("its arrivals follow from measured times, so they differ; give --profile")
+        comparison.know(content)
+    except KeyError as error:
+        raise InputError(f"--with {path}: this is not a compare.json; it lacks {error}") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"--with {path}: {error}") from None
+
+
+def _interrupted(
+    stop: BaseException, comparison: PolicyComparison, conditions: dict[str, Any], output: Path
+) -> InterruptedRunError:
+    """Report finished runs; returns the error that counts them."""
+    number = stop.signal_number if isinstance(stop, InterruptedRunError) else signal.SIGINT
+    num_asked, num_left = len(comparison.policies), len(comparison.not_run)
+    if num_left == num_asked:
+        return InterruptedRunError("stopped; no policy was done, nothing is kept", signal_number=number)
+    _report(comparison, conditions, output)
+    return InterruptedRunError(
+        f"stopped; {num_asked - num_left} of {num_asked} policies are done and kept in {output}/; "
+        "the one that was running is lost",
+        signal_number=number,
+    )
+
+
+def _report(comparison: PolicyComparison, conditions: dict[str, Any], output: Path) -> None:
+    """Print the tables and write the files."""
+    table, remarks = "\n".join(comparison.table()), comparison.remarks()
+    click.echo("\n" + "\n\n".join([table, "\n".join(remarks)]).strip("\n") + "\n")
+    (output / JSON_NAME).write_text(comparison.as_json(conditions))
+    paragraphs = [conditions["workload"], *([table] if table else []), *remarks]
+    (output / "compare.md").write_text("\n\n".join(paragraphs) + "\n")
+    chart = output / "compare.png"
+    chart.unlink(missing_ok=True)  # of an earlier comparison
+    files = "compare.json and compare.md"
+    if comparison.scores and _draw(comparison, conditions, chart):
+        files = "compare.json, compare.md and compare.png"
+    click.echo(f"{files} are in {output}/")
+
+
+def _draw(comparison: PolicyComparison, conditions: dict[str, Any], chart: Path) -> bool:
+    """Draw the chart, or say why not; returns whether it exists."""
+    simulated = ", simulated" if conditions["simulated"] else ""
+    title = f"{conditions['workload']}{simulated}; deadlines with {comparison.slack_s:g} s of slack"
+    try:
+        save_figure(lambda: draw_runs(figures(comparison), title=title), chart)
+    except InputError as error:  # matplotlib is an extra
+        click.echo(f"no chart: {error}", err=True)
+        return False
+    return True
+
+
+def figures(comparison: PolicyComparison) -> list[RunFigures]:
+    """The numbers of the chart: deadlines with slack, latencies, throughput."""
+    return [
+        RunFigures(
+            name="\n".join([found.policy, *([f"(replaced by {FALLBACK})"] if found.replaced_by else [])]),
+            attainment=found.attainment_client,
+            mean_s=found.mean_s,
+            p95_s=found.p95_s,
+            jobs_per_min=found.jobs_per_min,
+            makespan_s=found.makespan_s,
+        )
+        for found in comparison.scores
+    ]

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
@@ -85,18 +85,21 @@ def _collected() -> Iterator[list[tuple[str, str]]]:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """Bytes that the jobs take at least: of each GPU, or of main memory."""
+    """What the jobs take at least, with the keys of the JSON."""
 
-    weights: Mapping[str, int]
-    largest_job: int
-    room: int | None
-    is_gpu: bool
+    weights_bytes: Mapping[str, int]
+    largest_job_bytes: int
+    available_bytes: int | None
+    of: str
+    """each GPU, or main memory"""
 
     def in_words(self) -> str:
-        weights = ", ".join(f"{name} {size_in_words(size)}" for name, size in self.weights.items() if size)
-        where = "each GPU" if self.is_gpu else "main memory"
-        room = "" if self.room is None else f"; {size_in_words(self.room)} of {where} is available"
-        return f"weights of {weights or 'unknown size'}, largest job {size_in_words(self.largest_job)}{room}"
+        sizes = [f"{name} {size_in_words(size)}" for name, size in self.weights_bytes.items() if size]
+        text = f"weights of {', '.join(sizes) or 'unknown size'}, "
+        text += f"largest job {size_in_words(self.largest_job_bytes)}"
+        if self.available_bytes is None:
+            return text
+        return f"{text}; {size_in_words(self.available_bytes)} of {self.of} is available"
 
 
 def _memory(jobs: Sequence[AdmittedJob], admission: Admission) -> _Memory | None:
@@ -107,37 +110,38 @@ def _memory(jobs: Sequence[AdmittedJob], admission: Admission) -> _Memory | None
     is_gpu = admission.devices.kind == CUDA
     largest = max(map(gpu_work_bytes if is_gpu else job_bytes, jobs))
     weights = {checkpoints[path]: size + of_loras.get(path, 0) for path, size in needed.items()}
-    return _Memory(weights, largest, admission.room_bytes, is_gpu)
+    return _Memory(weights, largest, admission.room_bytes, "each GPU" if is_gpu else "main memory")
 
 
 @dataclass(frozen=True, slots=True)
 class _Prediction:
-    """When a run that starts now ends; only a reason if that cannot be predicted."""
+    """When a run that starts now ends, with the keys of the JSON."""
 
-    reason: str | None = None
+    unknown: str | None = None
+    """Why it cannot be predicted."""
     machine: str = ""
-    started_at: float = 0.0
     seconds: float = 0.0
+    ends_at: float = 0.0
     late: tuple[str, ...] = ()
-    num_deadlines: int = 0
+    deadlines: int = 0
     timed_out: tuple[str, ...] = ()
 
     def in_words(self) -> str:
-        if self.reason is not None:
-            return f"unknown: {self.reason}"
+        if self.unknown is not None:
+            return f"unknown: {self.unknown}"
         form = "%H:%M" if self.seconds < 43_200 else "%a %Y-%m-%d %H:%M"
-        ends = time.strftime(form, time.localtime(self.started_at + self.seconds))
+        ends = time.strftime(form, time.localtime(self.ends_at))
         text = (
             f"about {in_words(self.seconds)} on {self.machine}, plus loading; done at {ends} if it starts now"
         )
         if self.timed_out:
             text += f"; {counted(len(self.timed_out), 'job')} would time out: {_named(self.timed_out)}"
-        if not self.num_deadlines:
+        if not self.deadlines:
             return text
         if not self.late:
-            due = "its deadline" if self.num_deadlines == 1 else f"all {self.num_deadlines:,} deadlines"
+            due = "its deadline" if self.deadlines == 1 else f"all {self.deadlines:,} deadlines"
             return f"{text}; {due} met"
-        return f"{text}; {len(self.late)} of {self.num_deadlines} deadlines missed: {_named(self.late)}"
+        return f"{text}; {len(self.late)} of {self.deadlines} deadlines missed: {_named(self.late)}"
 
 
 def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float) -> _Prediction | None:
@@ -162,10 +166,10 @@ def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float)
     due = [outcome for outcome in outcomes if outcome.deadline_s is not None]
     return _Prediction(
         machine=machine(profile, jobs, num_ranks=num_ranks),
-        started_at=now,
-        seconds=outcomes[-1].ended_s,
+        seconds=round(outcomes[-1].ended_s, 3),
+        ends_at=now + outcomes[-1].ended_s,
         late=tuple(outcome.info.job_id for outcome in due if not outcome.met_deadline),
-        num_deadlines=len(due),
+        deadlines=len(due),
         timed_out=tuple(outcome.info.job_id for outcome in outcomes if outcome.status == "failed"),
     )
 
@@ -229,7 +233,6 @@ class _Report:
 
     def as_json(self) -> dict[str, Any]:
         changed, again = self._made_again()
-        memory, prediction = self.memory, self.prediction
         return {
             "source": self.source.name,
             "jobs": len(self.found.parsed.specs),
@@ -246,25 +249,8 @@ class _Report:
                 job.job_id: job.info.rounding for job in self.found.jobs if job.info.rounding is not None
             },
             "nodes": {name: ranks.description for name, ranks in self.nodes.items()},
-            "memory": None
-            if memory is None
-            else {
-                "weights_bytes": dict(memory.weights),
-                "largest_job_bytes": memory.largest_job,
-                "available_bytes": memory.room,
-                "of": "each GPU" if memory.is_gpu else "main memory",
-            },
-            "prediction": None
-            if prediction is None
-            else {
-                "unknown": prediction.reason,
-                "machine": prediction.machine,
-                "seconds": round(prediction.seconds, 3),
-                "ends_at": prediction.started_at + prediction.seconds,
-                "late": list(prediction.late),
-                "deadlines": prediction.num_deadlines,
-                "timed_out": list(prediction.timed_out),
-            },
+            "memory": None if self.memory is None else asdict(self.memory),
+            "prediction": None if self.prediction is None else asdict(self.prediction),
             "notes": [text for level, text in self.logged if level == "INFO"],
             "warnings": [text for level, text in self.logged if level != "INFO"],
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,34 +33,26 @@ class ConfigFile:
     path: Path
     content: Mapping[str, Any]
 
-    def values_for(self, command: str) -> dict[str, Any]:
+    def values_for(self, name: str, command: click.Command) -> dict[str, Any]:
         """The options that the file sets for a command, such as "run" or "bench compare".
 
         Names are those on the command line without the dashes. Those outside of a table are for every
-        command that has them.
+        command that has them. Raises: InputError for others in the command's own table.
         """
-        found: dict[str, Any] = {}
-        for table in self._tables(command):
-            found |= _plain(table)
-        return found
-
-    def own_names(self, command: str) -> Iterable[str]:
-        """The names in the command's own table, which must be its options."""
-        return _plain(self._tables(command)[-1])
-
-    def _tables(self, command: str) -> Sequence[Mapping[str, Any]]:
-        """The whole file, and the tables inside of it that lead to the command's own."""
-        tables = [self.content]
-        for word in command.split():
+        options, tables = options_of(command), [self.content]
+        for word in name.split():
             table = tables[-1].get(word, {})
             if not isinstance(table, dict):
                 raise InputError(f"{self.path}: {word}: write a table, such as [{word}]")
             tables.append(table)
-        return tables
-
-
-def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.replace("_", "-"): value for name, value in table.items() if not isinstance(value, dict)}
+        plain = [
+            {text.replace("_", "-"): value for text, value in table.items() if not isinstance(value, dict)}
+            for table in tables
+        ]
+        for unknown in () if isinstance(command, click.Group) else plain[-1]:
+            if unknown not in options:
+                raise InputError(f"{self.path}: [{name}] {unknown}: {_hint(unknown, options)}")
+        return {text: value for table in plain for text, value in table.items() if text in options}
 
 
 def read_files() -> Sequence[ConfigFile]:
@@ -106,25 +98,15 @@ def defaults_of(command: click.Command, name: str) -> dict[str, Any]:
     Raises: InputError for an option that the command does not have, in its own table.
     """
     found: dict[str, Any] = {}
+    options = options_of(command)
     for file in reversed(read_files()):
-        found |= _defaults_in(file, command, name)
+        for text, value in file.values_for(name, command).items():
+            is_one = options[text].multiple and not isinstance(value, list)
+            found[options[text].name or ""] = [value] if is_one else value
     if isinstance(command, click.Group):
         for each, below in command.commands.items():
             found[each] = defaults_of(below, f"{name} {each}")
     return found
-
-
-def _defaults_in(file: ConfigFile, command: click.Command, name: str) -> dict[str, Any]:
-    options = options_of(command)
-    for unknown in () if isinstance(command, click.Group) else file.own_names(name):
-        if unknown not in options:
-            raise InputError(f"{file.path}: [{name}] {unknown}: {_hint(unknown, options)}")
-    values = {text: value for text, value in file.values_for(name).items() if text in options}
-    return {options[text].name or "": _value(options[text], value) for text, value in values.items()}
-
-
-def _value(option: click.Option, value: Any) -> Any:
-    return [value] if option.multiple and not isinstance(value, list) else value
 
 
 def _hint(name: str, options: Mapping[str, object]) -> str:
@@ -185,7 +167,7 @@ def _check_names(files: Sequence[ConfigFile], commands: Mapping[str, click.Comma
     tables = {name.partition(" ")[0]: None for name in commands}
     for file in files:
         for name, command in commands.items():
-            _defaults_in(file, command, name)
+            file.values_for(name, command)
         for name, value in file.content.items():
             near = tables if isinstance(value, dict) else known
             if name.replace("_", "-") not in near:
@@ -217,7 +199,7 @@ def _settings(
                 break
         else:
             for file in files:
-                if text in (values := file.values_for(name)):
+                if text in (values := file.values_for(name, command)):
                     yield text, ("(hidden)" if _is_secret(text) else values[text], str(file.path))
                     break
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gfgen.cli.options import A_MODEL, Named, trust_code_option
+from gfgen.cli.options import A_MODEL, TRUST_CODE, Named
 from gfgen.errors import InputError, JobFileError, ModelError
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import JobSpec
@@ -104,7 +104,7 @@ def make_tiny(directory: Path, names: tuple[str, ...]) -> None:
 @click.option(
     "--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Where to try the model."
 )
-@trust_code_option
+@click.option("--trust-remote-code", is_flag=True, help=TRUST_CODE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(model: str, *, job: str, device: str, trust_remote_code: bool, as_json: bool) -> int:
     """Load MODEL, run a small job in steps, and compare it with the pipeline's own call bit by bit.

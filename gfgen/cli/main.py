@@ -28,10 +28,7 @@ _COMMANDS = {
     "submit": ("gfgen.cli.remote.commands:submit", "Give jobs to a server or to a run with --watch."),
     "profile": ("gfgen.cli.profile:profile", "Measure how long tasks take on this machine."),
     "simulate": ("gfgen.cli.simulate:simulate", "Run a job file in virtual time to compare policies."),
-    "plan": (
-        "gfgen.cli.plan:plan",
-        "Predict when a job file is done and which deadlines it misses.",
-    ),
+    "plan": ("gfgen.cli.simulate:plan", "Predict when a job file is done and which deadlines it misses."),
     "policies": ("gfgen.cli.listings:policies", "List the scheduling policies and when to use each."),
     "models": ("gfgen.cli.listings:models", "List models; write small ones for tests."),
     "report": (

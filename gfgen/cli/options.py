@@ -7,8 +7,8 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS, DEVICES
-from gfgen.runtime.files.start import GRACE_S
+from gfgen.runtime.files.resume import GRACE_S
 from gfgen.session.ranks import AskedRanks, Ranks
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,10 @@ class Duration(click.ParamType[float]):
         return seconds
 
 
+class RunOnly(click.Option):
+    """An option of `gfgen run` that decides nothing that `gfgen check` tells."""
+
+
 class Named(click.ParamType[str]):
     """Any text. Shells complete it to one of these names or, where none begins so, to a file."""
 
@@ -92,94 +96,210 @@ class Named(click.ParamType[str]):
 A_MODEL, A_POLICY = Named(*(model.name for model in MODELS)), Named(*BUILT_IN)
 
 
-def taken_as(name: str, kind: type[Any], *options: Option) -> Option:
-    """A decorator that adds options, and gives them to the command as one argument: `kind`, a dataclass.
+@dataclass(frozen=True, slots=True)
+class _Declared:
+    """What click knows of one field of a dataclass."""
 
-    Each option has the name of a field; a field without an option keeps its default.
+    names: Sequence[str]
+    attributes: Mapping[str, Any]
+    is_argument: bool = False
+
+    def add(self, command: Command, name: str, **more: Any) -> Command:
+        if self.is_argument:
+            return click.argument(name, **self.attributes)(command)
+        long = self.long_name(name)
+        names = self.names if long in self.names else (long, *self.names)
+        return click.option(*names, name, **self.attributes, **more)(command)
+
+    def long_name(self, name: str) -> str:
+        return next((text for text in self.names if text.startswith("--")), f"--{name.replace('_', '-')}")
+
+    def take(self, values: dict[str, Any], name: str) -> Any:
+        return values.pop(name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """All options of a dataclass, which a command gets as one argument."""
+
+    kind: type[Any]
+    members: dict[str, _Declared | _Group]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def add(self, command: Command, name: str, **more: Any) -> Command:
+        for each, member in reversed(self.members.items()):
+            command = member.add(command, each, **self.attributes, **more)
+        return command
+
+    def take(self, values: dict[str, Any], name: str) -> Any:
+        return self.kind(**{each: member.take(values, each) for each, member in self.members.items()})
+
+
+def option(help_: str, *names: str, **attributes: Any) -> Any:
+    """A field of a dataclass of options; `attributes` are click's.
+
+    Without a long name the option is called like the field. A default is shown unless `show_default` says so.
     """
-    fields = {field.name for field in dataclasses.fields(kind)}
+    shown = {"show_default": True} if "default" in attributes else {}
+    attributes = {**shown, **attributes, "help": help_}
+    default = attributes.get("default", () if attributes.get("multiple") else None)
+    return field(default=default, metadata={"click": _Declared(names, attributes)})
+
+
+def flag(help_: str, *names: str, **attributes: Any) -> Any:
+    declared = _Declared(names, {"is_flag": True, **attributes, "help": help_})
+    return field(default=False, metadata={"click": declared})
+
+
+def argument(**attributes: Any) -> Any:
+    default = () if attributes.get("nargs") == -1 else None
+    return field(default=default, metadata={"click": _Declared((), attributes, is_argument=True)})
+
+
+def group(kind: type[Any], *, without: Collection[str] = (), cls: Any = None, **own: Any) -> Any:
+    """A field with a dataclass: its options, some of them left out, or `own` ones for its fields.
+
+    `cls` replaces click's class of these options.
+    """
+    named = {name: each for name, each in {**_fields_of(kind), **own}.items() if name not in without}
+    members = {name: each.metadata["click"] for name, each in named.items()}
+    return field(metadata={"click": _Group(kind, members, {} if cls is None else {"cls": cls})})
+
+
+def _fields_of(kind: type[Any]) -> dict[str, Any]:
+    """The fields that have options, in the order in which the class itself declares them."""
+    fields = {each.name: each for each in dataclasses.fields(kind)}
+    return {name: fields[name] for name in kind.__annotations__ if "click" in fields[name].metadata}
+
+
+def given_in(options: Any, *names: str) -> str | None:
+    """The first of these options, or of all in the dataclass, that has not its default."""
+    for name, each in _fields_of(type(options)).items():
+        declared = each.metadata["click"]
+        is_one = isinstance(declared, _Declared) and not declared.is_argument
+        if is_one and name in (names or (name,)) and getattr(options, name) != each.default:
+            return str(declared.long_name(name))
+    return None
+
+
+def takes(**kinds: Any) -> Option:
+    """A decorator: the command gets each of these dataclasses, or fields of `group`, as one argument."""
+    found = {name: group(kind) if isinstance(kind, type) else kind for name, kind in kinds.items()}
+    groups: dict[str, _Group] = {name: each.metadata["click"] for name, each in found.items()}
 
     def add(command: Command) -> Command:
         @functools.wraps(command)
-        def taking_one(*arguments: Any, **values: Any) -> Any:
-            own = {field: values.pop(field) for field in fields & values.keys()}
-            return command(*arguments, **values, **{name: kind(**own)})
+        def call(**values: Any) -> Any:
+            made = {name: each.take(values, name) for name, each in groups.items()}
+            return command(**made, **values)
 
-        return all_of(*options)(taking_one)
-
-    return add
-
-
-def all_of(*options: Option) -> Option:
-
-    def add(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
+        taking: Command = call
+        for name, each in reversed(groups.items()):
+            taking = each.add(taking, name)
+        return taking
 
     return add
 
 
-model_option = click.option(
-    "--model",
+model_option = functools.partial(
+    option,
+    "Model for jobs without one: a name from 'gfgen models', a directory or a hub id.",
     type=A_MODEL,
     default=DEFAULT_MODEL,
-    show_default=True,
-    help="Model for jobs without one: a name from 'gfgen models', a directory or a hub id.",
 )
-policy_option = click.option(
-    "--policy",
-    type=A_POLICY,
-    default="auto",
-    show_default=True,
-    help="NAME[,option=value...]; 'gfgen policies' lists them.",
+policy_option = functools.partial(
+    option, "NAME[,option=value...]; 'gfgen policies' lists them.", type=A_POLICY, default="auto"
 )
-profile_option = click.option(
+profile_option = functools.partial(
+    option,
+    "Profile with task times. [this machine's, or one shipped with gfgen]",
     "--profile",
-    "profile_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Profile with task times. [this machine's, or one shipped with gfgen]",
 )
-lookahead_option = click.option(
-    "--lookahead",
+lookahead_option = functools.partial(
+    option,
+    "Queue the next task this long before the predicted end of the current one, plus 2% of the current "
+    "task's time. With 0, gfgen waits until the task has ended.",
     type=FiniteRange(0, 1000),
     default=LOOKAHEAD_MS,
-    show_default=True,
     metavar="MS",
-    help="Queue the next task this long before the predicted end of the current one, plus 2% of the current "
-    "task's time. With 0, gfgen waits until the task has ended.",
 )
-batch_option = click.option(
-    "--batch",
+batch_option = functools.partial(
+    option,
+    "Compute the steps of up to N equal jobs that follow each other in the file together, on one rank. "
+    "Small pictures take less time each, and differ in rounding from those without --batch.",
     type=click.IntRange(1, 8),
     default=1,
-    show_default=True,
     metavar="N",
-    help="Compute the steps of up to N equal jobs that follow each other in the file together, on one rank. "
-    "Small pictures take less time each, and differ in rounding from those without --batch.",
 )
-grace_option = click.option(
-    "--grace",
+grace_option = functools.partial(
+    option,
+    "Time that running steps get to end by themselves when the run stops.",
     type=Duration(may_be_zero=True),
     default=f"{GRACE_S:g}s",
-    show_default=True,
-    help="Time that running steps get to end by themselves when the run stops.",
 )
-
-
-def max_step_time_option(default: str | None) -> Option:
-    return click.option(
-        "--max-step-time",
-        type=Duration(),
-        default=default,
-        show_default=default or "no bound",
-        help="Refuse a job if one of its steps is predicted to take longer.",
-    )
+max_step_time_option = functools.partial(
+    option, "Refuse a job if one of its steps is predicted to take longer.", type=Duration()
+)
+TRUST_CODE = "Run Python code that comes with a checkpoint. Without it, such a checkpoint is refused."
+RANKS = click.IntRange(1, MAX_RANKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions(AskedRanks):
-    gpus: str | None = None
+    ranks: int | None = option(
+        f"Number of workers, one process each. [all GPUs, or {DEFAULT_CPU_RANKS} on a CPU]", type=RANKS
+    )
+    device: str = option(
+        "Device of the workers. auto takes GPUs if there are any.", type=click.Choice(DEVICES), default="auto"
+    )
+    gpus: str | None = option(
+        "Use only these GPUs, such as 0,2, by the numbers of 'gfgen doctor'.", metavar="LIST"
+    )
+    ranks_per_gpu: int = option(
+        "Let N ranks share each GPU, to try layouts of several ranks on one GPU. This is slower.",
+        type=RANKS,
+        default=1,
+        metavar="N",
+    )
+    memory: str | None = option(
+        'Memory limit for weights and jobs, such as "40GB": per GPU, or of main memory. [all available]',
+        metavar="SIZE",
+    )
+    offload: bool = flag(
+        "On small GPUs: keep text encoders and idle experts in main memory (docs/models.md). Slower."
+    )
+    trust_remote_code: bool = flag(TRUST_CODE)
+    compile: str = option(
+        "Compile blocks of general diffusers pipelines (docs/models.md). auto: on GPUs, if it saves the run "
+        "more time than compiling takes.",
+        type=click.Choice(("auto", "on", "off")),
+        default="auto",
+    )
+    precision: tuple[str, ...] = option(
+        "Compute transformers in fp8, of one model or of all: less time and memory, less exact "
+        "(docs/precision.md). On GPUs, for Wan and Qwen-Image. Repeatable.",
+        multiple=True,
+        metavar="[MODEL=]fp8",
+    )
+    attention: tuple[str, ...] = option(
+        "Attention in fp8, alike: less time for many tokens, less exact. Repeatable.",
+        multiple=True,
+        metavar="[MODEL=]fp8",
+    )
+    random_weights: bool = flag(
+        "Draw full-size weights at random from config files, to measure speed without checkpoints."
+    )
+    vae_dtype: str = option(
+        "Precision of VAEs. auto follows the model cards (Wan: float32).",
+        type=click.Choice(VAE_DTYPES),
+        default="auto",
+    )
+    graphs: bool = option(
+        "On GPUs: use CUDA graphs where they are faster (docs/models.md).",
+        "--graphs/--no-graphs",
+        default=True,
+    )
 
     def found(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
         """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them.
@@ -223,101 +343,14 @@ def _tell_of_graphs(where: str) -> None:
         logger.info("%s has no effect %s", word, where)
 
 
-memory_option = click.option(
-    "--memory",
-    metavar="SIZE",
-    help='Memory limit for weights and jobs, such as "40GB": per GPU, or of main memory. [all available]',
-)
-ranks_per_gpu_option = click.option(
-    "--ranks-per-gpu",
-    type=click.IntRange(1, MAX_RANKS),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Let N ranks share each GPU, to try layouts of several ranks on one GPU. This is slower.",
-)
-offload_option = click.option(
-    "--offload",
-    is_flag=True,
-    help="On small GPUs: keep text encoders and idle experts in main memory (docs/models.md). Slower.",
-)
-precision_options = (
-    click.option(
-        "--precision",
-        multiple=True,
-        metavar="[MODEL=]fp8",
-        help="Compute transformers in fp8, of one model or of all: less time and memory, less exact "
-        "(docs/precision.md). On GPUs, for Wan and Qwen-Image. Repeatable.",
-    ),
-    click.option(
-        "--attention",
-        multiple=True,
-        metavar="[MODEL=]fp8",
-        help="Attention in fp8, alike: less time for many tokens, less exact. Repeatable.",
-    ),
-)
-compile_option = click.option(
-    "--compile",
-    type=click.Choice(("auto", "on", "off")),
-    default="auto",
-    show_default=True,
-    help="Compile blocks of general diffusers pipelines (docs/models.md). auto: on GPUs, if it saves the run "
-    "more time than compiling takes.",
-)
-trust_code_option = click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run Python code that comes with a checkpoint. Without it, such a checkpoint is refused.",
-)
-RANKS_HELP = f"Number of workers, one process each. [all GPUs, or {DEFAULT_CPU_RANKS} on a CPU]"
-
-
-def rank_options(*more: Option, ranks_help: str = RANKS_HELP) -> Option:
-    """Options of commands that start ranks, as one argument `ranks`."""
-    return taken_as(
-        "ranks",
-        RankOptions,
-        click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help=ranks_help),
-        click.option(
-            "--device",
-            type=click.Choice(DEVICES),
-            default="auto",
-            show_default=True,
-            help="Device of the workers. auto takes GPUs if there are any.",
-        ),
-        click.option(
-            "--gpus",
-            metavar="LIST",
-            help="Use only these GPUs, such as 0,2, by the numbers of 'gfgen doctor'.",
-        ),
-        *more,
-        click.option(
-            "--random-weights",
-            is_flag=True,
-            help="Draw full-size weights at random from config files, to measure speed without checkpoints.",
-        ),
-        click.option(
-            "--vae-dtype",
-            type=click.Choice(VAE_DTYPES),
-            default="auto",
-            show_default=True,
-            help="Precision of VAEs. auto follows the model cards (Wan: float32).",
-        ),
-        click.option(
-            "--graphs/--no-graphs",
-            default=True,
-            show_default=True,
-            help="On GPUs: use CUDA graphs where they are faster (docs/models.md).",
-        ),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOptions:
-    quiet: bool = False
-    verbose: bool = False
-    log_json: bool = False
-    log_file: Path | None = None
+    log_file: Path | None = option(
+        "Also append log lines to FILE. It may be rotated at any time.", type=NamedPath(dir_okay=False)
+    )
+    quiet: bool = flag("Print only problems, failures and how a run ended.", "-q")
+    verbose: bool = flag("Also print details.", "-v")
+    log_json: bool = flag("Log one JSON object per line instead of progress bars and text.")
 
     @property
     def level(self) -> str:
@@ -326,22 +359,6 @@ class LogOptions:
     def configure(self, *, file: Path | None) -> None:
         file_level = "debug" if _is_debug() else "info"
         log.configure(level=self.level, as_json=self.log_json, file=file, file_level=file_level)
-
-
-log_options = taken_as(
-    "logs",
-    LogOptions,
-    click.option(
-        "--log-file",
-        type=NamedPath(dir_okay=False),
-        help="Also append log lines to FILE. It may be rotated at any time.",
-    ),
-    click.option("--quiet", "-q", is_flag=True, help="Print only problems, failures and how a run ended."),
-    click.option("--verbose", "-v", is_flag=True, help="Also print details."),
-    click.option(
-        "--log-json", is_flag=True, help="Log one JSON object per line instead of progress bars and text."
-    ),
-)
 
 
 def configure_log(level: str) -> None:
@@ -356,27 +373,40 @@ def _is_debug() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    jobs: tuple[str, ...] = ()
-    prompts: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-    loras: tuple[str, ...] = ()
-    vary: bool = False
-    size: str | None = None
-    steps: str | None = None
-    seed: str | None = None
-    frames: str | None = None
-    num_images: str | None = None
-    only: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
-    limit: int | None = None
-
-    @property
-    def given(self) -> str | None:
-        """The first of these options that was given."""
-        named = {"--prompt": self.prompts, "--vary": self.vary, "--only": self.only, "--tag": self.tags}
-        named |= {"--limit": self.limit, "--lora": self.loras}
-        pairs = self._pairs
-        return pairs[0][0] if pairs else next((name for name, value in named.items() if value), None)
+    jobs: tuple[str, ...] = argument(metavar="[JOBS]...", nargs=-1, type=Named())
+    prompts: tuple[str, ...] = option(
+        "Make a job of this prompt. May be repeated.", "--prompt", "-p", multiple=True, metavar="TEXT"
+    )
+    settings: tuple[str, ...] = option(
+        "Set this field of all jobs, whatever the job file says. May be repeated.",
+        "--set",
+        multiple=True,
+        metavar="FIELD=VALUE",
+    )
+    vary: bool = flag('Expand {a|b} and {@file} in all prompts, as if each line had "vary": true.')
+    size: str | None = option("The same as --set size=WxH, such as 832x480.", metavar="WxH")
+    steps: str | None = option("The same as --set steps=N.", metavar="N")
+    seed: str | None = option("The same as --set seed=N.", metavar="N")
+    frames: str | None = option("The same as --set frames=N.", metavar="N")
+    loras: tuple[str, ...] = option(
+        "LoRA for jobs that name none: a file, a folder or a hub id. May be repeated.",
+        "--lora",
+        multiple=True,
+        type=Named(),
+        metavar="FILE[:SCALE]",
+    )
+    num_images: str | None = option("Make N of each job, with different seeds.", "-n", metavar="N")
+    only: tuple[str, ...] = option(
+        'Take only the job with this id, or those of a pattern, such as "fox-*". May be repeated.',
+        multiple=True,
+        metavar="ID",
+    )
+    tags: tuple[str, ...] = option(
+        "Take only jobs with this tag. May be repeated.", "--tag", multiple=True, metavar="TAG"
+    )
+    limit: int | None = option(
+        "Take only the first N of the selected jobs.", type=click.IntRange(1), metavar="N"
+    )
 
     def source(self) -> JobSource:
         """Raises UsageError without jobs, InputError for a value that its field does not accept."""
@@ -402,55 +432,3 @@ class JobOptions:
         given = {name: value for name, value in short.items() if value is not None}
         pairs = [("--set", text) for text in self.settings]
         return pairs + [(f"--{name.replace('_', '-')}", f"{name}={value}") for name, value in given.items()]
-
-
-job_options = taken_as(
-    "jobs",
-    JobOptions,
-    click.argument("jobs", metavar="[JOBS]...", nargs=-1, type=Named()),
-    click.option(
-        "--prompt",
-        "-p",
-        "prompts",
-        multiple=True,
-        metavar="TEXT",
-        help="Make a job of this prompt. May be repeated.",
-    ),
-    click.option(
-        "--set",
-        "settings",
-        multiple=True,
-        metavar="FIELD=VALUE",
-        help="Set this field of all jobs, whatever the job file says. May be repeated.",
-    ),
-    click.option(
-        "--vary",
-        is_flag=True,
-        help='Expand {a|b} and {@file} in all prompts, as if each line had "vary": true.',
-    ),
-    click.option("--size", metavar="WxH", help="The same as --set size=WxH, such as 832x480."),
-    click.option("--steps", metavar="N", help="The same as --set steps=N."),
-    click.option("--seed", metavar="N", help="The same as --set seed=N."),
-    click.option("--frames", metavar="N", help="The same as --set frames=N."),
-    click.option(
-        "--lora",
-        "loras",
-        multiple=True,
-        type=Named(),
-        metavar="FILE[:SCALE]",
-        help="LoRA for jobs that name none: a file, a folder or a hub id. May be repeated.",
-    ),
-    click.option("--num-images", "-n", metavar="N", help="Make N of each job, with different seeds."),
-    click.option(
-        "--only",
-        multiple=True,
-        metavar="ID",
-        help='Take only the job with this id, or those of a pattern, such as "fox-*". May be repeated.',
-    ),
-    click.option(
-        "--tag", "tags", multiple=True, metavar="TAG", help="Take only jobs with this tag. May be repeated."
-    ),
-    click.option(
-        "--limit", type=click.IntRange(1), metavar="N", help="Take only the first N of the selected jobs."
-    ),
-)

@@ -19,7 +19,7 @@ import click
 from gfgen.bench import profiling
 from gfgen.bench.profiling import Measurement, Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
-from gfgen.cli.options import A_MODEL, Named, RankOptions, configure_log, precision_options, rank_options
+from gfgen.cli.options import A_MODEL, RANKS, Named, RankOptions, configure_log, group, option, takes
 from gfgen.cli.shown.prediction import known_here
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.reader import JobSource
@@ -88,9 +88,14 @@ _LOADING_S = 15.0
     help="File for the profile. [where 'gfgen run' finds it]",
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be measured and how long it takes.")
-@rank_options(
-    *precision_options,
-    ranks_help=f"Measure on 1 up to this many ranks. [{DEFAULT_CPU_RANKS} on a CPU; all GPUs]",
+@takes(
+    ranks=group(
+        RankOptions,
+        without=("ranks_per_gpu", "memory", "offload", "trust_remote_code", "compile"),
+        ranks=option(
+            f"Measure on 1 up to this many ranks. [{DEFAULT_CPU_RANKS} on a CPU; all GPUs]", type=RANKS
+        ),
+    )
 )
 def profile(
     *,
@@ -199,9 +204,9 @@ def _given(jobs: str | None, models: Sequence[str], sizes: Sequence[str]) -> Ite
     """The command line without folders."""
     if jobs is not None:
         yield Path(jobs).name
-    for option, values in (("--model", models), ("--size", sizes)):
+    for name, values in (("--model", models), ("--size", sizes)):
         for value in values:
-            yield from (option, Path(value).name)
+            yield from (name, Path(value).name)
 
 
 def _announce(

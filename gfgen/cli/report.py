@@ -1,17 +1,37 @@
-"""`gfgen report` and `gfgen plot`."""
+"""`gfgen report`: an output folder as text, JSON or a page. `gfgen plot`: pictures of traces."""
 
 from __future__ import annotations
 
+import base64
+import html
 import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import click
 
 from gfgen.cli.options import configure_log
-from gfgen.cli.shown.folder_report import FolderReport
+from gfgen.cli.shown.picture import find_traces, plot_runs
+from gfgen.cli.shown.plot_timeline import plot_timeline
 from gfgen.errors import InputError
-from gfgen.runtime.report.plot_runs import find_traces, plot_runs
-from gfgen.runtime.report.plot_timeline import plot_timeline
+from gfgen.job.images import ImageError, thumbnail
+from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestLine, read_manifest
+from gfgen.system.wording import counted, in_words, size_in_words
+
+logger = logging.getLogger(__name__)
+
+THUMBNAIL_SIDE = 320
+MAX_THUMBNAILS = 3_000
+"""About 30 MB of HTML; later jobs have a link alone."""
+MAX_SLOWEST = 3
+STATUSES = ("failed", "cancelled", "done")
 
 
 @click.command()
@@ -64,3 +84,247 @@ def report(*, folder: Path, as_html: bool, as_json: bool, output: Path | None) -
     except OSError as error:
         raise InputError(f"{target}: cannot be written ({error.strerror}); name another --output") from None
     click.echo(f"the page is {target}", err=as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    line: ManifestLine
+    ended_at: float
+
+    @property
+    def job_id(self) -> str:
+        return str(self.line["id"])
+
+    @property
+    def status(self) -> str:
+        return str(self.line.get("status"))
+
+    @property
+    def busy_s(self) -> float:
+        return float(self._timings.get("busy_s") or 0.0)
+
+    @property
+    def latency_s(self) -> float:
+        return float(self._timings.get("latency_s") or 0.0)
+
+    @property
+    def started_at(self) -> float:
+        """Of its first task."""
+        started_s, ended_s = self._timings.get("started_s"), self._timings.get("ended_s")
+        return (
+            self.ended_at if started_s is None or ended_s is None else self.ended_at - (ended_s - started_s)
+        )
+
+    @property
+    def _timings(self) -> Mapping[str, Any]:
+        return self.line.get("timings") or {}
+
+    @property
+    def num_frames(self) -> int:
+        return int((self.line.get("shape") or {}).get("frames") or 1)
+
+    @property
+    def facts(self) -> str:
+        """Such as '128x128, 17 frames, 8 steps, seed 7, shapes'."""
+        shape = self.line.get("shape") or {}
+        facts = [f"{shape.get('width')}x{shape.get('height')}"]
+        facts += [f"{self.num_frames} frames"] if self.num_frames > 1 else []
+        facts += [
+            f"{self.line.get('steps')} steps",
+            f"seed {self.line.get('seed')}",
+            str(self.line.get("model")),
+        ]
+        return ", ".join(facts)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderReport:
+    folder: Path
+    jobs: Sequence[JobReport]
+
+    @classmethod
+    def read(cls, folder: Path) -> FolderReport:
+        lines = read_manifest(folder / MANIFEST_NAME).values()
+        jobs = [JobReport(line, _time_of(line)) for line in lines if not line.get(SIMULATED)]
+        if not jobs:
+            raise InputError(f"{folder}: no jobs in {MANIFEST_NAME} there; name the output folder of a run")
+        return cls(folder, sorted(jobs, key=lambda job: (STATUSES.index(job.status), job.started_at)))
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return Counter(job.status for job in self.jobs)
+
+    @property
+    def failed(self) -> Sequence[JobReport]:
+        return [job for job in self.jobs if job.status == "failed"]
+
+    @property
+    def again(self) -> str | None:
+        """The command that runs failed jobs again; None if none failed, or if their job file is gone."""
+        files = {str(job.line.get("job_file")) for job in self.failed}
+        paths = [(self.folder / file) for file in sorted(files - {"None", "-"})]
+        named = [_short(path) for path in paths if path.is_file()]
+        named += ["..."] if "-" in files else []  # prompts, or standard input
+        return f"gfgen run {' '.join(named)} -o {self.folder} --failed" if named else None
+
+    def lines(self) -> Iterator[str]:
+        done = [job for job in self.jobs if job.status == "done"]
+        counts = ", ".join(
+            f"{self.counts[status]} {status}" for status in reversed(STATUSES) if self.counts[status]
+        )
+        yield f"{self.folder}: {counted(len(self.jobs), 'job')}: {counts}"
+        first, last = min(job.started_at for job in self.jobs), max(job.ended_at for job in self.jobs)
+        busy = in_words(sum(job.busy_s for job in self.jobs))
+        yield f"made      {_clock(first)} to {_clock(last)}, with {busy} of rank time"
+        if first_uses_s := sum((job.line.get("timings") or {}).get("first_uses_s", 0.0) for job in self.jobs):
+            yield f"first use {in_words(first_uses_s)} of it in tasks that were the first of their kind"
+        kinds = Counter(Path(str(job.line.get("file"))).suffix.lstrip(".").upper() for job in done)
+        size = sum(job.line.get("size_bytes") or 0 for job in done)
+        files = [f"{count} {kind}" for kind, count in sorted(kinds.items())]
+        yield f"files     {', '.join([*files, size_in_words(size)])}"
+        if due := [job for job in self.jobs if job.line.get("met_deadline") is not None]:
+            yield f"deadlines {sum(bool(job.line['met_deadline']) for job in due)} of {len(due)} met"
+        slowest = sorted(done, key=lambda job: -job.busy_s)[:MAX_SLOWEST]
+        if slowest:
+            yield f"slowest   {', '.join(f'{job.job_id} {in_words(job.busy_s)}' for job in slowest)}"
+        for job in self.failed:
+            yield f"failed    {job.job_id}: {job.line.get('error')}"
+        if self.again is not None:
+            yield f"again     {self.again}, with the prompts and options that the run had"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "counts": {status: self.counts[status] for status in STATUSES},
+            "busy_s": round(sum(job.busy_s for job in self.jobs), 6),
+            "again": self.again,
+            "jobs": [
+                {**job.line, "started_at": round(job.started_at, 3), "ended_at": round(job.ended_at, 3)}
+                for job in self.jobs
+            ],
+        }
+
+    def as_html(self, target: Path) -> str:
+        """A page for the file `target`: it holds thumbnails, and links to the files."""
+        found = [_file_of(job, self.folder, target.parent) for job in self.jobs]
+        cards = "\n".join(map(_card, self.jobs, found, range(len(found))))
+        text = "\n".join(self.lines())
+        title = html.escape(f"{self.folder.name or self.folder}: {counted(len(self.jobs), 'job')}")
+        return _PAGE.format(
+            title=title, summary=html.escape(text), timeline=_timeline(self.jobs), cards=cards
+        )
+
+
+def _time_of(line: ManifestLine) -> float:
+    try:
+        return datetime.fromisoformat(str(line.get("written_at"))).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
+
+
+def _short(path: Path) -> str:
+    """The path from the current folder, if it is inside of it."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _file_of(job: JobReport, folder: Path, page_folder: Path) -> tuple[Path, str] | None:
+    """The job's file and its URL from the page; None if it is not there."""
+    path = folder / str(job.line.get("file"))
+    if not job.line.get("file") or not path.is_file():
+        return None
+    url, page_folder = path.absolute(), page_folder.absolute()
+    return path, quote(str(url.relative_to(page_folder) if url.is_relative_to(page_folder) else url))
+
+
+def _card(job: JobReport, found: tuple[Path, str] | None, number: int) -> str:
+    picture = '<div class="none">no file</div>'
+    if found is not None:
+        path, url = found
+        inside = _thumbnail(path) if number < MAX_THUMBNAILS else None
+        shown = (
+            f'<img loading="lazy" alt="" src="data:image/webp;base64,{inside}">'
+            if inside
+            else html.escape(path.name)
+        )
+        badge = '<span class="kind">video</span>' if job.num_frames > 1 else ""
+        picture = f'<a href="{html.escape(url)}">{shown}{badge}</a>'
+    rows = [f'<p class="prompt">{html.escape(str(job.line.get("prompt")))}</p>']
+    if negative := job.line.get("negative_prompt"):
+        rows.append(f"<p>without: {html.escape(str(negative))}</p>")
+    rows.append(f"<p><b>{html.escape(job.job_id)}</b> {html.escape(job.facts)}</p>")
+    times = f"{in_words(job.busy_s)} of rank time, done {in_words(job.latency_s)} after its arrival"
+    rows.append(
+        f"<p>{times}</p>" if job.status == "done" else f'<p class="bad">{html.escape(job.status)}</p>'
+    )
+    if job.line.get("met_deadline") is False:
+        rows.append('<p class="bad">missed its deadline</p>')
+    for text in filter(
+        None, [job.line.get("error"), job.line.get("rounded"), *(job.line.get("warnings") or ())]
+    ):
+        rows.append(f"<p>{html.escape(str(text))}</p>")
+    return f'<article class="{html.escape(job.status)}">{picture}{"".join(rows)}</article>'
+
+
+def _thumbnail(path: Path) -> str | None:
+    """A small WEBP in base64; None if the file cannot be shown."""
+    try:
+        return base64.b64encode(thumbnail(path, THUMBNAIL_SIDE)).decode()
+    except (OSError, ValueError, ImageError) as error:
+        logger.warning("no thumbnail of %s: %s", path, error)
+        return None
+
+
+def _timeline(jobs: Sequence[JobReport]) -> str:
+    """A bar per job from its first task to its file, in the order of their starts."""
+    shown = sorted((job for job in jobs if job.ended_at > job.started_at), key=lambda job: job.started_at)
+    if not shown:
+        return ""
+    first = shown[0].started_at
+    scale = 1000 / max(1e-3, max(job.ended_at for job in shown) - first)
+    height = max(2.0, min(14.0, 600 / len(shown)))
+    bars = "".join(
+        f'<rect class="{html.escape(job.status)}" x="{(job.started_at - first) * scale:.1f}" '
+        f'y="{place * height:.1f}" width="{max(1.0, (job.ended_at - job.started_at) * scale):.1f}" '
+        f'height="{0.8 * height:.1f}"><title>{html.escape(job.job_id)}: {_clock(job.started_at)}, '
+        f"{in_words(job.ended_at - job.started_at)}</title></rect>"
+        for place, job in enumerate(shown)
+    )
+    return (
+        f'<svg viewBox="0 0 1000 {len(shown) * height:.0f}" role="img" '
+        f'aria-label="one bar for each job, from its first task to its file">{bars}</svg>'
+    )
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 14px/1.4 system-ui, sans-serif; margin: 2rem auto; max-width: 1400px; padding: 0 1rem; }}
+pre {{ white-space: pre-wrap; }}
+svg {{ width: 100%; max-height: 240px; }}
+rect {{ fill: #4a8; }} rect.failed, rect.cancelled {{ fill: #c44; }}
+main {{ display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(220px, 1fr)); }}
+article {{ border: 1px solid #8884; border-radius: 8px; overflow: hidden; overflow-wrap: anywhere; }}
+article p {{ margin: .4rem .6rem; }} article a {{ display: block; position: relative; }}
+img {{ display: block; width: 100%; }} .none {{ background: #8882; padding: 3rem 1rem; text-align: center; }}
+.kind {{ background: #000a; color: #fff; padding: .1rem .4rem; }}
+.kind {{ position: absolute; right: .4rem; top: .4rem; }}
+.prompt {{ font-weight: 600; }} .bad {{ color: #c44; }}
+input {{ font: inherit; margin: 1rem 0; padding: .4rem; width: 20rem; }}
+</style></head><body>
+<h1>{title}</h1>
+<pre>{summary}</pre>
+{timeline}
+<input type="search" placeholder="filter by any word" aria-label="filter" oninput="
+for (const card of document.querySelectorAll('article'))
+  card.hidden = !card.textContent.toLowerCase().includes(this.value.toLowerCase())">
+<main>
+{cards}
+</main></body></html>
+"""

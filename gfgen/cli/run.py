@@ -7,8 +7,8 @@ import copy
 import logging
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,21 +21,18 @@ from gfgen.cli.options import (
     LogOptions,
     NamedPath,
     RankOptions,
+    RunOnly,
     batch_option,
-    compile_option,
+    flag,
+    given_in,
     grace_option,
-    job_options,
-    log_options,
+    group,
     lookahead_option,
     max_step_time_option,
-    memory_option,
     model_option,
-    offload_option,
+    option,
     policy_option,
-    precision_options,
-    rank_options,
-    ranks_per_gpu_option,
-    trust_code_option,
+    takes,
 )
 from gfgen.cli.run_files import (
     ClusterOptions,
@@ -45,7 +42,6 @@ from gfgen.cli.run_files import (
     check_records,
     check_watched,
     check_written,
-    cluster_options,
     resolved,
     run_done_hook,
     session_of,
@@ -63,156 +59,110 @@ from gfgen.session.session import Arrivals, Session, try_to_write
 from gfgen.system.wording import counted
 
 if TYPE_CHECKING:
+    from gfgen.cluster.ray_cluster import RayCluster
     from gfgen.runtime.files.inbox import Inbox
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Those of the command, in the order of its help."""
+
+    jobs: JobOptions = group(JobOptions)
+    failed: bool = flag("Take only jobs that failed in the last run of this folder.")
+    retries: int = option(
+        "Run jobs that failed again at the end, up to N times.",
+        type=click.IntRange(0, 100),
+        default=0,
+        metavar="N",
+        cls=RunOnly,
+    )
+    force: bool = flag("Make finished jobs again, too, and replace their files.")
+    dry_run: bool = flag("Start nothing; print what the run would do, as 'gfgen check' does.", cls=RunOnly)
+    output: Path | None = option(
+        "Folder for results and the manifest. [outputs/NAME, after JOBS or DIR; a suffix if that is taken]",
+        "-o",
+        type=NamedPath(),
+    )
+    overwrite: bool = flag(
+        "Replace files that are already in the folder under the names of outputs, whoever made them."
+    )
+    ranks: RankOptions = group(RankOptions)
+    cluster: ClusterOptions = group(ClusterOptions, cls=RunOnly)
+    policy: str = policy_option()
+    model: str = model_option()
+    skip_invalid: bool = flag("Run the valid jobs of a file with errors; the exit code is 1.")
+    lookahead: float = lookahead_option(cls=RunOnly)
+    batch: int = batch_option()
+    grace: float = grace_option(cls=RunOnly)
+    max_step_time: float | None = max_step_time_option(show_default="no bound")
+    trace: Path | None = option(
+        "Write a timeline for Perfetto or 'gfgen plot'.", type=NamedPath(), cls=RunOnly
+    )
+    on_file: str | None = option(
+        "Run this shell command for each finished file; GFGEN_FILE names it (docs/unattended.md).",
+        metavar="CMD",
+        cls=RunOnly,
+    )
+    on_done: str | None = option(
+        "Run this shell command when the run has ended; GFGEN_FAILED counts.", metavar="CMD", cls=RunOnly
+    )
+    hook_timeout: float = option(
+        "Kill a command of --on-file or --on-done after this time.",
+        type=Duration(),
+        default="60s",
+        cls=RunOnly,
+    )
+    watch: Path | None = option(
+        "Instead of JOBS: watch DIR, and run each job file that appears there once, until stopped.",
+        type=NamedPath(),
+        metavar="DIR",
+        cls=RunOnly,
+    )
+    until: str | None = option(
+        'Stop at this time, and start no job that cannot finish by then: "06:00", "8h" or an ISO time.',
+        metavar="TIME",
+    )
+    logs: LogOptions = group(LogOptions, cls=RunOnly)
+
+
 @click.command()
-@job_options
-@click.option("--failed", is_flag=True, help="Take only jobs that failed in the last run of this folder.")
-@click.option(
-    "--retries",
-    type=click.IntRange(0, 100),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Run jobs that failed again at the end, up to N times.",
-)
-@click.option("--force", is_flag=True, help="Make finished jobs again, too, and replace their files.")
-@click.option(
-    "--dry-run", is_flag=True, help="Start nothing; print what the run would do, as 'gfgen check' does."
-)
-@click.option(
-    "--output",
-    "-o",
-    type=NamedPath(),
-    help="Folder for results and the manifest. [outputs/NAME, after JOBS or DIR; a suffix if that is taken]",
-)
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace files that are already in the folder under the names of outputs, whoever made them.",
-)
-@rank_options(
-    ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option, *precision_options
-)
-@cluster_options
-@policy_option
-@model_option
-@click.option(
-    "--skip-invalid", is_flag=True, help="Run the valid jobs of a file with errors; the exit code is 1."
-)
-@lookahead_option
-@batch_option
-@grace_option
-@max_step_time_option(None)
-@click.option("--trace", type=NamedPath(), help="Write a timeline for Perfetto or 'gfgen plot'.")
-@click.option(
-    "--on-file",
-    metavar="CMD",
-    help="Run this shell command for each finished file; GFGEN_FILE names it (docs/unattended.md).",
-)
-@click.option(
-    "--on-done", metavar="CMD", help="Run this shell command when the run has ended; GFGEN_FAILED counts."
-)
-@click.option(
-    "--hook-timeout",
-    type=Duration(),
-    default="60s",
-    show_default=True,
-    help="Kill a command of --on-file or --on-done after this time.",
-)
-@click.option(
-    "--watch",
-    type=NamedPath(),
-    metavar="DIR",
-    help="Instead of JOBS: watch DIR, and run each job file that appears there once, until stopped.",
-)
-@click.option(
-    "--until",
-    metavar="TIME",
-    help='Stop at this time, and start no job that cannot finish by then: "06:00", "8h" or an ISO time.',
-)
-@log_options
-def run(
-    *,
-    jobs: JobOptions,
-    failed: bool,
-    retries: int,
-    force: bool,
-    dry_run: bool,
-    output: Path | None,
-    overwrite: bool,
-    ranks: RankOptions,
-    cluster: ClusterOptions,
-    policy: str,
-    model: str,
-    skip_invalid: bool,
-    lookahead: float,
-    batch: int,
-    grace: float,
-    trace: Path | None,
-    on_file: str | None,
-    on_done: str | None,
-    hook_timeout: float,
-    watch: Path | None,
-    until: str | None,
-    max_step_time: float | None,
-    logs: LogOptions,
-) -> int:
+@takes(given=Arguments)
+def run(given: Arguments) -> int:
     """Generate the pictures and videos of JOBS: files of JSON lines, CSV or prompts (- reads standard input).
 
     Run the same command again to continue: it skips finished jobs and retries failed ones.
     """
+    jobs, watch, cluster, logs = given.jobs, given.watch, given.cluster, given.logs
     logs.configure(file=None)
     if watch is not None:
-        _check_watching(
-            jobs, {"--failed": failed, "--force": force, "--dry-run": dry_run, "--retries": bool(retries)}
-        )
+        _check_watching(given)
     source = None if watch is not None else jobs.source()
     name = _name_of(jobs, watch)
-    cluster.check({"--gpus": ranks.gpus is not None, "--batch": batch > 1})
+    cluster.check({"--gpus": given.ranks.gpus is not None, "--batch": given.batch > 1})
     first = watch or (Path(jobs.jobs[0]) if jobs.jobs and jobs.jobs[0] != "-" else None)
-    output_dir = output or default_folder(Path("outputs"), name, first)
-    check_written(source.paths if source else (), {"--trace": trace, "--log-file": logs.log_file})
+    output_dir = given.output or default_folder(Path("outputs"), name, first)
+    check_written(source.paths if source else (), {"--trace": given.trace, "--log-file": logs.log_file})
     logs.configure(file=logs.log_file)
-    if output is None and output_dir.name != name:
+    if given.output is None and output_dir.name != name:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
     with cluster.connected(
-        ranks=ranks, policy=policy, model=model, lookahead_s=lookahead / 1000, output_dir=output_dir
+        ranks=given.ranks,
+        policy=given.policy,
+        model=given.model,
+        lookahead_s=given.lookahead / 1000,
+        output_dir=output_dir,
     ) as found:
-        options = RunOptions(
-            output_dir=output_dir,
-            ranks=ranks.found() if found is None else found.ranks,
-            policy=load_policy(policy),
-            model=model,
-            skip_invalid=skip_invalid,
-            overwrite=overwrite,
-            failed=failed,
-            retries=retries,
-            force=force,
-            job_file=job_file_name(first, output_dir),
-            lookahead_s=lookahead / 1000,
-            batch=batch,
-            grace_s=grace,
-            trace=trace,
-            on_file=None if on_file is None else FileHook(on_file, output_dir, limit_s=hook_timeout),
-            on_done=on_done,
-            hook_timeout_s=hook_timeout,
-            closes_at=None if until is None else closing_at(until, now=time.time()),
-            job_bounds=JobBounds(step_s=max_step_time),
-            logs=logs,
-            cluster=found,
-        )
-        if dry_run:
+        options = _options_of(given, found, output_dir, job_file=job_file_name(first, output_dir))
+        if given.dry_run:
             assert source is not None
             from gfgen.cli.check import check_jobs
 
             return check_jobs(source, options)
         problems: Sequence[Problem] = ()
         with session_of(options, found) as session:
-            if output is None and default_folder(Path("outputs"), name, first) != output_dir:
+            if given.output is None and default_folder(Path("outputs"), name, first) != output_dir:
                 raise LockedError(f"another job file has just taken {output_dir}: run the same command again")
             check_records(output_dir)
             if source is None:
@@ -224,6 +174,37 @@ def run(
     _end_hooks(summary, options, status="failed" if summary.num_failed else "done")
     _report(summary, options)
     return 1 if summary.num_failed or summary.num_cancelled or problems else 0
+
+
+def _options_of(
+    given: Arguments, cluster: RayCluster | None, output_dir: Path, *, job_file: str
+) -> RunOptions:
+    hook = None
+    if given.on_file is not None:
+        hook = FileHook(given.on_file, output_dir, limit_s=given.hook_timeout)
+    return RunOptions(
+        output_dir=output_dir,
+        ranks=given.ranks.found() if cluster is None else cluster.ranks,
+        policy=load_policy(given.policy),
+        model=given.model,
+        skip_invalid=given.skip_invalid,
+        overwrite=given.overwrite,
+        failed=given.failed,
+        retries=given.retries,
+        force=given.force,
+        job_file=job_file,
+        lookahead_s=given.lookahead / 1000,
+        batch=given.batch,
+        grace_s=given.grace,
+        trace=given.trace,
+        on_file=hook,
+        on_done=given.on_done,
+        hook_timeout_s=given.hook_timeout,
+        closes_at=None if given.until is None else closing_at(given.until, now=time.time()),
+        job_bounds=JobBounds(step_s=given.max_step_time),
+        logs=given.logs,
+        cluster=cluster,
+    )
 
 
 def run_jobs(
@@ -365,12 +346,12 @@ def _name_of(jobs: JobOptions, watch: Path | None) -> str:
     return "stdin" if jobs.jobs[0] == "-" else Path(jobs.jobs[0]).stem
 
 
-def _check_watching(jobs: JobOptions, others: Mapping[str, bool]) -> None:
-    if jobs.jobs:
+def _check_watching(given: Arguments) -> None:
+    if given.jobs.jobs:
         raise click.UsageError("give either JOBS or --watch DIR, a folder of job files")
-    given = jobs.given or next((name for name, is_given in others.items() if is_given), None)
-    if given is not None:
-        raise click.UsageError(f"{given} goes with JOBS; with --watch, write defaults in the job files")
+    named = given_in(given.jobs) or given_in(given, "failed", "retries", "force", "dry_run")
+    if named is not None:
+        raise click.UsageError(f"{named} goes with JOBS; with --watch, write defaults in the job files")
 
 
 def check_trace(trace: Path | None) -> None:
@@ -443,32 +424,11 @@ def _check(as_json: bool, **params: Any) -> int:
     return found
 
 
-_NOT_CHECKED = (
-    "on_file",
-    "on_done",
-    "hook_timeout",
-    "dry_run",
-    "watch",
-    "trace",
-    "grace",
-    "lookahead",
-    "log_file",
-    "quiet",
-    "verbose",
-    "log_json",
-    "retries",
-    "ray",
-    "shared",
-    "ray_nodes",
-    "ray_resources",
-    "ray_scale",
-)
-
 check = click.Command(
     "check",
     callback=_check,
     params=[
-        *(copy.copy(param) for param in run.params if param.name not in _NOT_CHECKED),
+        *(copy.copy(param) for param in run.params if not isinstance(param, RunOnly)),
         click.Option(["--json", "as_json"], is_flag=True, help="Print JSON instead of text."),
     ],
     help="""Check JOBS and print what 'gfgen run' would do with the same options. Starts nothing.

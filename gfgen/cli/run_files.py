@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gfgen.cli.options import LogOptions, RankOptions, taken_as
+from gfgen.cli.options import LogOptions, RankOptions, flag, given_in, option
 from gfgen.errors import InputError, Problem
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
 from gfgen.job.reader import JobSource
@@ -59,7 +59,7 @@ LOCAL = "local"
 
 def check_written(files: Sequence[Path], written: Mapping[str, Path | None]) -> None:
     named = {resolved(file): "the job file itself" for file in files}
-    for option, path in written.items():
+    for name, path in written.items():
         if path is None:
             continue
         what = named.get(resolved(path))
@@ -67,8 +67,8 @@ def check_written(files: Sequence[Path], written: Mapping[str, Path | None]) -> 
         if is_record or path.suffix.lower() in (*ENDINGS, ".bmp"):
             what = "a record of runs, a picture or a video by its name"
         if what is not None:
-            raise InputError(f"{option} {path}: is {what}; name another file")
-        named[resolved(path)] = f"the file of {option}, too"
+            raise InputError(f"{name} {path}: is {what}; name another file")
+        named[resolved(path)] = f"the file of {name}, too"
 
 
 def check_watched(folder: Path, output_dir: Path) -> None:
@@ -223,21 +223,23 @@ def resolved(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    ray: str | None = None
-    shared: bool = False
-    ray_nodes: int | None = None
-    ray_resources: str | None = None
-    ray_scale: bool = False
+    ray: str | None = option(
+        "Run on the nodes of a Ray cluster: HOST:PORT, auto for the one of this machine, or local to "
+        "start one here (docs/cluster.md).",
+        metavar="ADDRESS",
+    )
+    shared: bool = flag("With --ray: all nodes have the same folders; use them.")
+    ray_nodes: int | None = option("Use at most N nodes. [all]", type=click.IntRange(1, 1000), metavar="N")
+    ray_resources: str | None = option(
+        'Use only nodes with these resources of Ray, as {"h200": 1}.', metavar="JSON"
+    )
+    ray_scale: bool = flag(
+        "Ask Ray's autoscaler for as many nodes as the open jobs fill, at most those of --ray-nodes."
+    )
 
     def check(self, others: Mapping[str, bool]) -> None:
         """Raises UsageError for options that need --ray, or that are for one machine."""
-        own = {
-            "--shared": self.shared,
-            "--ray-nodes": self.ray_nodes,
-            "--ray-resources": self.ray_resources,
-            "--ray-scale": self.ray_scale,
-        }
-        given = next((name for name, is_given in own.items() if is_given), None)
+        given = given_in(self, "shared", "ray_nodes", "ray_resources", "ray_scale")
         if self.ray is None and given is not None:
             raise click.UsageError(f"{given} goes with --ray")
         if self.ray == LOCAL and self.ray_scale:
@@ -293,28 +295,6 @@ def _resources(text: str | None) -> Mapping[str, float]:
     if not isinstance(found, dict) or not all(type(least) in (int, float) for least in found.values()):
         raise InputError(f'--ray-resources {text}: JSON like {{"h200": 1}} is accepted')
     return found
-
-
-cluster_options = taken_as(
-    "cluster",
-    ClusterOptions,
-    click.option(
-        "--ray",
-        metavar="ADDRESS",
-        help="Run on the nodes of a Ray cluster: HOST:PORT, auto for the one of this machine, or local to "
-        "start one here (docs/cluster.md).",
-    ),
-    click.option("--shared", is_flag=True, help="With --ray: all nodes have the same folders; use them."),
-    click.option("--ray-nodes", type=click.IntRange(1, 1000), metavar="N", help="Use at most N nodes. [all]"),
-    click.option(
-        "--ray-resources", metavar="JSON", help='Use only nodes with these resources of Ray, as {"h200": 1}.'
-    ),
-    click.option(
-        "--ray-scale",
-        is_flag=True,
-        help="Ask Ray's autoscaler for as many nodes as the open jobs fill, at most those of --ray-nodes.",
-    ),
-)
 
 
 MAX_SHOWN_CHARS = 300

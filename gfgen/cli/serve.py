@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,24 +22,18 @@ from gfgen.cli.options import (
     Duration,
     LogOptions,
     NamedPath,
-    Option,
     RankOptions,
     batch_option,
-    compile_option,
+    flag,
     grace_option,
-    log_options,
+    group,
     lookahead_option,
     max_step_time_option,
-    memory_option,
-    offload_option,
+    option,
     policy_option,
-    precision_options,
-    rank_options,
-    ranks_per_gpu_option,
-    taken_as,
-    trust_code_option,
+    takes,
 )
-from gfgen.cli.run_files import ClusterOptions, cluster_options, session_of
+from gfgen.cli.run_files import ClusterOptions, session_of
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.cluster.ray_cluster import RayCluster
 from gfgen.errors import InputError, InterruptedRunError
@@ -72,7 +67,6 @@ KEY_VARIABLE = "GFGEN_API_KEY"
 DEFAULTS = ServerLimits()
 DEFAULT_JOB_BOUNDS = JobBounds(pixels=2048 * 2048, frames=257, steps=200)
 """Accept all that the models are made for: Wan2.2 in 1280x720 with 121 frames, Qwen-Image in 2048x2048."""
-MAX_STEP_TIME = "10m"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,242 +108,171 @@ class _Pattern(click.ParamType[str]):
 
 _SITE = r"https?://[A-Za-z0-9.\-\[\]:]+"
 
-_api_options = taken_as(
-    "api",
-    ApiOptions,
-    click.option(
-        "--served-model-name",
-        "served_names",
-        multiple=True,
-        type=_Pattern("alias=model", r"[^=]+=.+", accepted="ALIAS=MODEL"),
-        help="Also serve MODEL under the name ALIAS, for example sora-2=wan2.2-ti2v-5b. Repeatable.",
-    ),
-    click.option(
-        "--strict",
-        is_flag=True,
-        help="Refuse requests with unknown fields, in place of ignoring these fields.",
-    ),
-    click.option(
-        "--root-path",
-        "path_prefix",
-        type=_Pattern("path", r"(/[A-Za-z0-9._~\-]+)*", accepted="a path like /films"),
-        default="",
-        help="Path of the server behind a proxy. [the path of --public-url]",
-    ),
-    click.option(
-        "--public-url",
-        type=_Pattern("url", _SITE + r"(/[A-Za-z0-9._~\-]+)*", accepted="a URL like https://host/films"),
-        help="URL under which clients reach the server. The URLs of results begin with it.",
-    ),
-    click.option(
-        "--allow-origin",
-        "allowed_origins",
-        multiple=True,
-        type=_Pattern("origin", rf"{_SITE}|\*", accepted="an origin like https://example.com, or *,"),
-        help="Site whose pages may use the API from a browser. Repeatable.",
-    ),
-    click.option("--access-log", is_flag=True, help="Log a line for each request."),
-    click.option(
-        "--webhook",
-        "webhook_url",
-        type=_Pattern("url", r"https?://[!-~]+", accepted="a URL like https://host/path", keeps_slash=True),
-        help="URL to which the server sends each job when it has ended.",
-    ),
-    click.option(
-        "--webhook-host",
-        "webhook_hosts",
-        multiple=True,
-        type=_Pattern("host", r"[a-z0-9.\-\[\]:]+", accepted="HOST or HOST:PORT in small letters"),
-        help="Host that a job's own `webhook` may name; HOST alone stands for ports 80 and 443. Repeatable.",
-    ),
-    click.option(
-        "--webhook-secret",
-        help="Secret that signs requests to webhooks, whsec_BASE64. Prefer the environment variable "
-        "GFGEN_WEBHOOK_SECRET.",
-    ),
-)
+
+def _most(help_: str, name: str, default: int | None) -> Any:
+    return option(help_, name, type=click.IntRange(1), default=default)
 
 
-def _most(option: str, field_name: str, default: int | None, help_: str) -> Option:
-    return click.option(
-        option, field_name, type=click.IntRange(1), default=default, show_default=True, help=help_
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Those of the command, in the order of its help."""
+
+    port: int = option("Port to listen on.", type=click.IntRange(1, 65535), default=3000)
+    host: str = option("Address to listen on.", default="127.0.0.1")
+    api_key: str | None = option(
+        f"Key that every request must send. Prefer the environment variable {KEY_VARIABLE}. "
+        "With --key-file, the key that sees all jobs and may change the policy.",
+        envvar=KEY_VARIABLE,
     )
-
-
-_bound_options = taken_as(
-    "bounds",
-    JobBounds,
-    _most("--max-pixels", "pixels", DEFAULT_JOB_BOUNDS.pixels, "Largest width x height of a job."),
-    _most("--max-frames", "frames", DEFAULT_JOB_BOUNDS.frames, "Most frames of a job."),
-    _most("--max-steps", "steps", DEFAULT_JOB_BOUNDS.steps, "Most steps of a job."),
-)
-_limit_options = taken_as(
-    "limits",
-    ServerLimits,
-    _most("--max-open", "open_jobs", DEFAULTS.open_jobs, "Most jobs open at once."),
-    _most("--max-streams", "streams", DEFAULTS.streams, "Most event streams open at once."),
-    click.option(
-        "--max-body",
-        "body_bytes",
-        type=_Size(),
-        default="64M",
-        show_default=True,
-        help="Largest request in bytes.",
-    ),
-    click.option(
-        "--keep",
-        "keep_s",
-        type=Duration(),
-        default="7d",
-        show_default=True,
-        help="Remove finished jobs after this time.",
-    ),
-    click.option(
-        "--keep-bytes",
-        type=_Size(),
-        default="100G",
-        show_default=True,
-        help="Remove the oldest jobs when files exceed this.",
-    ),
-)
+    key_file: Path | None = option(
+        "File of keys, each on a line with a name and the key. Each sees its own jobs.", type=NamedPath()
+    )
+    no_key: bool = flag("Allow requests without a key even if other machines can reach --host.")
+    output: Path = option(
+        "Folder for results and the job database.", "-o", type=NamedPath(), default=Path("outputs/serve")
+    )
+    models: tuple[str, ...] = option(
+        f"Model to serve: a name from 'gfgen models', a directory or a hub id. Repeatable. [{DEFAULT_MODEL}]",
+        "--model",
+        type=A_MODEL,
+        multiple=True,
+        metavar="NAME",
+    )
+    loras: tuple[str, ...] = option(
+        "LoRA that requests can name: a file, a folder or a hub id. Repeatable.",
+        "--lora",
+        multiple=True,
+        metavar="NAME=PATH",
+        type=_Pattern("lora", r"[A-Za-z0-9._-]{1,64}=.+", accepted="NAME=PATH"),
+    )
+    api: ApiOptions = group(
+        ApiOptions,
+        served_names=option(
+            "Also serve MODEL under the name ALIAS, for example sora-2=wan2.2-ti2v-5b. Repeatable.",
+            "--served-model-name",
+            multiple=True,
+            type=_Pattern("alias=model", r"[^=]+=.+", accepted="ALIAS=MODEL"),
+        ),
+        strict=flag("Refuse requests with unknown fields, in place of ignoring these fields."),
+        path_prefix=option(
+            "Path of the server behind a proxy. [the path of --public-url]",
+            "--root-path",
+            type=_Pattern("path", r"(/[A-Za-z0-9._~\-]+)*", accepted="a path like /films"),
+            default="",
+            show_default=False,
+        ),
+        public_url=option(
+            "URL under which clients reach the server. The URLs of results begin with it.",
+            type=_Pattern("url", _SITE + r"(/[A-Za-z0-9._~\-]+)*", accepted="a URL like https://host/films"),
+        ),
+        allowed_origins=option(
+            "Site whose pages may use the API from a browser. Repeatable.",
+            "--allow-origin",
+            multiple=True,
+            type=_Pattern("origin", rf"{_SITE}|\*", accepted="an origin like https://example.com, or *,"),
+        ),
+        access_log=flag("Log a line for each request."),
+        webhook_url=option(
+            "URL to which the server sends each job when it has ended.",
+            "--webhook",
+            type=_Pattern(
+                "url", r"https?://[!-~]+", accepted="a URL like https://host/path", keeps_slash=True
+            ),
+        ),
+        webhook_hosts=option(
+            "Host that a job's own `webhook` may name; HOST alone stands for ports 80 and 443. Repeatable.",
+            "--webhook-host",
+            multiple=True,
+            type=_Pattern("host", r"[a-z0-9.\-\[\]:]+", accepted="HOST or HOST:PORT in small letters"),
+        ),
+        webhook_secret=option(
+            "Secret that signs requests to webhooks, whsec_BASE64. Prefer the environment variable "
+            "GFGEN_WEBHOOK_SECRET."
+        ),
+    )
+    ranks: RankOptions = group(RankOptions)
+    cluster: ClusterOptions = group(ClusterOptions)
+    policy: str = policy_option()
+    lookahead: float = lookahead_option()
+    batch: int = batch_option()
+    grace: float = grace_option()
+    max_step_time: float = max_step_time_option(default="10m", show_default="10m")
+    bounds: JobBounds = group(
+        JobBounds,
+        pixels=_most("Largest width x height of a job.", "--max-pixels", DEFAULT_JOB_BOUNDS.pixels),
+        frames=_most("Most frames of a job.", "--max-frames", DEFAULT_JOB_BOUNDS.frames),
+        steps=_most("Most steps of a job.", "--max-steps", DEFAULT_JOB_BOUNDS.steps),
+    )
+    limits: ServerLimits = group(
+        ServerLimits,
+        open_jobs=_most("Most jobs open at once.", "--max-open", DEFAULTS.open_jobs),
+        streams=_most("Most event streams open at once.", "--max-streams", DEFAULTS.streams),
+        body_bytes=option("Largest request in bytes.", "--max-body", type=_Size(), default="64M"),
+        keep_s=option("Remove finished jobs after this time.", "--keep", type=Duration(), default="7d"),
+        keep_bytes=option("Remove the oldest jobs when files exceed this.", type=_Size(), default="100G"),
+    )
+    umask: str = option(
+        "Permissions that new files do not have.",
+        type=_Pattern("mode", r"0?[0-7]{3}", accepted="three octal digits like 027"),
+        default="077",
+    )
+    logs: LogOptions = group(LogOptions)
 
 
 @click.command()
-@click.option(
-    "--port", type=click.IntRange(1, 65535), default=3000, show_default=True, help="Port to listen on."
-)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--api-key",
-    envvar=KEY_VARIABLE,
-    help=f"Key that every request must send. Prefer the environment variable {KEY_VARIABLE}. "
-    "With --key-file, the key that sees all jobs and may change the policy.",
-)
-@click.option(
-    "--key-file",
-    type=NamedPath(),
-    help="File of keys, each on a line with a name and the key. Each sees its own jobs.",
-)
-@click.option(
-    "--no-key", is_flag=True, help="Allow requests without a key even if other machines can reach --host."
-)
-@click.option(
-    "--output",
-    "-o",
-    type=NamedPath(),
-    default=Path("outputs/serve"),
-    show_default=True,
-    help="Folder for results and the job database.",
-)
-@click.option(
-    "--model",
-    "models",
-    type=A_MODEL,
-    multiple=True,
-    metavar="NAME",
-    help="Model to serve: a name from 'gfgen models', a directory or a hub id. Repeatable. "
-    f"[{DEFAULT_MODEL}]",
-)
-@click.option(
-    "--lora",
-    "loras",
-    multiple=True,
-    metavar="NAME=PATH",
-    type=_Pattern("lora", r"[A-Za-z0-9._-]{1,64}=.+", accepted="NAME=PATH"),
-    help="LoRA that requests can name: a file, a folder or a hub id. Repeatable.",
-)
-@_api_options
-@rank_options(
-    ranks_per_gpu_option, memory_option, offload_option, trust_code_option, compile_option, *precision_options
-)
-@cluster_options
-@policy_option
-@lookahead_option
-@batch_option
-@grace_option
-@max_step_time_option(MAX_STEP_TIME)
-@_bound_options
-@_limit_options
-@click.option(
-    "--umask",
-    type=_Pattern("mode", r"0?[0-7]{3}", accepted="three octal digits like 027"),
-    default="077",
-    show_default=True,
-    help="Permissions that new files do not have.",
-)
-@log_options
-def serve(
-    *,
-    port: int,
-    host: str,
-    api_key: str | None,
-    key_file: Path | None,
-    no_key: bool,
-    output: Path,
-    models: tuple[str, ...],
-    loras: tuple[str, ...],
-    api: ApiOptions,
-    ranks: RankOptions,
-    cluster: ClusterOptions,
-    policy: str,
-    lookahead: float,
-    batch: int,
-    grace: float,
-    max_step_time: float,
-    bounds: JobBounds,
-    limits: ServerLimits,
-    umask: str,
-    logs: LogOptions,
-) -> int:
+@takes(given=Arguments)
+def serve(given: Arguments) -> int:
     """Generate pictures and videos over HTTP: OpenAI's image and video API, and a web page.
 
     SIGTERM stops the server within --grace. After a restart it continues every accepted job.
     """
-    click.get_current_context().call_on_close(partial(os.umask, os.umask(int(umask, 8))))
+    context, logs = click.get_current_context(), given.logs
+    context.call_on_close(partial(os.umask, os.umask(int(given.umask, 8))))
     logs.configure(file=logs.log_file)
-    if api_key is not None:
-        check_key(api_key, where="--api-key")
-    keys = {} if key_file is None else read_keys(key_file)
-    if api_key in keys.values():
-        raise InputError(f"--api-key: it is also in {key_file}; give the admin a key of its own")
-    _check_exposure(host, has_key=bool(api_key or keys), no_key=no_key)
-    for alias, name in api.aliases.items():
-        if name not in (models or (DEFAULT_MODEL,)):
+    keys = _checked_keys(given)
+    models = given.models or (DEFAULT_MODEL,)
+    for alias, name in given.api.aliases.items():
+        if name not in models:
             raise InputError(f"--served-model-name {alias}={name}: {name} is not served; add --model {name}")
-    _check_webhooks(api)
-    cluster.check({"--gpus": ranks.gpus is not None, "--batch": batch > 1, "--lora": bool(loras)})
+    _check_webhooks(given.api)
+    given.cluster.check(
+        {"--gpus": given.ranks.gpus is not None, "--batch": given.batch > 1, "--lora": bool(given.loras)}
+    )
     check_packages(SERVING)
-    model = (models or (DEFAULT_MODEL,))[0]
-    found = click.get_current_context().with_resource(
-        cluster.connected(
-            ranks=ranks, policy=policy, model=model, lookahead_s=lookahead / 1000, output_dir=output
+    cluster = context.with_resource(
+        given.cluster.connected(
+            ranks=given.ranks,
+            policy=given.policy,
+            model=models[0],
+            lookahead_s=given.lookahead / 1000,
+            output_dir=given.output,
         )
     )
     options = ServeOptions(
-        output_dir=output,
-        cluster=found,
-        ranks=ranks.found() if found is None else found.ranks,
-        policy=load_policy(policy),
-        lookahead_s=lookahead / 1000,
-        batch=batch,
-        grace_s=grace,
-        host=host,
-        port=port,
+        output_dir=given.output,
+        cluster=cluster,
+        ranks=given.ranks.found() if cluster is None else cluster.ranks,
+        policy=load_policy(given.policy),
+        lookahead_s=given.lookahead / 1000,
+        batch=given.batch,
+        grace_s=given.grace,
+        host=given.host,
+        port=given.port,
         front=FrontSettings(
-            output_dir=output.absolute(),
-            api_key=api_key,
+            output_dir=given.output.absolute(),
+            api_key=given.api_key,
             keys=keys,
-            limits=limits,
+            limits=given.limits,
             version=versions().get("gfgen", "unknown"),
-            api=api,
+            api=given.api,
             log_level=logs.level,
             log_json=logs.log_json,
             log_file=None if logs.log_file is None else logs.log_file.absolute(),
         ),
-        job_bounds=replace(bounds, step_s=max_step_time),
-        model=model,
-        models=models or (DEFAULT_MODEL,),
-        loras=find_loras(loras),
+        job_bounds=replace(given.bounds, step_s=given.max_step_time),
+        model=models[0],
+        models=models,
+        loras=find_loras(given.loras),
     )
     serve_models(options)
     return 0
@@ -450,12 +373,19 @@ def serve_on(
     logger.info("stopped; %s", text, extra=log.fields(event="server_stopped", open=num_open))
 
 
-def _check_exposure(host: str, *, has_key: bool, no_key: bool) -> None:
-    if not (_is_loopback(host) or has_key or no_key):
+def _checked_keys(given: Arguments) -> Mapping[str, str]:
+    """The keys of --key-file. Raises InputError for bad keys, or if others could use the server without."""
+    if given.api_key is not None:
+        check_key(given.api_key, where="--api-key")
+    keys = {} if given.key_file is None else read_keys(given.key_file)
+    if given.api_key in keys.values():
+        raise InputError(f"--api-key: it is also in {given.key_file}; give the admin a key of its own")
+    if not (_is_loopback(given.host) or given.api_key or keys or given.no_key):
         raise InputError(
-            f"--host {host}: other machines can reach this address; give --api-key (or {KEY_VARIABLE}), "
-            "or --no-key to allow requests without a key"
+            f"--host {given.host}: other machines can reach this address; give --api-key (or "
+            f"{KEY_VARIABLE}), or --no-key to allow requests without a key"
         )
+    return keys
 
 
 def _check_webhooks(api: ApiOptions) -> None:

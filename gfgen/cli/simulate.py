@@ -1,4 +1,4 @@
-"""`gfgen simulate`."""
+"""`gfgen simulate` and `gfgen plan`: job files in virtual time."""
 
 from __future__ import annotations
 
@@ -9,33 +9,41 @@ import re
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
+from tqdm import tqdm
 
 from gfgen.cli.options import (
     A_POLICY,
     JobOptions,
     batch_option,
     configure_log,
-    job_options,
+    flag,
+    group,
     model_option,
+    option,
     profile_option,
+    takes,
 )
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import (
+    NodesType,
     RankCounts,
     SimulatedMemory,
     choose_profile,
     default_ranks,
     describe,
-    simulated_memory_option,
+    machine,
+    profile_of_nodes,
+    unseen_shapes,
 )
-from gfgen.cluster.simulated import MAX_NODES, simulate_nodes
+from gfgen.cluster.simulated import MAX_NODES, NodePlanner, Nodes, simulate_nodes
 from gfgen.errors import InputError, OutputError, RunError
-from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.job.shared import closing_at
+from gfgen.policies.catalog import BUILT_IN, NamedPolicy, load_policy
 from gfgen.runtime.control.decider import FALLBACK
 from gfgen.runtime.core.admission import check_batch, families_of
 from gfgen.runtime.core.observer import Observer
@@ -47,73 +55,89 @@ from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.comparison import numbers, table
+from gfgen.runtime.simulate.plan_report import as_json as plan_as_json
+from gfgen.runtime.simulate.plan_report import in_plain_words
+from gfgen.runtime.simulate.planner import Plan, PlanProgress, PlanWindow, make_plan
 from gfgen.runtime.simulate.simulation import Simulated
 from gfgen.runtime.simulate.simulation import simulate as run_simulation
 from gfgen.session.admission import admit_weightless, warn_of_passed_deadlines
 from gfgen.system.wording import counted
 
 TRACE_NAME = "trace.json"
+BAR_DELAY_S = 1.0
+NO_CHOICE = ("legacy",)
+"""Not useful for a batch: the baseline of comparisons."""
+ON_NODES = ("auto", "edf", "makespan", "srtf", "triage")
+"""Considered for several machines, where every task of each is simulated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumed:
+    """The options by which both commands predict."""
+
+    profile_path: Path | None = profile_option()
+    model: str = model_option()
+    batch: int = batch_option()
+    memory: str | None = option(
+        'Memory per GPU for weights and jobs, such as "80GB". Models that do not fit take turns. [no limit]',
+        metavar="SIZE",
+    )
+
+    def room(self, jobs: JobOptions) -> SimulatedMemory:
+        """The admitted jobs, in the memory that they get. Raises: InputError as `admit_weightless`."""
+        source = jobs.source()
+        admitted = admit_weightless(source, default_model=self.model, has_bar=has_cursor(sys.stderr))
+        check_batch(self.batch, families_of(admitted))
+        return SimulatedMemory.of(admitted, self.memory, source=source.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Those of the command, in the order of its help."""
+
+    jobs: JobOptions = group(JobOptions)
+    policies: tuple[str, ...] = option(
+        "NAME[,option=value...]; 'gfgen policies' lists them. Repeat to compare.",
+        "--policy",
+        type=A_POLICY,
+        multiple=True,
+        default=("auto",),
+    )
+    ranks: tuple[int, ...] | None = option(
+        "Numbers of ranks: 4, 1,2,4 or 1..8. [4]", type=RankCounts(), metavar="N"
+    )
+    nodes: tuple[int, ...] | None = option(
+        "Numbers of machines that each have this many ranks (docs/cluster.md). [one]",
+        type=RankCounts("nodes", most=MAX_NODES),
+        metavar="N",
+    )
+    assumed: Assumed = group(Assumed)
+    output: Path | None = option(
+        "Folder for the simulated manifests and traces.",
+        "-o",
+        type=click.Path(file_okay=False, path_type=Path),
+    )
+    as_json: bool = flag("Print JSON instead of the table.", "--json")
 
 
 @click.command()
-@job_options
-@click.option(
-    "--policy",
-    "policies",
-    type=A_POLICY,
-    multiple=True,
-    default=("auto",),
-    show_default=True,
-    help="NAME[,option=value...]; 'gfgen policies' lists them. Repeat to compare.",
-)
-@click.option("--ranks", type=RankCounts(), metavar="N", help="Numbers of ranks: 4, 1,2,4 or 1..8. [4]")
-@click.option(
-    "--nodes",
-    type=RankCounts("nodes", most=MAX_NODES),
-    metavar="N",
-    help="Numbers of machines that each have this many ranks (docs/cluster.md). [one]",
-)
-@profile_option
-@model_option
-@batch_option
-@simulated_memory_option
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the simulated manifests and traces.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
-def simulate(
-    *,
-    jobs: JobOptions,
-    policies: tuple[str, ...],
-    ranks: tuple[int, ...] | None,
-    nodes: tuple[int, ...] | None,
-    profile_path: Path | None,
-    model: str,
-    batch: int,
-    memory: str | None,
-    output: Path | None,
-    as_json: bool,
-) -> int:
+@takes(given=Arguments)
+def simulate(given: Arguments) -> int:
     """Run JOBS in virtual time, and show how each policy performs. Needs no weights and no GPU.
 
     The simulation uses the scheduler and the policies of a real run. Only task times are predicted.
     """
     configure_log("warning")
-    if nodes and (memory or output or batch > 1):
-        option = "--memory" if memory else "--output" if output else "--batch"
-        raise click.UsageError(f"{option} goes with one machine; leave out --nodes")
-    named = [load_policy(text) for text in dict.fromkeys(policies)]
-    source = jobs.source()
-    admitted = admit_weightless(source, default_model=model, has_bar=has_cursor(sys.stderr))
-    check_batch(batch, families_of(admitted))
-    room = SimulatedMemory.of(admitted, memory, source=source.name)
-    counts = ranks or default_ranks(profile_path, admitted)
-    profile = choose_profile(profile_path, admitted, num_ranks=max(counts))
+    nodes, output, assumed = given.nodes, given.output, given.assumed
+    if nodes and (assumed.memory or output or assumed.batch > 1):
+        name = "--memory" if assumed.memory else "--output" if output else "--batch"
+        raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
+    named = [load_policy(text) for text in dict.fromkeys(given.policies)]
+    room = assumed.room(given.jobs)
+    counts = given.ranks or default_ranks(assumed.profile_path, room.jobs)
+    profile = choose_profile(assumed.profile_path, room.jobs, num_ranks=max(counts))
     now = time.time()  # the same for all policies, since deadlines may be times of day
-    warn_of_passed_deadlines(admitted, now=now)
+    warn_of_passed_deadlines(room.jobs, now=now)
     asked = [
         _Asked(policy, num_ranks, num_nodes, policy.name + _place(num_ranks, counts, num_nodes, nodes))
         for policy, num_ranks, num_nodes in itertools.product(named, counts, nodes or (None,))
@@ -123,17 +147,17 @@ def simulate(
     with _held(output, folders):
         for each, folder in zip(asked, folders, strict=True):
             try:
-                done = _simulate(room, each, profile, folder, started_at=now, batch=batch)
+                done = _simulate(room, each, profile, folder, started_at=now, batch=assumed.batch)
                 runs.append((each.name, done))
             except OutputError:
                 raise
             except RunError as error:
                 failures.append(f"{each.name}: {error}")
     on = _machines(counts, nodes)
-    _report(runs, profile, on, most=max(counts), room=room, as_json=as_json, failures=failures)
+    _report(runs, profile, on, most=max(counts), room=room, as_json=given.as_json, failures=failures)
     for failure in failures:
         click.echo(f"gfgen: {failure}", err=True)
-    if output is not None and runs and not as_json:
+    if output is not None and runs and not given.as_json:
         click.echo(f"manifests and traces are in {output}/: 'gfgen plot {output}' draws them")
     return 1 if failures else 0
 
@@ -306,3 +330,143 @@ def _as_json(runs: Sequence[tuple[str, Simulated]], profile: Profile) -> dict[st
 
 def _listed(counts: Sequence[int]) -> str:
     return ", ".join(map(str, counts[:-1])) + f" and {counts[-1]}"
+
+
+# Plans --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanArguments:
+    """Those of the command, in the order of its help."""
+
+    jobs: JobOptions = group(JobOptions)
+    policies: tuple[str, ...] = option(
+        "Consider only this policy, NAME[,option=value...]. Repeatable. [all built-in ones except legacy]",
+        "--policy",
+        type=A_POLICY,
+        multiple=True,
+    )
+    ranks: tuple[int, ...] | None = option(
+        "Numbers of ranks: 4, 1,2,4 or 1..8. The plan is for the largest; the others are alternatives. "
+        "[4, and all that the profile has]",
+        type=RankCounts(),
+        metavar="N",
+    )
+    nodes: Nodes | None = option(
+        "Plan for N machines with this many ranks, such as 4x8 or, to name their devices, 4xh200x8, and say "
+        "how many of them are enough. [one]",
+        type=NodesType(),
+        metavar="NxRANKS",
+    )
+    at: str | None = option(
+        "Start of the run: a time of day (22:00), a delay (90m) or a date (2026-11-21T22:00). [now]",
+        metavar="TIME",
+    )
+    by: str | None = option(
+        "When all jobs must be done: the next such time of day after the start (06:00), a time after the "
+        "start (8h) or a date (2026-11-22T06:00).",
+        metavar="TIME",
+    )
+    assumed: Assumed = group(Assumed)
+    as_json: bool = flag("Print JSON instead of text.", "--json")
+
+
+@click.command()
+@takes(given=PlanArguments)
+def plan(given: PlanArguments) -> None:
+    """Predict when JOBS are done and which are late, by policy and number of ranks.
+
+    The plan comes from simulations with a profile. It generates nothing.
+    """
+    configure_log("warning")
+    nodes, ranks, assumed, now = given.nodes, given.ranks, given.assumed, time.time()
+    if nodes and (assumed.memory or ranks or assumed.batch > 1):
+        name = "--memory" if assumed.memory else "--ranks" if ranks else "--batch"
+        raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
+    started_at = now if given.at is None else closing_at(given.at, now=now, option="--at")
+    by_s = None if given.by is None else closing_at(given.by, now=started_at, option="--by") - started_at
+    room, path = assumed.room(given.jobs), assumed.profile_path
+    window = PlanWindow(started_at, by_s, assumed.batch)
+    names = [load_policy(text).name for text in given.policies]
+    if nodes is None:
+        found = _of_one_machine(room, names, ranks, path, window)
+    else:
+        found = _of_nodes(room, names, nodes, path, window)
+    made, profile, turns = found
+    unseen = unseen_shapes(profile, room.jobs)
+    most_shared = None if nodes is None else _most_shared(profile, nodes)
+    if given.as_json:
+        said = {"memory": turns, "most_shared": most_shared, "unseen": unseen}
+        click.echo(json.dumps(plan_as_json(made) | said, indent=1))
+    else:
+        more = filter(None, [unseen, most_shared, turns])
+        click.echo("\n".join([*in_plain_words(made, device=describe(profile)), *more]))
+
+
+_Found = tuple[Plan, Profile, str | None]
+
+
+def _of_one_machine(
+    room: SimulatedMemory,
+    policies: Sequence[str],
+    ranks: Sequence[int] | None,
+    path: Path | None,
+    window: PlanWindow,
+) -> _Found:
+    jobs = room.jobs
+    num_ranks = max(ranks or default_ranks(path, jobs))
+    profile = choose_profile(path, jobs, num_ranks=num_ranks)
+    counts = ranks or range(1, profile.num_ranks + 1)
+    with _progress() as progress:
+        made = make_plan(
+            jobs,
+            policies=policies or _usual_policies(num_ranks),
+            num_ranks=num_ranks,
+            rank_counts=counts,
+            profile=profile,
+            window=window,
+            progress=progress,
+            residency=room.residency,
+        )
+    made = replace(made, machine=machine(profile, jobs, num_ranks=num_ranks))
+    return made, profile, room.in_words(num_ranks)
+
+
+def _of_nodes(
+    room: SimulatedMemory, policies: Sequence[str], nodes: Nodes, path: Path | None, window: PlanWindow
+) -> _Found:
+    jobs = room.jobs
+    profile = profile_of_nodes(path, jobs, nodes)
+    with _progress() as progress:
+        made = NodePlanner(jobs, nodes, profile, window, progress).plan(policies or ON_NODES)
+    each = machine(profile, jobs, num_ranks=nodes.num_ranks)
+    made = replace(made, machine=f"{counted(nodes.number, 'node')} of {each}")
+    return made, profile, room.in_words(nodes.num_ranks)
+
+
+def _most_shared(profile: Profile, nodes: Nodes) -> str | None:
+    if nodes.num_ranks <= profile.num_ranks:
+        return None
+    return f"A step uses at most {counted(profile.num_ranks, 'rank')} here: the profile has no times of more."
+
+
+def _usual_policies(num_ranks: int) -> Sequence[str]:
+    """The built-in policies, and srtf with groups of all ranks."""
+    usual = [name for name in BUILT_IN if name not in NO_CHOICE]
+    return usual if num_ranks == 1 else [*usual, f"srtf,degree={num_ranks}"]
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[PlanProgress]:
+    """Show a bar on a terminal after a second."""
+    if not has_cursor(sys.stderr):
+        yield lambda what, share: None
+        return
+    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    with tqdm(desc="plan", total=1.0, delay=BAR_DELAY_S, leave=False, bar_format=form) as bar:
+
+        def tell(what: str, share: float) -> None:
+            bar.set_description_str(what, refresh=False)
+            bar.update(min(share, 1.0 - bar.n))
+
+        yield tell

@@ -25,7 +25,7 @@ from gfgen.runtime.core.events import Event, StopRequested
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.session.admission import Admission
 from gfgen.session.session import RunSetup, Session, SessionOptions
 from gfgen.system.signals import SignalPipe

@@ -9,12 +9,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gfgen.errors import JobFileError
 from gfgen.job.spec import JobSpec
-from gfgen.models.ahead.listing import Uses, needed
-from gfgen.models.ahead.pool import Compiling
 from gfgen.models.families.precision import ATTENTION, AUTO, FP8, check_precision, precision_of
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.checkpoint import model_name
@@ -31,6 +29,10 @@ from gfgen.session.admission import Admission
 from gfgen.system.machine import COMPUTING, check_packages, cpu_name, key_versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
+
+if TYPE_CHECKING:
+    from gfgen.models.ahead.listing import Uses
+    from gfgen.models.ahead.pool import Compiling
 
 logger = logging.getLogger(__name__)
 
@@ -271,6 +273,9 @@ def compile_ahead(
     architectures = sorted({gpu.architecture for gpu in ranks.devices.gpus})
     if not architectures or find_spec("triton") is None:
         return contextlib.nullcontext()
+    from gfgen.models.ahead.listing import needed
+    from gfgen.models.ahead.pool import Compiling
+
     of_jobs: dict[Path, list[AdmittedJob]] = {path: [] for path in checkpoints}
     for job in jobs:
         of_jobs.setdefault(job.checkpoint, []).append(job)
@@ -280,6 +285,8 @@ def compile_ahead(
 
 def _uses(ranks: Ranks, checkpoint: Path, jobs: Sequence[AdmittedJob]) -> Uses:
     """What these jobs do with their model, or everything that it can do in this run."""
+    from gfgen.models.ahead.listing import Uses
+
     uses = Uses(
         layers=(precision_of(ranks.precision, checkpoint),),
         attention=(precision_of(ranks.attention, checkpoint),),

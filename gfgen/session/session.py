@@ -34,7 +34,7 @@ from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, j
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
 from gfgen.runtime.files.ownership import STDIN, claim_files, with_dates
-from gfgen.runtime.files.start import FIRST_USE_S, GRACE_S, RunStart
+from gfgen.runtime.files.resume import FIRST_USE_S, GRACE_S, RunStart
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.job_bounds import JobBounds

@@ -9,13 +9,14 @@ from benchmarks.beside import fidelity_table, surprises
 from benchmarks.bounds import least_makespan_s
 from gfgen.bench.policy_comparison import PolicyComparison, PolicyRun, score, scores_of
 from gfgen.bench.workloads import WorkloadOptions, admitted, make_workload, stand_alone, weightless_model
+from gfgen.cli.bench import figures
 from gfgen.cli.main import main
+from gfgen.cli.shown.picture import draw_runs
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED
-from gfgen.runtime.report.plot_runs import draw_runs
 from gfgen.runtime.simulate.profiled import profiled_times
 from gfgen.runtime.simulate.simulation import simulate
 
@@ -71,7 +72,7 @@ def test_where_no_job_is_done_there_is_no_latency():
     assert comparison.table()[-1] == "| legacy | 0% | 0% | - | - | - | 0.0 | 1 | - | - | - | 1.00 |"
     (run,) = json.loads(comparison.as_json({}))["runs"]
     assert (run["mean_s"], run["p50_s"], run["p95_s"], run["num_failed"]) == (None, None, None, 1)
-    panels = draw_runs(comparison.figures(), title="").axes
+    panels = draw_runs(figures(comparison), title="").axes
     texts = [text.get_text() for panel in panels for text in panel.texts]
     assert texts == ["0%", "-", "-", "0.00"]
 
@@ -79,7 +80,7 @@ def test_where_no_job_is_done_there_is_no_latency():
 def test_a_policy_that_was_replaced_is_marked_wherever_it_is_shown():
     comparison = comparison_of(PolicyRun("mine", [outcome("a", ended_s=4.0)], fault="boom"), baseline="mine")
     assert comparison.table()[-1].startswith("| mine (replaced by fcfs) | 100% |")
-    assert comparison.figures()[0].name == "mine\n(replaced by fcfs)"
+    assert figures(comparison)[0].name == "mine\n(replaced by fcfs)"
     assert json.loads(comparison.as_json({}))["runs"][0]["replaced_by"] == "fcfs"
     assert comparison.remarks() == ["mine failed too often (boom): fcfs took over"]
 

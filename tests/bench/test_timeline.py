@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gfgen.bench.device_times import gaps_of, lasted_s, spans_of
-from gfgen.bench.scripted import MeasuredRun
+from gfgen.bench.scripted import MeasuredRun, gaps_of, lasted_s, spans_of
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch

@@ -7,7 +7,7 @@ from gfgen.models.families.precision import tell_of_other_models
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import admit, tell_of_rounding
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.session.admission import find_weightless, tell_of_unused
 

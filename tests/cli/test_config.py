@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from gfgen.cli import run as run_module
 from gfgen.cli.main import main
-from gfgen.cli.options import RankOptions
+from gfgen.cli.options import JobOptions, RankOptions, given_in, group, option, takes
 from gfgen.errors import InputError
 from gfgen.runtime.core.devices import CUDA, Devices, Gpu
 from gfgen.runtime.core.metrics import Summary
@@ -177,3 +179,21 @@ def test_other_lists_of_gpus_are_refused(seen, gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(InputError, match="--gpus"):
         RankOptions(gpus=gpus).found()
+
+
+def test_an_option_that_was_given_is_named_as_on_the_command_line():
+    assert given_in(JobOptions(jobs=("a.jsonl",))) is None
+    assert given_in(JobOptions(num_images="2")) == "--num-images"
+    assert given_in(JobOptions(loras=("a",))) == "--lora"
+    assert given_in(JobOptions(loras=("a",)), "vary", "limit") is None
+
+
+def test_a_command_takes_some_options_of_a_dataclass_and_others_of_its_own():
+    @click.command()
+    @takes(ranks=group(RankOptions, without=("gpus", "memory"), ranks=option("How many.", default=3)))
+    @click.option("--name")
+    def command(ranks, *, name):
+        click.echo(f"{ranks.ranks} {ranks.device} {ranks.memory} {name}")
+
+    assert CliRunner().invoke(command, ["--device", "cpu", "--name", "a"]).output == "3 cpu None a\n"
+    assert "No such option '--gpus'" in CliRunner().invoke(command, ["--gpus", "0"]).output

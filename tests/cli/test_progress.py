@@ -55,13 +55,6 @@ class ClosedTerminal(Terminal):
         return super().write(text)
 
 
-class FullTerminal(Terminal):
-    """Takes nothing, with an error that tqdm does not swallow."""
-
-    def write(self, text: str) -> int:
-        raise OSError(errno.ENOSPC, "full")
-
-
 class Seen(Observer):
     """Counts ends."""
 
@@ -198,7 +191,7 @@ def test_log_records_go_above_the_bars_and_back_to_the_stream_afterwards() -> No
     assert "a rank is slow\n" in terminal.text
 
 
-@pytest.mark.parametrize("num_writes", [0, 1, 2, 5, 20, 50, 100, 200])
+@pytest.mark.parametrize("num_writes", [0, 1, 2, 5, 20, 50, 100, 150])
 def test_a_terminal_that_is_closed_ends_the_bars_and_not_the_run(
     caplog: pytest.LogCaptureFixture, num_writes: int
 ) -> None:
@@ -218,14 +211,25 @@ def test_a_terminal_that_is_closed_ends_the_bars_and_not_the_run(
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
-def test_a_bar_that_cannot_be_drawn_keeps_no_lock() -> None:
-    terminal = ClosedTerminal(num_writes=0)
-    with pytest.raises(OSError, match="full"):
-        board._Bar(total=1, file=FullTerminal())
-    taken = threading.Thread(target=lambda: board.Board(terminal, num_slots=0).write("x"), daemon=True)
-    taken.start()
-    taken.join(60)
-    assert not taken.is_alive()
+def test_jobs_keep_their_rows_and_each_draw_replaces_the_rows_before() -> None:
+    terminal = Terminal()
+    shown = board.Board(terminal, num_slots=2)
+    for names in (("a", "b"), ("b", "c")):
+        shown.draw([Line(name, 1, 2, "") for name in ("batch", *names)])
+    shown.write("done a")
+    shown.close()
+    rows = [line.split()[0] for line in terminal.text.replace("\r", "\n").split("\n") if "|" in line]
+    assert rows == ["batch", "a", "b", "batch", "c", "b", "batch", "c", "b"]
+    assert "\x1b[A\x1b[A\r\x1b[Jdone a\n" in terminal.text
+    assert terminal.text.endswith("\x1b[A\x1b[A\r\x1b[J")
+
+
+def test_wide_characters_count_as_two_columns() -> None:
+    name = "\u96ea" * 20
+    row, other = board.bars_of([Line(name, 1, 2, "x"), Line("b", 2, 2, "x")], 60, in_ascii=False)
+    assert row.startswith("\u96ea" * 9 + "~ |")
+    assert len(other) == 60
+    assert "\u2588" * 5 in other
 
 
 def test_bars_that_never_began_can_be_closed() -> None:

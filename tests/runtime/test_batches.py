@@ -20,8 +20,7 @@ from gfgen.runtime.core.admission import AdmittedJob, check_batch
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import TaskDone
-from gfgen.runtime.files.resume import ResumePoint
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import ResumePoint, RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.simulate import planner

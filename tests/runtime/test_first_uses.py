@@ -19,7 +19,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.files.journal import JOURNAL_NAME, Journal
 from gfgen.runtime.files.manifest import MANIFEST_NAME, read_manifest
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import OVERHEAD_S, CostModel
 
 ONE = (1, 1, 1)

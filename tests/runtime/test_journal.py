@@ -5,7 +5,7 @@ from journal_reader import read_journal, read_runs
 from gfgen.errors import InputError
 from gfgen.runtime.core.events import Event, RankTimes, TaskDone, Wakeup
 from gfgen.runtime.files.journal import Journal, journal_header
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 
 HEADER = {"policy": "srtf", "ranks": 2}
 

@@ -22,7 +22,7 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes import starting

@@ -18,7 +18,7 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter
 from gfgen.runtime.files.ownership import claim_files, default_folder, job_file_name
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import MARK, Content, content_of, remove_mark, set_mark
 
 NIGHT, DAY = "../night.jsonl", "../day.jsonl"

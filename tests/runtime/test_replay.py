@@ -20,8 +20,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import JobArrived, JobCancelled, OutputWritten, TaskDone, TaskFailed, Wakeup
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files.journal import Journal, journal_header
-from gfgen.runtime.files.resume import ResumePoint
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import ResumePoint, RunStart
 from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow

@@ -29,7 +29,7 @@ from gfgen.runtime.core.events import (
     StopRequested,
 )
 from gfgen.runtime.files.journal import Journal, journal_header
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 from gfgen.snapshot import Decision

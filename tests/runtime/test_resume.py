@@ -12,7 +12,7 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import GivenUp
 from gfgen.runtime.files import resume
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.job_memory import JobMemory

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from acted_run import ActedRun, Part, batch, job_info
 
+from gfgen.cli.shown.timeline import merged, read_timeline, task_blocks, tasks_of_jobs, write_blocks
 from gfgen.errors import InputError
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.ipc.messages import MemoryUse
-from gfgen.runtime.report.picture import merged, task_blocks, tasks_of_jobs, write_blocks
-from gfgen.runtime.report.timeline import read_timeline
 from gfgen.runtime.report.trace import FIRST_WRITER_TID, TraceWriter
 
 NEEDED = {

@@ -23,7 +23,7 @@ from gfgen.runtime.core.admission import ResolvedModel, admit
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import RankReady, TaskFailed
 from gfgen.runtime.files.outputs import read_metadata
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.predict.cost import CostModel

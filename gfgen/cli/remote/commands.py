@@ -12,13 +12,13 @@ import termios
 import time
 import tty
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from gfgen.cli.options import JobOptions, Named, configure_log, job_options
+from gfgen.cli.options import JobOptions, Named, argument, configure_log, flag, group, option, takes
 from gfgen.cli.remote.status import RunStatus, Target
 from gfgen.cli.shown.board import has_cursor, printable
 from gfgen.errors import GfgenError, InputError
@@ -32,36 +32,44 @@ _ADDRESS = re.compile(r"[A-Za-z0-9.\-]+:[0-9]{1,5}")
 
 MAX_STATUS_ROWS = 40
 
-_target_argument = click.argument(
-    "target", metavar="[TARGET]", required=False, envvar="GFGEN_TARGET", type=Named()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Whom a command asks, and how it answers."""
+
+    target: str | None = option(
+        "A run's output folder, a watched folder or a server's URL. [what runs below ./outputs]",
+        type=Named(),
+        metavar="TARGET",
+    )
+    api_key: str | None = option(
+        "Key of a server that wants one. Prefer the environment variable GFGEN_API_KEY."
+    )
+    as_json: bool = flag("Print JSON instead of text.", "--json")
+
+    def found(self) -> Target:
+        return find_target(self.target, key=self.api_key)
+
+
+_BY_ARGUMENT = group(
+    Asked,
+    target=argument(metavar="[TARGET]", required=False, envvar="GFGEN_TARGET", type=Named()),
 )
-_target_option = click.option(
-    "--target",
-    type=Named(),
-    metavar="TARGET",
-    help="A run's output folder, a watched folder or a server's URL. [what runs below ./outputs]",
-)
-_key_option = click.option(
-    "--api-key", help="Key of a server that wants one. Prefer the environment variable GFGEN_API_KEY."
-)
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 
 @click.command()
-@_target_argument
-@_key_option
-@_json_option
-def status(*, target: str | None, api_key: str | None, as_json: bool) -> int:
+@takes(asked=_BY_ARGUMENT)
+def status(asked: Asked) -> int:
     """Show what a run or a server does now, or how the last run of a folder ended.
 
     TARGET is a run's output folder, a watched folder or a server's URL. Without it, all that run below
     ./outputs are shown.
     """
     configure_log("warning")
-    folders = live_folders() if target is None else ()
-    named = [find_target(str(folder), key=api_key) for folder in folders]
-    found = [each.status() for each in named or [find_target(target, key=api_key)]]
-    if as_json:
+    folders = live_folders() if asked.target is None else ()
+    named = [find_target(str(folder), key=asked.api_key) for folder in folders]
+    found = [each.status() for each in named or [asked.found()]]
+    if asked.as_json:
         documents = [status.as_json() for status in found]
         _print_json(documents[0] if len(documents) == 1 else documents)
         return 0
@@ -73,34 +81,30 @@ def status(*, target: str | None, api_key: str | None, as_json: bool) -> int:
 
 
 @click.command()
-@_target_argument
-@_key_option
-@_json_option
-def top(*, target: str | None, api_key: str | None, as_json: bool) -> int:
+@takes(asked=_BY_ARGUMENT)
+def top(asked: Asked) -> int:
     """Show a run or a server live in the terminal, until q or Ctrl-C.
 
     TARGET is as for 'gfgen status'. Without a terminal the view is printed once; with --json there is a line
     of JSON for each change.
     """
     configure_log("warning")
-    watch(find_target(target, key=api_key), as_json=as_json)
+    watch(asked.found(), as_json=asked.as_json)
     return 0
 
 
 @click.command()
 @click.argument("ids", metavar="ID...", nargs=-1, required=True)
-@_target_option
-@_key_option
-@_json_option
-def cancel(*, ids: tuple[str, ...], target: str | None, api_key: str | None, as_json: bool) -> int:
+@takes(asked=Asked)
+def cancel(ids: tuple[str, ...], *, asked: Asked) -> int:
     """Cancel open jobs of a run or a server: those with this ID, or of a pattern such as "fox-*".
 
     For a server, an ID may also be that in the job file, or the id of a batch. A running step stops. A job
     whose file is being written may be done all the same. The next run makes cancelled jobs again.
     """
     configure_log("warning")
-    found = find_target(target, key=api_key).cancel(ids)
-    if as_json:
+    found = asked.found().cancel(ids)
+    if asked.as_json:
         _print_json(
             {"num_cancelled": found.num_cancelled, "cancelled": found.ids, "unmatched": found.unmatched}
         )
@@ -113,19 +117,16 @@ def cancel(*, ids: tuple[str, ...], target: str | None, api_key: str | None, as_
 
 
 @click.command()
-@job_options
-@_target_option
-@_key_option
-@_json_option
-def submit(*, jobs: JobOptions, target: str | None, api_key: str | None, as_json: bool) -> int:
+@takes(jobs=JobOptions, asked=Asked)
+def submit(*, jobs: JobOptions, asked: Asked) -> int:
     """Give the jobs of JOBS to a server, or to a run that watches a folder.
 
     JOBS and the options for jobs are those of 'gfgen run'. All jobs are taken, or none.
     """
     configure_log("warning")
     source = jobs.source()
-    taken = find_target(target, key=api_key).submit(source)
-    if as_json:
+    taken = asked.found().submit(source)
+    if asked.as_json:
         answer = {"num_jobs": taken.num_jobs, "text": taken.text, "problems": taken.problems}
         _print_json(answer | ({} if taken.answer is None else {"answers": taken.answer}))
     else:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TextIO
-
-from tqdm import tqdm
+from typing import TextIO
 
 MAX_NAME = 24
 MAX_COLUMNS = 120
 """Of a line; the bar gets what name and text leave."""
+_UP, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[A", "\x1b[K", "\x1b[J"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,97 +26,50 @@ class Line:
     text: str
 
 
-class _Bar(tqdm):  # type: ignore[misc]
-    """A bar without tqdm's monitor thread and semaphore."""
-
-    monitor_interval = 0
-    _lock = threading.RLock()
-
-    def refresh(self, **_: Any) -> None:
-        """Draw it. tqdm's own method never releases the lock if the stream raises."""
-        with self._lock:
-            super().refresh(nolock=True)
-
-    def __del__(self) -> None:
-        """Do nothing: tqdm would write to the terminal, which may be gone."""
-
-
 class Board:
     """The bars at the bottom of a terminal: the first is the batch, the others are job slots.
 
-    If the terminal is closed (EIO), the bars end and nothing here raises, so that the run goes on.
+    If the terminal is closed (EIO), nothing here raises, so that the run goes on.
     """
 
     def __init__(self, stream: TextIO, *, num_slots: int) -> None:
         self._stream = stream
         self._num_slots = num_slots
-        self._bars: list[_Bar] = []
-        self._slots: dict[str, int] = {}
-        self._size = (0, 0)
-        encoding = getattr(stream, "encoding", None) or ""
-        self._charset: str | bool = False if encoding.lower().startswith("utf") else " #"
+        self._slots: list[str | None] = []
+        self._bars: list[str] = []
 
     def write(self, text: str) -> None:
-        with self._while_there():
-            _Bar.write(printable(text, self._stream), file=self._stream)
-            self._stream.flush()
+        """Add a line above the bars."""
+        self._show(self._bars, above=f"{_CLEAR_BELOW}{printable(text, self._stream)}\n")
 
     def draw(self, lines: Sequence[Line]) -> None:
         """Show the batch, and as many jobs as the slots and rows allow."""
-        with self._while_there():
-            self._draw(lines)
+        columns, rows = terminal_size(self._stream)
+        head, *jobs = lines
+        shown = [head, *self._placed(jobs, max(0, min(self._num_slots, rows - 2)))]
+        encoding = getattr(self._stream, "encoding", None) or ""
+        bars = bars_of(shown, min(columns - 1, MAX_COLUMNS), in_ascii=not encoding.lower().startswith("utf"))
+        self._show([printable(bar, self._stream) for bar in bars])
 
     def close(self) -> None:
-        with self._while_there():
-            self._take_away()
+        self._show([])
 
-    @contextmanager
-    def _while_there(self) -> Iterator[None]:
-        """Without bars from the first write on that the terminal refuses."""
-        try:
-            yield
-        except OSError:
-            self._bars.clear()
+    def _show(self, bars: Sequence[str], *, above: str = "") -> None:
+        """Replace the bars in one write."""
+        back, text = _UP * (len(self._bars) - 1), "\n".join(f"{bar}{_CLEAR_LINE}" for bar in bars)
+        self._bars = list(bars)
+        with suppress(OSError):
+            self._stream.write(f"{back}\r{above}{text}{_CLEAR_BELOW}")
+            self._stream.flush()
 
-    def _draw(self, lines: Sequence[Line]) -> None:
-        columns, rows = terminal_size(self._stream)
-        if (columns, rows) != self._size:
-            self._resize(columns, rows)
-        if not self._bars:
-            return
-        head, *jobs = lines
-        self._assign([line.name for line in jobs])
-        by_slot = {1 + self._slots[line.name]: line for line in jobs if line.name in self._slots}
-        shown = [head if slot == 0 else by_slot.get(slot) for slot in range(len(self._bars))]
-        for bar, line, text in zip(self._bars, shown, bar_formats(shown), strict=True):
-            bar.n, bar.total = (0, 1) if line is None else (line.done, line.total)
-            bar.bar_format = printable(text, self._stream)
-            bar.refresh()
-
-    def _take_away(self) -> None:
-        for bar in reversed(self._bars):
-            bar.close()
-        self._bars.clear()
-
-    def _resize(self, columns: int, rows: int) -> None:
-        """Create new bars, because the terminal has wrapped or cut the old lines."""
-        self._take_away()
-        if self._size != (0, 0):
-            self._stream.write("\r\x1b[J")
-        self._size = (columns, rows)
-        for position in range(1 + max(0, min(self._num_slots, rows - 2))):
-            bar = _Bar(
-                total=1, position=position, file=self._stream, leave=False, ascii=self._charset,
-                ncols=min(columns - 1, MAX_COLUMNS), nrows=rows, bar_format=" ", mininterval=1e9,
-            )  # fmt: skip
-            self._bars.append(bar)
-
-    def _assign(self, names: Sequence[str]) -> None:
-        """Jobs keep their slots; new jobs get free ones."""
-        wanted = names[: len(self._bars) - 1]
-        self._slots = {name: slot for name, slot in self._slots.items() if name in wanted}
-        free = sorted(set(range(len(self._bars) - 1)) - set(self._slots.values()))
-        self._slots |= dict(zip((name for name in wanted if name not in self._slots), free, strict=False))
+    def _placed(self, jobs: Sequence[Line], num_slots: int) -> list[Line | None]:
+        """The jobs in slots: each keeps its own, and new ones get free ones."""
+        by_name = {job.name: job for job in jobs[:num_slots]}
+        before = [*self._slots, *[None] * num_slots][:num_slots]
+        kept = [name if name in by_name else None for name in before]
+        new = iter([name for name in by_name if name not in kept])
+        self._slots = [next(new, None) if name is None else name for name in kept]
+        return [None if name is None else by_name[name] for name in self._slots]
 
 
 class AboveBars:
@@ -132,17 +87,34 @@ class AboveBars:
         pass
 
 
-def bar_formats(lines: Sequence[Line | None]) -> list[str]:
-    """tqdm's format for each line, with bars of one width."""
+def bars_of(lines: Sequence[Line | None], columns: int, *, in_ascii: bool) -> list[str]:
+    """A row for each line, with bars of one width; None is an empty row."""
     shown = [line for line in lines if line is not None]
     width = min(MAX_NAME, max(len(line.name) for line in shown))
     room = max(len(line.text) for line in shown)
-    return [" " if line is None else _format(line, width, room) for line in lines]
+    rows = []
+    for line in lines:
+        if line is None:
+            rows.append("")
+            continue
+        bar = _bar(line.done / max(1, line.total), max(1, columns - width - room - 4), in_ascii=in_ascii)
+        rows.append(_fitted(f"{_fitted(line.name, width)} |{bar}| {line.text}", columns))
+    return rows
 
 
-def _format(line: Line, width: int, room: int) -> str:
-    name = line.name if len(line.name) <= width else f"{line.name[: width - 1]}~"
-    return f"{_literal(f'{name:<{width}}')} |{{bar}}| {_literal(f'{line.text:<{room}}')}"
+def _bar(share: float, width: int, *, in_ascii: bool) -> str:
+    if in_ascii:
+        return ("#" * int(share * width)).ljust(width)
+    full, eighths = divmod(int(share * width * 8), 8)
+    return ("\u2588" * full + (chr(0x2590 - eighths) if eighths else "")).ljust(width)
+
+
+def _fitted(text: str, columns: int) -> str:
+    """The text, cut or filled to this width; a wide character takes two columns."""
+    ends = list(itertools.accumulate(2 if unicodedata.east_asian_width(char) in "FW" else 1 for char in text))
+    if ends and ends[-1] > columns:
+        return f"{text[: bisect_right(ends, columns - 1)]}~"
+    return text + " " * (columns - (ends[-1] if ends else 0))
 
 
 def has_cursor(stream: TextIO) -> bool:
@@ -157,10 +129,6 @@ def terminal_size(stream: TextIO) -> tuple[int, int]:
     except (OSError, ValueError):
         return 80, 24
     return max(20, size.columns), max(3, size.lines)
-
-
-def _literal(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
 
 
 def printable(text: str, stream: TextIO) -> str:

@@ -185,13 +185,6 @@ def _known(jobs: Sequence[AdmittedJob]) -> list[Profile]:
     return [*own, *shipped_profiles()]
 
 
-simulated_memory_option = click.option(
-    "--memory",
-    metavar="SIZE",
-    help='Memory per GPU for weights and jobs, such as "80GB". Models that do not fit take turns. [no limit]',
-)
-
-
 @dataclass(frozen=True, slots=True)
 class SimulatedMemory:
     """The memory of these jobs on each GPU; `room_bytes` None: no limit."""

@@ -11,7 +11,7 @@ from gfgen.errors import InterruptedRunError
 from gfgen.graph import Stage, Task
 from gfgen.layout import Degrees
 from gfgen.runtime.core.openjobs import JobKind
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostClass, CostModel
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from gfgen.runtime.control.ranks import Flight, RankRecord
 from gfgen.runtime.control.residency import ModelTurns
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.openjobs import OpenJobs, kind_of
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import JobView
 

@@ -28,7 +28,7 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.core.openjobs import OpenJobOrders
-from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.predict.cost import CostModel

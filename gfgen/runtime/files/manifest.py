@@ -49,7 +49,10 @@ class ManifestWriter(Observer):
         self._now = now
         self._is_simulated = is_simulated
         self._made_with = made_with
-        _make_parent(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror}; choose another --output") from error
         self._lines = LineFile(path)
         self._written: list[str] = []
 
@@ -162,9 +165,11 @@ def _of_each_file(entry: ManifestLine) -> list[ManifestLine]:
     return [{**entry, **file} for file in entry.get("outputs", [{}])]
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, *, start: int = 0) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read()
     except FileNotFoundError:
         return b""
     except OSError as error:
@@ -181,14 +186,7 @@ class GrowingManifest:
 
     def read(self) -> Mapping[str, ManifestLine]:
         """The latest line of each job. Raises: OutputError when the file cannot be read."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._size_bytes)
-                content = file.read()
-        except FileNotFoundError:
-            return self._entries
-        except OSError as error:
-            raise OutputError(f"cannot read {self._path}: {error.strerror}") from error
+        content = _read(self._path, start=self._size_bytes)
         whole = content[: content.rfind(b"\n") + 1]
         self._entries |= {e["id"]: e for e in _entries(whole, self._path, first=1 + self._num_lines)}
         self._num_lines += whole.count(b"\n")
@@ -222,13 +220,6 @@ def check_own(path: Path) -> None:
         beginning = file.read(_BEGINNING_BYTES)
         if beginning.strip() and b'"version"' not in beginning:
             raise InputError(f"{path}: was not written by gfgen; name another --output")
-
-
-def _make_parent(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}; choose another --output") from error
 
 
 def finished_jobs(

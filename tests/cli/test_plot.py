@@ -11,10 +11,10 @@ from acted_run import ActedRun, Part, batch, job_info
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
+from gfgen.cli.shown.picture import PALETTE, job_colour, luminance, shaded
+from gfgen.cli.shown.plot_timeline import draw, plot_timeline
+from gfgen.cli.shown.timeline import read_timeline
 from gfgen.errors import InputError
-from gfgen.runtime.report.picture import PALETTE, job_colour, luminance, shaded
-from gfgen.runtime.report.plot_timeline import draw, plot_timeline
-from gfgen.runtime.report.timeline import read_timeline
 from gfgen.runtime.report.trace import TraceWriter
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from acted_run import WRITTEN, ActedRun, Part, batch, job_info
 
+from gfgen.cli.shown.picture import draw_runs, figures_of, find_traces, plot_runs
+from gfgen.cli.shown.timeline import read_timeline
 from gfgen.errors import InputError
 from gfgen.runtime.files.manifest import ManifestWriter, finished_jobs
-from gfgen.runtime.report.plot_runs import draw_runs, figures_of, find_traces, plot_runs
-from gfgen.runtime.report.timeline import read_timeline
 from gfgen.runtime.report.trace import TraceWriter
 
 

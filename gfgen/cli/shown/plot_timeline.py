@@ -16,24 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gfgen.errors import InputError
-from gfgen.runtime.report.picture import (
-    GREY,
+from gfgen.cli.shown.picture import GREY, check_suffix, hatching, job_colour, luminance, save_figure, shaded
+from gfgen.cli.shown.timeline import (
     WRITE,
     PlotBlock,
-    check_suffix,
-    hatching,
-    job_colour,
+    Timeline,
+    TracedJob,
     lanes_of,
-    luminance,
     merged,
-    save_figure,
-    shaded,
+    read_timeline,
     task_blocks,
     tasks_of_jobs,
     write_blocks,
 )
-from gfgen.runtime.report.timeline import Timeline, TracedJob, read_timeline
+from gfgen.errors import InputError
 from gfgen.system.wording import counted, in_words
 
 if TYPE_CHECKING:
