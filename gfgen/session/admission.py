@@ -15,7 +15,7 @@ import gc
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
 from gfgen.job.reader import JobSource, ParsedJobs, passed_deadlines, with_bar
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import (
-    ATTENTION,
     FP8,
     PRECISION,
     check_heads,
@@ -194,7 +193,7 @@ class Models:
     has_random_weights: bool = False
     trusts_code: bool = False
     fp8: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By option, --precision and --attention: what it asks for."""
+    """What --precision and --attention ask for, if anything."""
     known: dict[str, ResolvedModel | str] = field(default_factory=dict)
     """By name: the model, or what is wrong with it."""
     loaded: frozenset[Path] | None = None
@@ -218,10 +217,21 @@ class Models:
             raise ModelError(f"model {name!r} is not loaded; {self.help_}")
         return found
 
+    def find_all(self, names: Iterable[str]) -> Mapping[str, ResolvedModel | ModelError]:
+        """The models of these names, or what is wrong with them."""
+        found: dict[str, ResolvedModel | ModelError] = {}
+        for name in dict.fromkeys(names):
+            try:
+                found[name] = self.find(name)
+            except ModelError as error:
+                found[name] = error
+        return found
+
     def look_up(self, name: str) -> ResolvedModel:
         model = resolved_model(name, has_random_weights=self.has_random_weights, trusts_code=self.trusts_code)
-        for option, check in ((PRECISION, check_layers), (ATTENTION, check_heads)):
-            if precision_of(self.fp8.get(option, ()), model.checkpoint) == FP8:
+        for option, asked in self.fp8.items():
+            if precision_of(asked, model.checkpoint) == FP8:
+                check = check_layers if option == PRECISION else check_heads
                 check(model.geometry, model.checkpoint)
         return model
 
@@ -258,8 +268,12 @@ class Admission:
     def resolve(self, specs: Sequence[JobSpec], *, has_bar: bool = False) -> Judged:
         """The jobs as they run."""
         named, unknown = with_served_loras(specs, self.served_loras)
-        shown = with_bar(named, "checking", is_shown=has_bar, unit=" jobs", total=len(named))
-        jobs, refused = admit(shown, default_model=self.models.default, find_model=self.models.find)
+        default = self.models.default
+        models = self.models.find_all(spec.model or default for spec in named)
+        shown = (
+            with_bar(named, "checking", is_shown=True, unit=" jobs", total=len(named)) if has_bar else named
+        )
+        jobs, refused = admit(shown, default_model=default, find_model=models.__getitem__)
         return jobs, (*unknown, *refused)
 
     def fit(

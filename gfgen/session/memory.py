@@ -74,19 +74,20 @@ class HostMemory:
         if self.is_loaded:
             return dict.fromkeys(checkpoints, 0)
         measure = _random_footprint if self.has_random_weights else footprint
-        prints = {path: measure(path) for path in sorted(checkpoints)}
-        available, num_ranks = self.room_bytes, self.devices.num_ranks
-        for path, found in prints.items():
-            if available is None or (need := found.on(num_ranks)) <= available:
+        prints, num_ranks = {path: measure(path) for path in sorted(checkpoints)}, self.devices.num_ranks
+        needs = {path: found.on(num_ranks) for path, found in prints.items()}
+        available = self.room_bytes
+        for path, need in needs.items():
+            if available is None or need <= available:
                 continue
-            fitting = [ranks for ranks in range(1, num_ranks) if found.on(ranks) <= available]
+            fitting = [ranks for ranks in range(1, num_ranks) if prints[path].on(ranks) <= available]
             help_ = "free memory, raise --memory, or run smaller models"
             raise InputError(
                 f"{model_name(path)} on {counted(num_ranks, 'rank')}: at least {size_in_words(need)} of "
                 f"memory needed, {size_in_words(available)} available; "
                 + (f"--ranks {fitting[-1]} would fit" if fitting else help_)
             )
-        return {path: found.on(num_ranks) for path, found in prints.items()}
+        return needs
 
     def job_bytes(self, job: AdmittedJob) -> int:
         """State and frames of one job."""
@@ -121,13 +122,17 @@ class HostMemory:
 
         Raises: InputError when a model does not fit.
         """
-        jobs, unfit = split_by_loras(jobs, self.loras.fits, is_offloaded=self.is_offloaded)
+        unfit: Sequence[Problem] = ()
+        without_copies: Sequence[Problem] = ()
+        if has_loras := any(job.spec.lora for job in jobs):
+            jobs, unfit = split_by_loras(jobs, self.loras.fits, is_offloaded=self.is_offloaded)
         checkpoints = {job.checkpoint for job in jobs}
         weights = self.weights(checkpoints)
-        if not self.is_loaded:
+        if self.is_offloaded and not self.is_loaded:
             self.check_offloaded(checkpoints)
         jobs, too_large = self._with_room(jobs, weights, is_new=is_new)
-        jobs, without_copies = self._with_copies(jobs, weights) if is_new else (jobs, ())
+        if has_loras and is_new:
+            jobs, without_copies = self._with_copies(jobs, weights)
         return jobs, (*unfit, *too_large, *without_copies)
 
     def _with_room(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], *, is_new: bool) -> Judged:
@@ -209,9 +214,9 @@ class HostMemory:
 
     def _with_copies(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int]) -> Judged:
         """The jobs with room for their LoRAs in addition to the model and the LoRAs of earlier jobs."""
-        asking = [job for job in jobs if job.spec.lora]
-        if not asking or (room := self.room_bytes) is None:
+        if (room := self.room_bytes) is None:
             return jobs, ()
+        asking = [job for job in jobs if job.spec.lora]
         needs, refused = self.loras.by_model, dict[str, Problem]()
         checkpoints = {job.checkpoint for job in asking}
         news = {path for path in checkpoints if not self.loras.of(path).loras}
@@ -322,7 +327,7 @@ class GpuMemory(HostMemory):
         return max(self.job_bytes(job), job.state_bytes + _DECODE_BYTES * job.trajectory.frames_bytes)
 
     def check_offloaded(self, checkpoints: Collection[Path]) -> int:
-        available, total = available_bytes() if self.is_offloaded else None, 0
+        available, total = available_bytes(), 0
         for path in sorted(checkpoints) if self.is_offloaded else ():
             need = offloaded(self._in_bf16(path)).on(self.devices.num_ranks)
             total += need

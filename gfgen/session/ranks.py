@@ -130,12 +130,13 @@ class Ranks:
 
     def admission(self, default_model: str, *, bounds: JobBounds | None = None) -> Admission:
         has_bounded_steps = bounds is not None and bounds.step_s is not None
+        fp8 = {PRECISION: self.precision, ATTENTION: self.attention}
         return Admission(
             models=Models(
                 default=default_model,
                 has_random_weights=self.has_random_weights,
                 trusts_code=self.trusts_code,
-                fp8={PRECISION: self.precision, ATTENTION: self.attention},
+                fp8={option: asked for option, asked in fp8.items() if asked},
             ),
             memory=self.memory,
             bounds=bounds,
