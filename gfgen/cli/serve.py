@@ -61,8 +61,7 @@ from gfgen.server.protocol.server_schemas import ServedModel, served_model
 from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import machine
-from gfgen.system.machine import SERVING, check_packages, versions
-from gfgen.system.memory import check_addresses
+from gfgen.system.machine import SERVING, check_addresses, check_packages, versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 

@@ -27,7 +27,7 @@ from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES, default_plan
 from gfgen.runtime.ipc.slab import SlabPlan
 from gfgen.session.loras import Lora, LoraNeed, LoraNeeds, ServedLora, check_fit, loras_of, split_by_loras
-from gfgen.system.memory import available_bytes
+from gfgen.system.machine import available_bytes
 from gfgen.system.wording import counted, size_in_words
 
 logger = logging.getLogger(__name__)

@@ -35,8 +35,7 @@ from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.session.admission import Admission, Models
 from gfgen.session.memory import GpuMemory, HostMemory
-from gfgen.system.machine import COMPUTING, check_packages, cpu_name, key_versions
-from gfgen.system.memory import check_addresses
+from gfgen.system.machine import COMPUTING, check_addresses, check_packages, cpu_name, key_versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 

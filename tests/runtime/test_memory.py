@@ -16,21 +16,21 @@ from gfgen.runtime.core.devices import Devices, Gpu
 from gfgen.session import memory
 from gfgen.session.memory import GpuMemory, HostMemory, split
 from gfgen.session.ranks import Ranks
-from gfgen.system import memory as system_memory
-from gfgen.system.memory import available_bytes, check_addresses
+from gfgen.system import machine as this_machine
+from gfgen.system.machine import available_bytes, check_addresses
 
 GB = 10**9
 MEMINFO = "MemTotal:       1000 kB\nMemFree:        100 kB\nMemAvailable:   800 kB\n"
 
 
 def test_a_limit_below_what_any_rank_needs_is_refused(monkeypatch):
-    monkeypatch.setattr(system_memory.resource, "getrlimit", lambda _: (1_024_000_000, -1))
+    monkeypatch.setattr(this_machine.resource, "getrlimit", lambda _: (1_024_000_000, -1))
     with pytest.raises(
         InputError, match=r"1\.0 GB of memory here \(ulimit -v\); each rank needs at least 1\.5 GB"
     ):
         check_addresses()
     monkeypatch.setattr(
-        system_memory.resource, "getrlimit", lambda _: (system_memory.resource.RLIM_INFINITY, -1)
+        this_machine.resource, "getrlimit", lambda _: (this_machine.resource.RLIM_INFINITY, -1)
     )
     check_addresses()
 
