@@ -51,7 +51,7 @@ from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.simulate.backend import SimulatedTimes
 from gfgen.runtime.simulate.profiled import profiled_times
 from gfgen.runtime.simulate.simulation import simulate
-from gfgen.session.admission import Admission
+from gfgen.session.ranks import Ranks
 from gfgen.system.machine import cpu_name, versions
 
 NUM_RANKS = 2
@@ -97,7 +97,7 @@ def make_jobs(workload: Workload, profile: Profile) -> Sequence[AdmittedJob]:
     """The jobs of a workload; arrivals and deadlines follow from what the profile says of their work."""
     random, now_s, specs = Random(workload.seed), 0.0, []
     alone = {(row.model, row.shape, row.stage): row for row in profile.rows if row.degrees == (1, 1, 1)}
-    admit = Admission(default_model="tiny-wan", devices=DEVICES)
+    admit = Ranks(DEVICES).admission("tiny-wan")
     for number in range(workload.num_jobs):
         (kind,) = random.choices(list(workload.shapes), list(workload.shapes.values()))
         spec = JobSpec(
@@ -304,7 +304,7 @@ class MeasuredTimes:
 
 
 def measure_profile(pool: WorkerPool, folder: Path) -> MeasuredTimes:
-    jobs, _ = Admission(default_model="tiny-wan", devices=DEVICES)(
+    jobs, _ = Ranks(DEVICES).admission("tiny-wan")(
         [JobSpec(id=kind, prompt="a fox", steps=4, seed=0, **shape) for kind, shape in SHAPES.items()]
     )
     plan = profiling.plan_measurements(jobs, num_ranks=NUM_RANKS)
@@ -378,8 +378,8 @@ def main() -> None:
         for workload in WORKLOADS
         if not arguments.workload or workload.name in arguments.workload
     ]
-    admission = Admission(default_model="tiny-wan", devices=DEVICES)
-    checkpoints = [admission.find_model(name).checkpoint for name in ("tiny-wan", "tiny-qwen-image")]
+    admission = Ranks(DEVICES).admission("tiny-wan")
+    checkpoints = [admission.models.find(name).checkpoint for name in ("tiny-wan", "tiny-qwen-image")]
     results = []
     with (
         tempfile.TemporaryDirectory() as folder,

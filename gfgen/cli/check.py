@@ -14,21 +14,21 @@ from typing import Any
 
 import click
 
-from gfgen.cli.run_files import STATUSES, KnownJobs, RunOptions, check_records, has_bar
+from gfgen.cli.run_files import RunOptions, check_records, claims_of, has_bar, session_of
 from gfgen.cli.shown.prediction import known_here, machine
 from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.inputs import FileLine
 from gfgen.job.reader import JobSource
 from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of, tell_of_rounding
-from gfgen.runtime.core.devices import CUDA
-from gfgen.runtime.core.memory_check import gpu_work_bytes, job_bytes
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.files.ownership import STATUSES, Claims
 from gfgen.runtime.predict.profile_file import Profile, check_profile
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open, seldom_asked
 from gfgen.runtime.simulate.planner import FULL_TASKS
 from gfgen.runtime.simulate.simulation import simulate
-from gfgen.session.admission import Admission, AdmittedSource, judge, warn_of_passed_deadlines
-from gfgen.session.ranks import Ranks
+from gfgen.session.admission import AdmittedSource, judge, warn_of_passed_deadlines
+from gfgen.session.memory import GpuMemory, HostMemory
+from gfgen.session.ranks import Ranks, differences, made_with
 from gfgen.system.signals import DecisionTimeout
 from gfgen.system.wording import counted, in_words, size_in_words
 
@@ -41,24 +41,18 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
     """Print the report; returns 2 if a run would start nothing because of a problem."""
     if options.output_dir.exists():
         check_records(options.output_dir)
-    known, now = KnownJobs(source, options), time.time()
+    claims, now = claims_of(source, options), time.time()
     with _collected() as logged:
-        cluster = options.cluster
-        if cluster is None:
-            admission = options.ranks.admission(options.model, bounds=options.job_bounds)
-        else:
-            from gfgen.cluster.session import cluster_admission
-
-            admission = cluster_admission(options, cluster)
-        found = judge(source, admission, has_bar=has_bar(options), done=known.done, claim=known.claim)
+        cluster, admission = options.cluster, session_of(options, options.cluster).admission
+        found = judge(source, admission, claims=claims, has_bar=has_bar(options))
         tell_of_rounding(found.jobs)
-        todo = [job for job in found.jobs if job.job_id not in known.done_ids]
+        todo = [job for job in found.jobs if job.job_id not in claims.done_ids]
         check_batch(options.batch, families_of(todo))
         warn_of_passed_deadlines(todo, now=now)
-        memory = _memory(todo, admission) if cluster is None else None
+        memory = _memory(todo, admission.memory) if cluster is None else None
         prediction = _prediction(todo, options, now=now)
         nodes = {} if cluster is None else cluster.started()
-    report = _Report(source, options, known, found, memory, prediction, logged, nodes)
+    report = _Report(source, options, claims, found, memory, prediction, logged, nodes)
     text = json.dumps(report.as_json(), indent=1) if options.logs.log_json else "\n".join(report.lines())
     click.echo(text)
     return 2 if found.problems and not (options.skip_invalid and found.jobs) else 0
@@ -102,15 +96,14 @@ class _Memory:
         return f"{text}; {size_in_words(self.available_bytes)} of {self.of} is available"
 
 
-def _memory(jobs: Sequence[AdmittedJob], admission: Admission) -> _Memory | None:
+def _memory(jobs: Sequence[AdmittedJob], memory: HostMemory) -> _Memory | None:
     if not jobs:
         return None
     checkpoints = {job.checkpoint: job.spec.model or "" for job in jobs}
-    needed, of_loras = admission.check(checkpoints), admission.lora_bytes()
-    is_gpu = admission.devices.kind == CUDA
-    largest = max(map(gpu_work_bytes if is_gpu else job_bytes, jobs))
-    weights = {checkpoints[path]: size + of_loras.get(path, 0) for path, size in needed.items()}
-    return _Memory(weights, largest, admission.room_bytes, "each GPU" if is_gpu else "main memory")
+    weights = {checkpoints[path]: size for path, size in memory.with_loras(checkpoints).items()}
+    largest = max(map(memory.work_bytes, jobs))
+    where = "each GPU" if isinstance(memory, GpuMemory) else "main memory"
+    return _Memory(weights, largest, memory.room_bytes, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +192,7 @@ def _outcomes(
 class _Report:
     source: JobSource
     options: RunOptions
-    known: KnownJobs
+    claims: Claims
     found: AdmittedSource
     memory: _Memory | None
     prediction: _Prediction | None
@@ -266,11 +259,17 @@ class _Report:
 
     @functools.cached_property
     def _statuses(self) -> Mapping[str, tuple[str, str]]:
-        return {job.job_id: self.known.status(job) for job in self.found.jobs}
+        return {job.job_id: self.claims.status(job) for job in self.found.jobs}
 
     def _made_with_others(self) -> dict[str, list[str]]:
         """By id of a finished job, what has changed since."""
-        found = {job.job_id: list(self.known.differences(job)) for job in self.found.jobs}
+        if self.options.cluster is not None:  # only nodes know
+            return {}
+        found = {}
+        for job in self.found.jobs:
+            before = self.claims.entries.get(job.job_id, {}).get("made_with")
+            if job.job_id in self.claims.done_ids and isinstance(before, dict):
+                found[job.job_id] = differences(before, made_with(self.options.ranks, job.checkpoint))
         return {job_id: changes for job_id, changes in found.items() if changes}
 
     def _provenance_lines(self) -> Iterator[str]:

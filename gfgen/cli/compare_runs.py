@@ -128,7 +128,7 @@ def on_workers(
 
     Without a workload from a profile, this first measures the classes. Files are written and not kept.
     """
-    found = ranks.admission(model).find_model(model)
+    found = ranks.admission(model).models.find(model)
     admitted_on(ranks, calibration_jobs(model, steps=options.steps), default_model=model, source="--model")
     policies = [text for text in texts if not is_stock(text)]
     specs: Sequence[JobSpec] = ()

@@ -24,7 +24,7 @@ from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.weights import device_bytes, footprint
 from gfgen.policies.catalog import BUILT_IN, describe
 from gfgen.runtime.core.devices import CPU, DEVICES, choose_devices
-from gfgen.runtime.core.memory_check import available_bytes, check_models
+from gfgen.session.memory import HostMemory
 from gfgen.system.machine import COMPUTING, check_packages
 from gfgen.system.wording import counted
 
@@ -116,7 +116,7 @@ def check(model: str, *, job: str, device: str, trust_remote_code: bool, as_json
     given = _given_job(job, geometry)
     devices = choose_devices(device, 1)
     if devices.kind == CPU:
-        check_models([checkpoint], num_ranks=1, available=available_bytes())
+        HostMemory(devices=devices).weights([checkpoint])
     check_packages(COMPUTING)
     from gfgen.models.stepping.check import try_checkpoint
 

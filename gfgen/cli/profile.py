@@ -119,9 +119,11 @@ def profile(
     options = ranks.found()
     if jobs is not None:
         admission = options.admission(models[0] if models else DEFAULT_MODEL)
-        found = judge(JobSource(files=(jobs,)), admission, are_models_together=True)
+        found = judge(JobSource(files=(jobs,)), admission)
+        checkpoints = {job.checkpoint for job in found.jobs}
+        admission.memory.check_together(checkpoints)
         admitted, _ = jobs_to_run(found)
-        on_host = admission.lora_copies_on_host({job.checkpoint for job in admitted})
+        on_host = admission.memory.copies_on_host(checkpoints)
     else:
         admitted = _default_jobs(models or _MEASURED_MODELS[options.are_on_gpus], sizes, options)
         on_host = ()
@@ -189,7 +191,7 @@ def _default_jobs(models: Sequence[str], sizes: Sequence[str], options: Ranks) -
 
 
 def _kind_of(model: str, options: Ranks) -> str:
-    return options.admission(model).find_model(model).geometry.kind
+    return options.admission(model).models.find(model).geometry.kind
 
 
 def _size(text: str) -> tuple[int, int, int | None]:

@@ -5,7 +5,6 @@ Its hooks, too: commands of the user for complete files and for the end (--on-fi
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -25,7 +24,6 @@ import click
 
 from gfgen.cli.options import LogOptions, RankOptions, flag, given_in, option
 from gfgen.errors import InputError, Problem
-from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
 from gfgen.job.reader import JobSource
 from gfgen.job.spec import ENDINGS
 from gfgen.models.ahead.places import environment_of_others
@@ -36,16 +34,11 @@ from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
-    SIMULATED,
     WATCHED_NAME,
-    ManifestLine,
     check_own,
-    finished_jobs,
-    read_manifest,
 )
-from gfgen.runtime.files.ownership import claim_files, job_file_name, with_dates
+from gfgen.runtime.files.ownership import Claims
 from gfgen.session.admission import Admission, jobs_to_run, judge
-from gfgen.session.ranks import differences, made_with
 from gfgen.session.session import Session, SessionOptions
 from gfgen.system.wording import counted, in_words
 
@@ -84,9 +77,6 @@ def check_records(output_dir: Path) -> None:
         check_own(output_dir / name)
 
 
-STATUSES = ("new", "done", "changed", "again")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(SessionOptions):
     trace: Path | None
@@ -102,87 +92,15 @@ class RunOptions(SessionOptions):
     cluster: RayCluster | None = None
 
 
-class KnownJobs:
-    """What the output folder's manifest says of jobs, and which files they may replace."""
-
-    def __init__(self, source: JobSource, options: RunOptions) -> None:
-        self._source, self._options = source, options
-        self.done_ids: set[str] = set()
-
-    @functools.cached_property
-    def _entries(self) -> Mapping[str, ManifestLine]:
-        return read_manifest(self._options.output_dir / MANIFEST_NAME)
-
-    def done(self, jobs: Sequence[AdmittedJob]) -> Collection[str]:
-        """Ids of the jobs that need not run again; none with --force."""
-        if not self._options.force:
-            path = self._options.output_dir / MANIFEST_NAME
-            infos = [job.info for job in with_dates(jobs, output_dir=self._options.output_dir)]
-            self.done_ids |= finished_jobs(path, infos, entries=self._entries)
-        return self.done_ids
-
-    def claim(self, jobs: Sequence[AdmittedJob]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-        """The jobs with the files that they may replace, and problems for those whose file name is taken.
-
-        With --failed, only jobs that failed before.
-        """
-        options = self._options
-        jobs = with_dates(jobs, output_dir=options.output_dir)
-        if options.failed:
-            jobs = [job for job in jobs if self._entries.get(job.job_id, {}).get("status") == "failed"]
-            if not jobs:
-                logger.warning("--failed: none of these jobs has failed in %s", options.output_dir)
-        done = self.done(jobs)
-        claimed: list[AdmittedJob] = []
-        problems: list[Problem] = []
-        for file, group in _by_file(jobs).items():
-            found, taken = claim_files(
-                group,
-                output_dir=options.output_dir,
-                job_file=options.job_file if file is None else _name_in(options.output_dir, file),
-                done=done,
-                inputs=dict.fromkeys(self._source.paths, "the job file"),
-                overwrite=options.overwrite,
-            )
-            claimed, problems = claimed + found, problems + taken
-        return claimed, problems
-
-    def differences(self, job: AdmittedJob) -> Sequence[str]:
-        """What this run would make a finished job with that differs from what it was made with."""
-        before = self._entries.get(job.job_id, {}).get("made_with")
-        if job.job_id not in self.done_ids or not isinstance(before, dict):
-            return ()
-        if self._options.cluster is not None:  # only nodes know
-            return ()
-        return differences(before, made_with(self._options.ranks, job.checkpoint))
-
-    def status(self, job: AdmittedJob) -> tuple[str, str]:
-        """One of STATUSES, and for a job that is made again the reason."""
-        entry = self._entries.get(job.job_id)
-        if job.job_id in self.done_ids:
-            return "done", ""
-        if entry is None or entry.get(SIMULATED):
-            return "new", ""
-        if entry.get("spec_hash") != job.info.spec_hash or entry.get("file") not in (None, job.info.file):
-            return "changed", ""
-        if entry.get("status") != "done":
-            return "again", "it failed" if entry.get("status") == "failed" else "it was cancelled"
-        path = self._options.output_dir / job.info.file
-        if not path.exists():
-            return "again", "its file is gone"
-        return "again", "--force" if self._options.force else "its file has changed"
-
-
-def _by_file(jobs: Sequence[AdmittedJob]) -> Mapping[str | None, list[AdmittedJob]]:
-    groups: dict[str | None, list[AdmittedJob]] = {}
-    for job in jobs:
-        line = job.spec.line
-        groups.setdefault(line.file if isinstance(line, FileLine) else None, []).append(job)
-    return groups
-
-
-def _name_in(output_dir: Path, file: str) -> str:
-    return job_file_name(None if file in (STDIN_NAME, PROMPTS_NAME) else Path(file), output_dir)
+def claims_of(source: JobSource, options: RunOptions) -> Claims:
+    return Claims(
+        output_dir=options.output_dir,
+        job_file=options.job_file,
+        inputs=source.paths,
+        overwrite=options.overwrite,
+        force=options.force,
+        only_failed=options.failed,
+    )
 
 
 def admit_jobs(
@@ -192,10 +110,10 @@ def admit_jobs(
 
     Raises: as `judge` and `jobs_to_run`.
     """
-    known = KnownJobs(source, options)
-    found = judge(source, admission, has_bar=has_bar(options), done=known.done, claim=known.claim)
+    claims = claims_of(source, options)
+    found = judge(source, admission, claims=claims, has_bar=has_bar(options))
     admitted, problems = jobs_to_run(found, skip_invalid=options.skip_invalid)
-    return admitted, known.done_ids, problems
+    return admitted, claims.done_ids, problems
 
 
 def session_of(options: SessionOptions, cluster: RayCluster | None) -> Session:

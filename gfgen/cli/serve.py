@@ -43,7 +43,6 @@ from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import parse_memory
-from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.files import resume
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.job_bounds import JobBounds
@@ -57,7 +56,7 @@ from gfgen.session.live import write_live
 from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import machine
-from gfgen.system.machine import SERVING, check_packages, versions
+from gfgen.system.machine import SERVING, check_addresses, check_packages, versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -67,6 +66,8 @@ KEY_VARIABLE = "GFGEN_API_KEY"
 DEFAULTS = ServerLimits()
 DEFAULT_JOB_BOUNDS = JobBounds(pixels=2048 * 2048, frames=257, steps=200)
 """Accept all that the models are made for: Wan2.2 in 1280x720 with 121 frames, Qwen-Image in 2048x2048."""
+NOT_SERVED = "it is not served any more: start the server with --model NAME too"
+"""What to do about a model of an earlier start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,17 +301,14 @@ def serve_models(options: ServeOptions) -> None:
         with contextlib.suppress(OSError):  # then gfgen status needs the URL
             write_live(options.output_dir, {"url": url_of(options.host, options.port)})
         logger.info("listening on http://%s:%d; loading the models", options.host, options.port)
-        found = [session.admission.find_model(name) for name in options.models]
+        found = [session.admission.models.find(name) for name in options.models]
         checkpoints = [model.checkpoint for model in found]
-        session.admission.tell_of_unused_precision(checkpoints)
-        session.admission.check_served_loras(options.loras, checkpoints)
+        session.admission.models.tell_of_unused_precision(checkpoints)
+        session.admission.memory.serve_loras(options.loras, checkpoints)
         try:
             session.load([], models=options.models)
             loaded = replace(
-                session.admission,
-                loaded=session.checkpoints,
-                help_="it is not served any more: start the server with --model NAME too",
-                served_loras=options.loras,
+                session.admission.of_loaded(session.checkpoints, help_=NOT_SERVED), served_loras=options.loras
             )
             session.warm_up(usual_jobs(options.models, loaded))
         except InterruptedRunError:

@@ -258,13 +258,13 @@ def serve(connection: Connection) -> None:
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(Session(session_options))
         session.load([], models=setup.models)
-        checkpoints = {name: session.admission.find_model(name).checkpoint for name in setup.models}
+        checkpoints = {name: session.admission.models.find(name).checkpoint for name in setup.models}
         kernels = session.pool.settings.kernels
         made = {name: made_with(ranks, each, kernels=kernels) for name, each in checkpoints.items()}
         clock = Clock()
         connection.send(Ready(ranks, made, clock.started_at))
         chooser = stack.enter_context(contextlib.closing(ThreadedChooser(session_options.policy.choose)))
-        feed = JobFeed(connection, replace(session.admission, loaded=session.checkpoints), chooser)
+        feed = JobFeed(connection, session.admission.of_loaded(session.checkpoints), chooser)
         arrivals = Arrivals(feed, observers=[feed], requests=feed, chooser=chooser)
         session.run([], arrivals=arrivals, clock=clock)
 

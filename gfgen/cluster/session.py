@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from gfgen.cluster.backend import Links
@@ -26,7 +25,9 @@ from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
 from gfgen.runtime.files.resume import RunStart
-from gfgen.session.admission import Admission
+from gfgen.session.admission import Admission, Models
+from gfgen.session.loras import split_by_loras
+from gfgen.session.memory import HostMemory, Judged
 from gfgen.session.session import RunSetup, Session, SessionOptions
 from gfgen.system.signals import SignalPipe
 
@@ -37,51 +38,40 @@ SPARE_SLOTS = 16
 
 
 @dataclass(kw_only=True)
-class ClusterAdmission(Admission):
-    """Looks models up on nodes; each node checks its own memory."""
+class NodeModels(Models):
+    """Looks models up on nodes."""
 
     cluster: RayCluster | None
     """None in another process, which knows the models that are loaded."""
-    has_inputs: bool = False
-    """Nodes can read the files that jobs begin with."""
 
     def __getstate__(self) -> Mapping[str, Any]:
         return self.__dict__ | {"cluster": None}
 
-    def check(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
-        return {}
-
-    def check_offloaded(self, checkpoints: Collection[Path]) -> int:
-        return 0
-
-    def _refuse_loras(
-        self, jobs: Sequence[AdmittedJob], models_bytes: Mapping[Path, int]
-    ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-        return jobs, ()
-
-    def _refuse_large(
-        self, jobs: Sequence[AdmittedJob], models_bytes: Mapping[Path, int]
-    ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-        if self.has_inputs:
-            return jobs, ()
-        accepted = "nodes cannot read files of this machine; --shared says that all have the same folders"
-        reading = [job for job in jobs if input_files(job.spec)]
-        problems = [
-            Problem(job.spec.line, name, str(path), accepted)
-            for job in reading
-            for name, path in input_files(job.spec)[:1]
-        ]
-        return [job for job in jobs if not input_files(job.spec)], problems
-
-    def _look_up(self, name: str) -> ResolvedModel:
+    def look_up(self, name: str) -> ResolvedModel:
         if self.cluster is None:
             raise ModelError(f"model {name!r} is not loaded; {self.help_}")
         return self.cluster.find_model(name)
 
 
-def cluster_admission(options: SessionOptions, cluster: RayCluster) -> ClusterAdmission:
-    own = options.ranks.admission(options.model, bounds=options.job_bounds)
-    return ClusterAdmission(**vars(own), cluster=cluster, has_inputs=cluster.options.is_shared)
+@dataclass(kw_only=True)
+class NodeMemory(HostMemory):
+    """Each node checks its own memory."""
+
+    has_inputs: bool = False
+    """Nodes can read the files that jobs begin with."""
+
+    def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
+        """The jobs whose files nodes can read, and problems for the others."""
+        accepted = "nodes cannot read files of this machine; --shared says that all have the same folders"
+        reading = [job for job in jobs if input_files(job.spec)] if is_new and not self.has_inputs else []
+        problems = [
+            Problem(job.spec.line, name, str(path), accepted)
+            for job in reading
+            for name, path in input_files(job.spec)[:1]
+        ]
+        jobs = [job for job in jobs if job not in reading] if reading else jobs
+        jobs, unfit = split_by_loras(jobs, self.loras.fits)
+        return jobs, (*problems, *unfit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +99,9 @@ class ClusterSession(Session):
 
     @functools.cached_property
     def admission(self) -> Admission:
-        return cluster_admission(self.options, self._cluster)
+        own = self.options.ranks.admission(self.options.model, bounds=self.options.job_bounds)
+        memory = NodeMemory(devices=self.options.ranks.devices, has_inputs=self._cluster.options.is_shared)
+        return replace(own, models=NodeModels(**vars(own.models), cluster=self._cluster), memory=memory)
 
     def load(
         self, jobs: Sequence[AdmittedJob], *, models: Sequence[str] = (), are_all_needed: bool = False
@@ -119,7 +111,7 @@ class ClusterSession(Session):
         Raises: InputError when no node can; InterruptedRunError when a signal comes first.
         """
         names = sorted({*models, *(job.spec.model or "" for job in jobs)})
-        self.checkpoints = frozenset(self.admission.find_model(name).checkpoint for name in names)
+        self.checkpoints = frozenset(self.admission.models.find(name).checkpoint for name in names)
         with self.signals.interrupting("nodes were starting; nothing was started"):
             self._cluster.load(names)
 

@@ -13,20 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 from gfgen.errors import JobFileError
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.precision import ATTENTION, AUTO, FP8, check_precision, precision_of
+from gfgen.models.families.precision import (
+    ATTENTION,
+    AUTO,
+    FP8,
+    PRECISION,
+    check_precision,
+    precision_of,
+)
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.models.geometry.weight_files import weights_id
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, DEFAULT_CPU_RANKS, Devices, choose_devices, parse_memory
-from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes
 from gfgen.runtime.predict.profile_store import find_profile
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
-from gfgen.session.admission import Admission
-from gfgen.system.machine import COMPUTING, check_packages, cpu_name, key_versions
+from gfgen.session.admission import Admission, Models
+from gfgen.session.memory import GpuMemory, HostMemory
+from gfgen.system.machine import COMPUTING, check_addresses, check_packages, cpu_name, key_versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -124,17 +131,30 @@ class Ranks:
 
     def admission(self, default_model: str, *, bounds: JobBounds | None = None) -> Admission:
         has_bounded_steps = bounds is not None and bounds.step_s is not None
+        fp8 = {PRECISION: self.precision, ATTENTION: self.attention}
         return Admission(
-            default_model=default_model,
-            devices=self.devices,
-            has_random_weights=self.has_random_weights,
-            vae_dtype=self.vae_dtype,
-            is_offloaded=self.is_offloaded,
-            precision=self.precision,
-            attention=self.attention,
-            trusts_code=self.trusts_code,
+            models=Models(
+                default=default_model,
+                has_random_weights=self.has_random_weights,
+                trusts_code=self.trusts_code,
+                fp8={option: asked for option, asked in fp8.items() if asked},
+            ),
+            memory=self.memory,
             bounds=bounds,
             step_times=self.step_times() if has_bounded_steps else None,
+        )
+
+    @property
+    def memory(self) -> HostMemory:
+        """The memory of their devices, before they start."""
+        if not self.are_on_gpus:
+            return HostMemory(devices=self.devices, has_random_weights=self.has_random_weights)
+        return GpuMemory(
+            devices=self.devices,
+            has_random_weights=self.has_random_weights,
+            is_offloaded=self.is_offloaded,
+            vae_dtype=self.vae_dtype,
+            precision=self.precision,
         )
 
 
@@ -193,7 +213,9 @@ def admitted_on(
 
     Raises: JobFileError with every problem, which names `source`; InputError when the models do not fit.
     """
-    jobs, problems = ranks.admission(default_model).fitting(specs, are_models_together=True)
+    admission = ranks.admission(default_model)
+    jobs, problems = admission(specs)
+    admission.memory.check_together({job.checkpoint for job in jobs})
     if problems:
         raise JobFileError(source, tuple(problems))
     return jobs

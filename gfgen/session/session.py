@@ -32,8 +32,8 @@ from gfgen.runtime.core.observer import JobInfo, Observer, with_view
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
 from gfgen.runtime.files.lock import hold_folder
-from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
-from gfgen.runtime.files.ownership import STDIN, claim_files, with_dates
+from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter
+from gfgen.runtime.files.ownership import STDIN, Claims
 from gfgen.runtime.files.resume import FIRST_USE_S, GRACE_S, RunStart
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.cost import CostModel
@@ -153,19 +153,16 @@ class Session:
     def admit(self, lines: Sequence[Mapping[str, Any]]) -> Sequence[AdmittedJob]:
         """The jobs that these lines of a job file describe, except those that an earlier session finished.
 
-        Raises: JobFileError with every problem.
+        Raises: JobFileError with every problem; InputError when a model does not fit.
         """
         text = "\n".join(json.dumps(line) for line in lines)
         parsed = read_job_stream(io.BytesIO(text.encode()), source="the jobs", folder=Path())
+        claims = Claims(output_dir=self.options.output_dir, job_file=self.options.job_file)
         admitted, problems = self.admission(parsed.specs)
-        admitted = with_dates(admitted, output_dir=self.options.output_dir)
-        done = finished_jobs(self.options.output_dir / MANIFEST_NAME, [job.info for job in admitted])
-        claimed, taken = claim_files(
-            admitted, output_dir=self.options.output_dir, job_file=self.options.job_file, done=done, inputs={}
-        )
+        claimed, taken = claims.claim(admitted)
         if found := (*parsed.problems, *problems, *taken):
             raise JobFileError(parsed.source, found)
-        return [job for job in claimed if job.job_id not in done]
+        return [job for job in claimed if job.job_id not in claims.done_ids]
 
     def load(
         self, jobs: Sequence[AdmittedJob], *, models: Sequence[str] = (), are_all_needed: bool = False
@@ -179,13 +176,14 @@ class Session:
         """
         options = self.options
         _remove_leftovers_below(options.output_dir, jobs)
-        found = {name: self.admission.find_model(name) for name in models}
+        found = {name: self.admission.models.find(name) for name in models}
         named = {name: model.checkpoint for name, model in found.items()}
         families = {name: model.geometry.family for name, model in found.items()}
         check_batch(options.batch, {**families_of(jobs), **families})
         checkpoints = {*named.values(), *(job.checkpoint for job in jobs)}
-        self.admission.check_offloaded(checkpoints)
-        self.residency = self.admission.residency(jobs, names=named or None)
+        memory = self.admission.memory
+        memory.check_offloaded(checkpoints)
+        self.residency = memory.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
         held = checkpoints if self.residency is None else self.residency.checkpoints
         profile = find_profile(options.ranks.profiled_as)
@@ -198,7 +196,7 @@ class Session:
             self.signals,
             are_all_needed=are_all_needed,
             kernels=kernels,
-            lora_copies_on_host=self.admission.lora_copies_on_host(checkpoints),
+            lora_copies_on_host=memory.copies_on_host(checkpoints),
             keep_fds=[self._lock],
             jobs=jobs,
         )
@@ -324,7 +322,7 @@ class Session:
     def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
         """None if the model is not there any more, or its files cannot be read."""
         try:
-            checkpoint = self.admission.find_model(info.spec.model or "").checkpoint
+            checkpoint = self.admission.models.find(info.spec.model or "").checkpoint
             return made_with(self.options.ranks, checkpoint, kernels=self.pool.settings.kernels)
         except (ModelError, OSError):
             return None

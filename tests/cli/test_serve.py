@@ -17,7 +17,8 @@ from gfgen.runtime.core.admission import admit
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond
-from gfgen.session.admission import Admission, find_weightless
+from gfgen.session.admission import find_weightless
+from gfgen.session.ranks import Ranks
 
 
 def served(folder, port):
@@ -115,7 +116,7 @@ def test_bounds_of_one_job_are_options_with_defaults_that_admit_what_models_are_
 
 
 def test_what_is_warmed_up_is_what_a_request_gets_that_says_nothing(tiny_models):
-    admit = Admission(default_model="tiny-wan", devices=Devices("cpu", 1))
+    admit = Ranks(Devices("cpu", 1)).admission("tiny-wan")
     jobs = usual_jobs(["tiny-wan", "tiny-qwen-image", "tiny-wan-moe-i2v"], admit)
     shapes = {job.spec.model: (job.spec.width, job.spec.height) for job in jobs}
     assert shapes.keys() == {"tiny-wan", "tiny-qwen-image"}  # the last one wants a picture
@@ -123,11 +124,12 @@ def test_what_is_warmed_up_is_what_a_request_gets_that_says_nothing(tiny_models)
 
 
 def test_what_was_accepted_is_held_against_limits_and_not_against_what_is_free_now(monkeypatch, tiny_models):
-    monkeypatch.setattr("gfgen.session.admission.available_bytes", lambda: 10)
+    monkeypatch.setattr("gfgen.session.memory.available_bytes", lambda: 10)
     spec = JobSpec(id="a", prompt="a fox", model="tiny-wan")
 
     def admission(limit):
-        return Admission(default_model="tiny-wan", devices=Devices("cpu", 1, memory_limit=limit))
+        found = Ranks(Devices("cpu", 1, memory_limit=limit)).admission("tiny-wan")
+        return found.of_loaded(frozenset({found.models.find("tiny-wan").checkpoint}))
 
     unlimited, limited = admission(None), admission(20)
     assert [len(part) for part in unlimited([spec])] == [0, 1]

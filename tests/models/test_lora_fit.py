@@ -25,10 +25,11 @@ from gfgen.models.lora.fit import LoraFit, LoraFits, by_headers
 from gfgen.models.lora.outlines import Outlines, changed_by, weightless_pipeline
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
-from gfgen.runtime.core.memory_check import job_bytes
-from gfgen.session import admission as admission_module
+from gfgen.session import memory as memory_module
 from gfgen.session.admission import Admission
-from gfgen.session.loras import LoraMemory, LoraNeed, find_loras
+from gfgen.session.loras import LoraNeed, LoraNeeds, find_loras
+from gfgen.session.memory import GpuMemory
+from gfgen.session.ranks import Ranks
 
 LAYER = "blocks.0.attn1.to_q"
 GB = 10**9
@@ -90,7 +91,7 @@ def test_headers_leave_other_formats_and_misfits_to_the_loaders(tmp_path: Path, 
 
 
 def admission(memory: int | None = None) -> Admission:
-    return Admission(default_model="shapes", devices=Devices(CPU, 2, memory_limit=memory))
+    return Ranks(Devices(CPU, 2, memory_limit=memory)).admission("shapes")
 
 
 def problems_of(tmp_path: Path, *entries: dict[str, str], memory: int | None = None) -> list[str]:
@@ -100,7 +101,7 @@ def problems_of(tmp_path: Path, *entries: dict[str, str], memory: int | None = N
         spec, refused = parse_job(job, line=idx + 1, folder=tmp_path)
         assert spec is not None, refused
         specs.append(spec)
-    _, problems = admission(memory).fitting(specs)
+    _, problems = admission(memory)(specs)
     return [str(problem) for problem in problems]
 
 
@@ -124,11 +125,11 @@ def test_models_in_fp8_take_loras_of_jobs_and_servers(tmp_path: Path, width: int
     path = lora(tmp_path / "ok.safetensors", width=width)
     spec, _ = parse_job({"prompt": "a red circle", "frames": 1, "lora": [str(path)]})
     assert spec is not None
-    in_fp8 = replace(admission(), precision=("fp8",))
-    (job,), problems = in_fp8.fitting([spec])
+    in_fp8 = on_gpus(80, precision=("fp8",), model="shapes")
+    (job,), problems = in_fp8([spec])
     assert job.spec.lora
     assert not problems
-    in_fp8.check_served_loras(find_loras([f"style={path}"]), [job.checkpoint])
+    in_fp8.memory.serve_loras(find_loras([f"style={path}"]), [job.checkpoint])
 
 
 def test_a_lora_of_a_text_encoder_is_refused_where_that_is_offloaded(
@@ -145,7 +146,8 @@ def test_a_lora_of_a_text_encoder_is_refused_where_that_is_offloaded(
         (False, []),
         (True, [f"lora: {tmp_path}/both.safetensors changes a text encoder; run it without --offload"]),
     ):
-        _, problems = replace(admission(), is_offloaded=offloads).fitting([spec])
+        usual = admission()
+        _, problems = replace(usual, memory=replace(usual.memory, is_offloaded=offloads))([spec])
         assert [str(problem) for problem in problems] == refused
 
 
@@ -161,12 +163,13 @@ def test_jobs_are_refused_if_copies_of_changed_weights_do_not_fit(tmp_path: Path
     spec, _ = parse_job({"prompt": "a red circle", "frames": 1, "lora": ["ok.safetensors"]}, folder=tmp_path)
     assert spec is not None
     roomy = admission()
-    (job,), _ = roomy.fitting([spec])
-    lora_bytes = roomy.lora_bytes()[job.checkpoint]
+    (job,), _ = roomy([spec])
+    memory, path = roomy.memory, job.checkpoint
+    lora_bytes = memory.lora_bytes(path, memory.loras.of(path))
     assert lora_bytes == 2 * 4 * (width * width + 2 * 2 * width)  # on two ranks: a copy, and the factors
-    need = roomy.check([job.checkpoint])[job.checkpoint] + job_bytes(job) + lora_bytes
-    for memory, is_refused in ((need, False), (need - 1, True)):
-        _, problems = admission(memory).fitting([spec])
+    need = memory.with_loras([path])[path] + memory.job_bytes(job)
+    for limit, is_refused in ((need, False), (need - 1, True)):
+        _, problems = admission(limit)([spec])
         assert ["copies of the weights that LoRAs change" in str(each) for each in problems] == [
             True
         ] * is_refused
@@ -180,26 +183,24 @@ def test_copies_take_memory_of_gpus_or_main_memory(tmp_path: Path) -> None:
     path, fits = lora(tmp_path / "a.safetensors", width=width), LoraFits()
     fits.look([(checkpoint, "a", path)])
     for keeps_on_host, on_gpu, on_host in ((False, 2, 0), (True, 1, 2 * 2)):
-        needs = {checkpoint: LoraNeed(keeps_on_host)}
-        memory = LoraMemory(fits, Devices(CUDA, 2), needs, room_bytes=0)
-        need = memory.with_loras(checkpoint, {("a", None)})
-        assert memory.device_bytes(checkpoint, need) == 2 * (on_gpu * width * width + 2 * 2 * width)
-        assert memory.host_bytes(need) == 2 * on_host * width * width
+        needs = LoraNeeds(fits, {checkpoint: LoraNeed(keeps_on_host)})
+        memory = GpuMemory(devices=Devices(CUDA, 2), loras=needs)
+        need = needs.of(checkpoint, {("a", None)})
+        assert memory.lora_bytes(checkpoint, need) == 2 * (on_gpu * width * width + 2 * 2 * width)
+        assert memory.copies_bytes(need) == 2 * on_host * width * width
 
 
 def test_a_model_in_fp8_needs_copies_in_bf16_and_memory_to_quantise(tmp_path: Path, width: int) -> None:
     checkpoint, fits = resolve_checkpoint("shapes"), LoraFits()
     fits.look([(checkpoint, "a", lora(tmp_path / "a.safetensors", width=width))])
     for keeps_on_host in (False, True):
-        bf16, fp8 = (
-            LoraMemory(fits, Devices(CUDA, 1), {checkpoint: LoraNeed(keeps_on_host)}, 0, precision)
-            for precision in ((), ("fp8",))
-        )
-        need = bf16.with_loras(checkpoint, {("a", None)})
-        more = fp8.device_bytes(checkpoint, need) - bf16.device_bytes(checkpoint, need)
+        bf16, fp8 = (GpuMemory(devices=Devices(CUDA, 1), precision=precision) for precision in ((), ("fp8",)))
+        needs = LoraNeeds(fits, {checkpoint: LoraNeed(keeps_on_host)})
+        need = needs.of(checkpoint, {("a", None)})
+        more = fp8.lora_bytes(checkpoint, need) - bf16.lora_bytes(checkpoint, need)
         assert more == 14 * width * width
-        assert fp8.host_bytes(need) == bf16.host_bytes(need)
-        assert fp8.device_bytes(checkpoint, LoraNeed()) == 0
+        assert fp8.copies_bytes(need) == bf16.copies_bytes(need)
+        assert fp8.lora_bytes(checkpoint, LoraNeed()) == 0
 
 
 @pytest.fixture
@@ -208,19 +209,21 @@ def large_lora(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> J
     changed = {f"transformer.{name}": 20_430_000_000 // 60 for name in range(60)}
     found = LoraFit(changed=changed, components=("transformer",))
     monkeypatch.setattr(fit, "by_headers", lambda *_: found)
-    monkeypatch.setattr(admission_module, "available_bytes", lambda: 50 * GB)
+    monkeypatch.setattr(memory_module, "available_bytes", lambda: 50 * GB)
     path = lora(tmp_path / "all.safetensors", width=width)
     spec, _ = parse_job({"prompt": "a fox", "lora": [str(path)]})
     assert spec is not None
     return spec
 
 
-def on_gpus(gpu_gb: int, *, num_ranks: int = 1, precision: tuple[str, ...] = ()) -> Admission:
+def on_gpus(
+    gpu_gb: int, *, num_ranks: int = 1, precision: tuple[str, ...] = (), model: str = "qwen-image"
+) -> Admission:
     gpus = (Gpu("a GPU", gpu_gb * GB),) * num_ranks
-    devices = Devices(CUDA, num_ranks, gpus)
-    return Admission(
-        default_model="qwen-image", devices=devices, has_random_weights=True, precision=precision
+    ranks = Ranks(
+        Devices(CUDA, num_ranks, gpus), has_random_weights=model == "qwen-image", precision=precision
     )
+    return ranks.admission(model)
 
 
 def test_copies_without_room_on_gpus_are_in_main_memory(
@@ -230,20 +233,21 @@ def test_copies_without_room_on_gpus_are_in_main_memory(
     for gpu_gb, is_on_host, precision in ((80, True, ()), (80, True, ("fp8",)), (141, False, ())):
         caplog.clear()
         found = on_gpus(gpu_gb, precision=precision)
-        (job,), problems = found.fitting([large_lora])
+        (job,), problems = found([large_lora])
         assert not problems
-        assert list(found.lora_copies_on_host([job.checkpoint])) == [job.checkpoint] * is_on_host
+        assert list(found.memory.copies_on_host([job.checkpoint])) == [job.checkpoint] * is_on_host
         told = "so main memory has them (40.9 GB for 1 rank); a switch of LoRAs copies up to 40.9 GB to a GPU"
         assert (told in caplog.text) is is_on_host
-        assert found.lora_bytes()[job.checkpoint] < 6 * GB or not is_on_host
-    _, (problem,) = on_gpus(80, num_ranks=2).fitting([large_lora])
+        need = found.memory.loras.of(job.checkpoint)
+        assert found.memory.lora_bytes(job.checkpoint, need) < 6 * GB or not is_on_host
+    _, (problem,) = on_gpus(80, num_ranks=2)([large_lora])
     assert "at least 81.7 GB of main memory needed for copies of the weights that LoRAs change" in str(
         problem
     )
 
 
 def test_simulations_with_memory_take_jobs_with_loras(large_lora: JobSpec) -> None:
-    (job,), _ = on_gpus(80).fitting([large_lora])
+    (job,), _ = on_gpus(80)([large_lora])
     assert SimulatedMemory.of([job], "80GB", source="jobs").residency(1) is None
 
 
@@ -251,9 +255,9 @@ def test_jobs_that_come_later_find_copies_where_the_start_placed_them(large_lora
     """Without jobs at the start, as on nodes, any weight may be changed later."""
     for gpu_gb, is_on_host in ((80, True), (141, False)):
         start = on_gpus(gpu_gb)
-        checkpoint = start.find_model("qwen-image").checkpoint
-        assert list(start.lora_copies_on_host([checkpoint])) == [checkpoint] * is_on_host
-        later = replace(start, loaded=frozenset({checkpoint}))
+        checkpoint = start.models.find("qwen-image").checkpoint
+        assert list(start.memory.copies_on_host([checkpoint])) == [checkpoint] * is_on_host
+        later = start.of_loaded(frozenset({checkpoint}))
         for _ in range(2):
             _, problems = later([large_lora])
             assert not problems, "the second job needs no more copies"
@@ -264,14 +268,14 @@ def test_a_server_places_copies_for_all_its_loras_or_does_not_start(
 ) -> None:
     served = find_loras([f"style={path}" for path in large_lora.lora_files or ()])
     found = on_gpus(80)
-    checkpoint = found.find_model("qwen-image").checkpoint
-    found.check_served_loras(served, [checkpoint])
-    assert list(found.lora_copies_on_host([checkpoint])) == [checkpoint]
-    monkeypatch.setattr(admission_module, "available_bytes", lambda: 1 * GB)  # the copies are there now
-    _, problems = replace(found, loaded=frozenset({checkpoint}))([large_lora])
+    checkpoint = found.models.find("qwen-image").checkpoint
+    found.memory.serve_loras(served, [checkpoint])
+    assert list(found.memory.copies_on_host([checkpoint])) == [checkpoint]
+    monkeypatch.setattr(memory_module, "available_bytes", lambda: 1 * GB)  # the copies are there now
+    _, problems = found.of_loaded(frozenset({checkpoint}))([large_lora])
     assert not problems
     with pytest.raises(InputError, match=r"at least 40\.9 GB of main memory needed for copies .* 1\.0 GB"):
-        on_gpus(80).check_served_loras(served, [checkpoint])
+        on_gpus(80).memory.serve_loras(served, [checkpoint])
 
 
 def test_a_request_names_a_lora_of_the_server(tmp_path: Path, width: int) -> None:

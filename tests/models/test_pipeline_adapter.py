@@ -30,8 +30,9 @@ from gfgen.models.stepping import adapter as stepping_adapter
 from gfgen.models.stepping.check import moved
 from gfgen.models.stepping.program import NotSteppableError
 from gfgen.runtime.core.admission import ResolvedModel, admit
-from gfgen.runtime.core.memory_check import job_bytes
+from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.ipc.slab import SlabPlan
+from gfgen.session.memory import HostMemory
 
 JOB = JobSpec(
     id="a",
@@ -127,7 +128,7 @@ def test_unknown_sizes_take_addresses_but_count_no_memory(checkpoint: Path) -> N
     model = ResolvedModel("ltx", checkpoint, load_geometry(checkpoint))
     (job,), _ = admit([JOB], default_model="ltx", find_model=lambda name: model)
     assert SlabPlan.of(job.trajectory).size_bytes > 1 << 30
-    assert job_bytes(job) < 2 << 20
+    assert HostMemory(devices=Devices("cpu", 1)).job_bytes(job) < 2 << 20
     assert job.has_nominal_flops
 
 

@@ -17,6 +17,7 @@ from gfgen.runtime.predict import job_bounds
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.session.admission import Admission, find_weightless, with_time
+from gfgen.session.ranks import Ranks
 
 MINUTE_S = 60.0
 LONG = JobSpec(id="long", prompt="a fox", frames=4000, line=3)
@@ -93,13 +94,13 @@ def test_each_number_beyond_its_bound_is_named_with_the_option_that_raises_it() 
 
 
 def admission(bounds: JobBounds, times: StepTimes | None = None) -> Admission:
-    return Admission(default_model="shapes", devices=Devices(CPU, 1), bounds=bounds, step_times=times)
+    return replace(Ranks(Devices(CPU, 1)).admission("shapes"), bounds=bounds, step_times=times)
 
 
 def test_bounds_hold_for_new_jobs_and_not_for_those_that_were_accepted_before() -> None:
     of_start = admission(JobBounds(step_s=MINUTE_S), measured(2.0))
-    model = of_start.find_model("shapes")
-    of_loaded = replace(of_start, loaded=frozenset({model.checkpoint}))
+    model = of_start.models.find("shapes")
+    of_loaded = of_start.of_loaded(frozenset({model.checkpoint}))
     within = pickle.loads(pickle.dumps(of_loaded))  # for the HTTP process
     jobs, problems = within([LONG, SHORT])
     assert [job.job_id for job in jobs] == ["short"]
@@ -109,9 +110,9 @@ def test_bounds_hold_for_new_jobs_and_not_for_those_that_were_accepted_before() 
 
 def test_a_job_that_is_done_is_not_refused() -> None:
     within, jobs = admission(JobBounds(frames=100)), admitted(LONG, SHORT)
-    kept, problems = within.keep_bounds(jobs, done=lambda found: {job.job_id for job in found})
+    kept, problems = within.fit(jobs, done=lambda found: {job.job_id for job in found})
     assert (list(kept), list(problems)) == (list(jobs), [])
-    kept, problems = within.keep_bounds(jobs)
+    kept, problems = within.fit(jobs)
     assert ([job.job_id for job in kept], len(problems)) == (["short"], 1)
 
 

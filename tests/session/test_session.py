@@ -15,7 +15,7 @@ import pytest
 from gfgen.errors import InputError, JobFileError
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.devices import CUDA, Devices, Gpu, choose_devices
-from gfgen.session import admission, session
+from gfgen.session import memory, session
 from gfgen.session.ranks import Ranks
 from gfgen.session.session import Session, SessionOptions
 
@@ -61,7 +61,7 @@ def on_gpu(folder: Path, *, gpu_gb: int, is_offloaded: bool = False) -> SessionO
 def test_nothing_is_loaded_if_main_memory_lacks_room_for_what_is_offloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "available_bytes", lambda: 10**10)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10**10)
     with (
         Session(on_gpu(tmp_path / "out", gpu_gb=48, is_offloaded=True)) as found,
         pytest.raises(InputError, match=r"--offload: qwen-image on 1 rank needs at least 16\.6 GB of main"),

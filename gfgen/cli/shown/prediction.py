@@ -21,7 +21,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CUDA, Devices, find_gpus, parse_memory
 from gfgen.runtime.predict.profile_file import Profile, check_profile
 from gfgen.runtime.predict.profile_store import find_profile, first_fitting, open_profile, shipped_profiles
-from gfgen.session.admission import Admission
+from gfgen.session.memory import GpuMemory
 from gfgen.session.ranks import Ranks
 from gfgen.system.machine import cpu_name
 from gfgen.system.wording import MAX_NAMED, counted, size_in_words
@@ -196,10 +196,10 @@ class SimulatedMemory:
     @classmethod
     def of(cls, jobs: Sequence[AdmittedJob], memory: str | None, *, source: str) -> SimulatedMemory:
         room_bytes = None if memory is None else parse_memory(memory)
-        admission = _admission(1, room_bytes)
-        weights = admission.check({job.checkpoint for job in jobs})
+        gpus = _memory(1, room_bytes)
+        weights = gpus.weights({job.checkpoint for job in jobs})
         if room_bytes is not None:
-            _, too_large = admission.refuse_large_on_gpus(jobs, weights)
+            _, too_large = gpus.on_gpus(jobs, weights)
             if too_large:
                 raise JobFileError(source, tuple(too_large))
         return cls(jobs, weights, room_bytes)
@@ -208,7 +208,7 @@ class SimulatedMemory:
         """Lets models take turns in one run; None if all of them fit."""
         if self.room_bytes is None:
             return None
-        return _admission(num_ranks, self.room_bytes).residency(self.jobs)
+        return _memory(num_ranks, self.room_bytes).residency(self.jobs)
 
     def in_words(self, num_ranks: int) -> str | None:
         """The assumption in words; None with one model, or if all models are known to fit."""
@@ -229,6 +229,5 @@ class SimulatedMemory:
         )
 
 
-def _admission(num_ranks: int, room_bytes: int | None) -> Admission:
-    devices = Devices(CUDA, num_ranks, memory_limit=room_bytes)
-    return Admission(default_model="", devices=devices, has_random_weights=True)
+def _memory(num_ranks: int, room_bytes: int | None) -> GpuMemory:
+    return GpuMemory(devices=Devices(CUDA, num_ranks, memory_limit=room_bytes), has_random_weights=True)

@@ -2,7 +2,7 @@
 
 diffusers' own loader converts a file and attaches its factors to an *outline* of each model, which has shapes
 but no weights (outlines.py). The base weights of changed layers are kept on the device, or in host memory
-where the device has no room for them (session/loras.py). A switch writes base weight plus change to the
+where the device has no room for them (session/memory.py). A switch writes base weight plus change to the
 model's weight in place, also where a fused block has it as rows of a larger one (weights.py), so recorded
 forwards stay valid. Layers in 8 bits get the sum quantised; their base weights are read from the checkpoint
 (stored_weights.py) when a LoRA first changes them. Nothing is subtracted, so a model without LoRAs has the

@@ -112,12 +112,15 @@ class ResolvedModel:
 
 
 def admit(
-    specs: Iterable[JobSpec], *, default_model: str, find_model: Callable[[str], ResolvedModel]
+    specs: Iterable[JobSpec],
+    *,
+    default_model: str,
+    find_model: Callable[[str], ResolvedModel | ModelError],
 ) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
     """The jobs that can run, and all problems of the others.
 
-    `find_model` raises ModelError for a name without a usable checkpoint. Each name is looked up once and
-    makes at most one problem, at its first line.
+    `find_model` raises or returns ModelError for a name without a usable checkpoint. Each name is looked up
+    once and makes at most one problem, at its first line.
     """
     models: dict[str, ResolvedModel | ModelError] = {}
     lines_without: dict[str, list[int | None]] = defaultdict(list)
@@ -127,7 +130,10 @@ def admit(
     for spec in specs:
         name = spec.model or default_model
         if name not in models:
-            models[name] = _find(find_model, name)
+            try:
+                models[name] = find_model(name)
+            except ModelError as error:
+                models[name] = error
         model = models[name]
         if isinstance(model, ModelError):
             lines_without[name].append(spec.line)
@@ -175,18 +181,14 @@ def _missing_model(name: str, error: object, lines: Sequence[int | None]) -> Pro
     return replace(Problem.of("model", name, reason), line=lines[0])
 
 
-def _find(find_model: Callable[[str], ResolvedModel], name: str) -> ResolvedModel | ModelError:
-    try:
-        return find_model(name)
-    except ModelError as error:
-        return error
+def _admit_one(
+    spec: JobSpec, model: ResolvedModel, alike: dict[tuple[str, str, bool], AdmittedJob]
+) -> AdmittedJob:
+    """The job; `alike` caches the first job of each model and shape, with and without `reuse`.
 
-
-def _resolve(asked: JobSpec, geometry: Geometry) -> tuple[JobSpec, str]:
-    """The job as run and the name of its file.
-
-    Raises: JobError with the problems of both.
+    Raises: JobError with the problems of its fields and of its file's name.
     """
+    geometry, asked = model.geometry, with_defaults(spec, model=model.name)
     problems: list[Problem] = []
     run, file = asked, ""
     try:
@@ -199,15 +201,6 @@ def _resolve(asked: JobSpec, geometry: Geometry) -> tuple[JobSpec, str]:
         problems += error.problems
     if problems:
         raise JobError(*problems)
-    return run, file
-
-
-def _admit_one(
-    spec: JobSpec, model: ResolvedModel, alike: dict[tuple[str, str, bool], AdmittedJob]
-) -> AdmittedJob:
-    """The job; `alike` caches the first job of each model and shape, with and without `reuse`."""
-    asked = with_defaults(spec, model=model.name)
-    run, file = _resolve(asked, model.geometry)
     assert run.steps is not None, "the job is not resolved"
     info = JobInfo(
         asked=asked,
@@ -215,30 +208,24 @@ def _admit_one(
         num_tasks=Trajectory(run.id, run.steps).num_tasks,
         file=file,
         spec_hash=spec_hash(asked, has_random_weights=model.has_random_weights),
-        family=model.geometry.family,
+        family=geometry.family,
     )
-    key = (model.name, model.geometry.shape_key(run), run.reuse is not None)
-    if key not in alike:
-        alike[key] = _first_of_shape(info, model)
-    first = alike[key]
+    key = (model.name, geometry.shape_key(run), run.reuse is not None)
+    if (first := alike.get(key)) is None:
+        first = alike[key] = AdmittedJob(
+            info,
+            geometry.trajectory(run),
+            shape=geometry.shape_key(run),
+            flops={stage: geometry.flops(run, stage) for stage in Stage},
+            checkpoint=model.checkpoint,
+            uses_cfg=geometry.uses_cfg(run),
+            max_sequence_degree=geometry.num_tokens(run),
+            max_ulysses_degree=geometry.num_heads,
+            max_decode_degree=geometry.num_latent_rows(run),
+            has_nominal_flops=isinstance(geometry, PipelineGeometry),
+            twin=twin_of(geometry, run),
+        )
     trajectory = Trajectory(run.id, run.steps, first.trajectory.artifacts)
     if run.reuse is not None:
-        trajectory = model.geometry.trajectory(run)
+        trajectory = geometry.trajectory(run)
     return replace(first, info=info, trajectory=trajectory)
-
-
-def _first_of_shape(info: JobInfo, model: ResolvedModel) -> AdmittedJob:
-    geometry, run = model.geometry, info.spec
-    return AdmittedJob(
-        info,
-        geometry.trajectory(run),
-        shape=geometry.shape_key(run),
-        flops={stage: geometry.flops(run, stage) for stage in Stage},
-        checkpoint=model.checkpoint,
-        uses_cfg=geometry.uses_cfg(run),
-        max_sequence_degree=geometry.num_tokens(run),
-        max_ulysses_degree=geometry.num_heads,
-        max_decode_degree=geometry.num_latent_rows(run),
-        has_nominal_flops=isinstance(geometry, PipelineGeometry),
-        twin=twin_of(geometry, run),
-    )

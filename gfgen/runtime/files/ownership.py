@@ -11,20 +11,32 @@ hash) made.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
+import logging
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gfgen.errors import Problem
+from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
 from gfgen.job.spec import DATE, input_files, name_key, numbered_name
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals, first_job_file
-from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestLine, read_files, read_manifest
+from gfgen.runtime.files.manifest import (
+    MANIFEST_NAME,
+    SIMULATED,
+    ManifestLine,
+    finished_jobs,
+    read_files,
+    read_manifest,
+)
 from gfgen.runtime.ipc.content import Content, content_of, read_mark
+
+logger = logging.getLogger(__name__)
 
 STDIN = "-"
 _WHAT_TO_DO = "move it away, name another output, or replace it with --overwrite"
@@ -77,6 +89,87 @@ def with_dates(jobs: Sequence[AdmittedJob], *, output_dir: Path) -> Sequence[Adm
         return replace(job, info=replace(info, file=file))
 
     return [dated(job) if DATE in job.info.file else job for job in jobs]
+
+
+STATUSES = ("new", "done", "changed", "again")
+
+
+@dataclass(kw_only=True)
+class Claims:
+    """Which jobs an output folder has, and which of its files jobs may replace."""
+
+    output_dir: Path
+    job_file: str
+    """Of jobs whose lines do not say."""
+    inputs: Sequence[Path] = ()
+    """The job files."""
+    overwrite: bool = False
+    force: bool = False
+    """Finished jobs run again."""
+    only_failed: bool = False
+    """Jobs that have not failed before are left out."""
+    done_ids: set[str] = field(default_factory=set)
+    """Of the jobs that `claim` or `done` has seen."""
+
+    @functools.cached_property
+    def entries(self) -> Mapping[str, ManifestLine]:
+        return read_manifest(self.output_dir / MANIFEST_NAME)
+
+    def done(self, jobs: Sequence[AdmittedJob]) -> Collection[str]:
+        """Ids of the jobs that need not run again."""
+        if not self.force:
+            infos = [job.info for job in with_dates(jobs, output_dir=self.output_dir)]
+            self.done_ids |= finished_jobs(self.output_dir / MANIFEST_NAME, infos, entries=self.entries)
+        return self.done_ids
+
+    def claim(self, jobs: Sequence[AdmittedJob]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+        """The jobs with the files that they may replace, and problems for those whose file name is taken."""
+        jobs = with_dates(jobs, output_dir=self.output_dir)
+        if self.only_failed:
+            jobs = [job for job in jobs if self.entries.get(job.job_id, {}).get("status") == "failed"]
+            if not jobs:
+                logger.warning("--failed: none of these jobs has failed in %s", self.output_dir)
+        done = self.done(jobs)
+        claimed: list[AdmittedJob] = []
+        problems: list[Problem] = []
+        for file, group in _by_file(jobs).items():
+            found, taken = claim_files(
+                group,
+                output_dir=self.output_dir,
+                job_file=self.job_file if file is None else _name_in(self.output_dir, file),
+                done=done,
+                inputs=dict.fromkeys(self.inputs, "the job file"),
+                overwrite=self.overwrite,
+            )
+            claimed, problems = claimed + found, problems + taken
+        return claimed, problems
+
+    def status(self, job: AdmittedJob) -> tuple[str, str]:
+        """One of STATUSES, and for a job that is made again the reason."""
+        entry = self.entries.get(job.job_id)
+        if job.job_id in self.done_ids:
+            return "done", ""
+        if entry is None or entry.get(SIMULATED):
+            return "new", ""
+        if entry.get("spec_hash") != job.info.spec_hash or entry.get("file") not in (None, job.info.file):
+            return "changed", ""
+        if entry.get("status") != "done":
+            return "again", "it failed" if entry.get("status") == "failed" else "it was cancelled"
+        if not (self.output_dir / job.info.file).exists():
+            return "again", "its file is gone"
+        return "again", "--force" if self.force else "its file has changed"
+
+
+def _by_file(jobs: Sequence[AdmittedJob]) -> Mapping[str | None, list[AdmittedJob]]:
+    groups: dict[str | None, list[AdmittedJob]] = {}
+    for job in jobs:
+        line = job.spec.line
+        groups.setdefault(line.file if isinstance(line, FileLine) else None, []).append(job)
+    return groups
+
+
+def _name_in(output_dir: Path, file: str) -> str:
+    return job_file_name(None if file in (STDIN_NAME, PROMPTS_NAME) else Path(file), output_dir)
 
 
 def claim_files(

@@ -15,6 +15,8 @@ tokens, 335 MB; and two other kinds of groups, with two banks for each."""
 SIDE_BYTES = 256 * MIB
 """On each GPU, in addition to its arena: half for arriving and half for departing state. Twice the state of a
 job of 704x1280x81, which is assembled from parts."""
+CONTEXT_BYTES = 600_000_000
+"""GPU memory of CUDA and its libraries; a low estimate."""
 
 
 def default_plan(*, num_ranks: int, are_on_gpus: bool) -> ArenaPlan:

@@ -43,8 +43,7 @@ from gfgen.models.fast.recording import Graphs, LaunchRecorder
 from gfgen.models.fast.rows import try_kernels
 from gfgen.models.parallel import counted_attention, parallel
 from gfgen.models.parallel.parallel import Parallel, parallel_from
-from gfgen.runtime.core.memory_check import CONTEXT_BYTES
-from gfgen.runtime.ipc.arenas import SIDE_BYTES
+from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, SendState, WarmUp
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings

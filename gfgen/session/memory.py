@@ -1,0 +1,465 @@
+"""The memory of a run, by its kind of device: how much there is, and what models, jobs and LoRAs take of it.
+
+CPU ranks need at least the weights (mapped ones count once for all ranks), the job's state in its slab, and
+its frames during a decode. Each GPU holds all weights (with --offload neither text encoders nor idle experts,
+which main memory then holds), and the frames during a decode; slabs and writers use main memory. Activations
+come on top but are unknown: a job that is refused here could not have run, and a job that passes may still
+fail at a task. Models that do not fit together take turns (residency.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from gfgen.errors import InputError, ModelError, Problem
+from gfgen.models.families.precision import FP8, precision_of, saved_bytes
+from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
+from gfgen.models.geometry.weights import Footprint, count_parameters, device_bytes, footprint, offloaded
+from gfgen.models.lora.fit import KEPT_FILES
+from gfgen.runtime.control.residency import Residency
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.devices import Devices
+from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES, default_plan
+from gfgen.runtime.ipc.slab import SlabPlan
+from gfgen.session.loras import Lora, LoraNeed, LoraNeeds, ServedLora, check_fit, loras_of, split_by_loras
+from gfgen.system.machine import available_bytes
+from gfgen.system.wording import counted, size_in_words
+
+logger = logging.getLogger(__name__)
+
+Judged = tuple[Sequence[AdmittedJob], Sequence[Problem]]
+"""The jobs that are kept, and the problems of the others."""
+
+_FRAME_COPIES = 5
+"""Bytes per byte of uint8 frames: 4 as fp32 on their rank, and 1 in the writer's memory."""
+_DECODE_BYTES = 100
+"""Peak bytes of an fp32 decode per byte of its frames: 704x1280x81, 219 MB, took 23 GB on an H200."""
+_CPU_BYTES, _GPU_BYTES = 4, 2
+"""Of a parameter: fp32 on CPU ranks, bf16 on GPUs."""
+_SPARE = 10
+"""Copies leave a tenth of a GPU free; with less, no graphs are recorded (recorder.py)."""
+_QUANTISING = 7
+"""The most memory that a GPU needs to quantise a weight, as a multiple of the weight in bf16
+(modulation.in_int8 computes in fp32)."""
+
+
+@dataclass(kw_only=True)
+class HostMemory:
+    """Main memory, which CPU ranks share."""
+
+    devices: Devices
+    has_random_weights: bool = False
+    is_offloaded: bool = False
+    """GPUs hold neither text encoders nor idle experts."""
+    is_loaded: bool = False
+    """The ranks hold the models of all jobs, so what is available of main memory is without them."""
+    loras: LoraNeeds = field(default_factory=LoraNeeds)
+
+    @property
+    def room_bytes(self) -> int | None:
+        """For models and jobs; None if unknown."""
+        rooms = (self.devices.memory_bytes, available_bytes())
+        return min((room for room in rooms if room is not None), default=None)
+
+    def weights(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
+        """What each of these models takes of the room.
+
+        Raises: InputError if one takes more than there is; it says what would fit.
+        """
+        if self.is_loaded:
+            return dict.fromkeys(checkpoints, 0)
+        measure = _random_footprint if self.has_random_weights else footprint
+        prints, num_ranks = {path: measure(path) for path in sorted(checkpoints)}, self.devices.num_ranks
+        needs = {path: found.on(num_ranks) for path, found in prints.items()}
+        available = self.room_bytes
+        for path, need in needs.items():
+            if available is None or need <= available:
+                continue
+            fitting = [ranks for ranks in range(1, num_ranks) if prints[path].on(ranks) <= available]
+            help_ = "free memory, raise --memory, or run smaller models"
+            raise InputError(
+                f"{model_name(path)} on {counted(num_ranks, 'rank')}: at least {size_in_words(need)} of "
+                f"memory needed, {size_in_words(available)} available; "
+                + (f"--ranks {fitting[-1]} would fit" if fitting else help_)
+            )
+        return needs
+
+    def job_bytes(self, job: AdmittedJob) -> int:
+        """State and frames of one job."""
+        known = tuple(replace(artifact, room_bytes=0) for artifact in job.trajectory.artifacts)
+        slab = SlabPlan.of(replace(job.trajectory, artifacts=known))
+        return slab.size_bytes + _FRAME_COPIES * job.trajectory.frames_bytes
+
+    def work_bytes(self, job: AdmittedJob) -> int:
+        """A job's peak memory, for choosing the models that stay resident with it."""
+        return self.job_bytes(job)
+
+    def check_together(self, checkpoints: Collection[Path]) -> None:
+        """Raises: InputError if all of these models at once take more than is available."""
+        needs, available = self.weights(checkpoints), self.room_bytes
+        if available is not None and (need := sum(needs.values())) > available:
+            names = ", ".join(model_name(path) for path in sorted(needs))
+            raise InputError(
+                f"{names}: at least {size_in_words(need)} of memory needed for all of them at once, "
+                f"{size_in_words(available)} available; use one after the other"
+            )
+
+    def check_offloaded(self, checkpoints: Collection[Path]) -> int:
+        """Bytes of main memory that --offload takes. Raises: InputError when they are not available."""
+        return 0
+
+    def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
+        """The jobs for which there is room, with their model and their LoRAs, and problems for the others.
+
+        Jobs that are not new were admitted before and may be running. For them only counts what does not
+        change while a server lives, such as --memory and the memory of GPUs: if main memory is short now,
+        these very jobs may be the reason.
+
+        Raises: InputError when a model does not fit.
+        """
+        unfit: Sequence[Problem] = ()
+        without_copies: Sequence[Problem] = ()
+        if has_loras := any(job.spec.lora for job in jobs):
+            jobs, unfit = split_by_loras(jobs, self.loras.fits, is_offloaded=self.is_offloaded)
+        checkpoints = {job.checkpoint for job in jobs}
+        weights = self.weights(checkpoints)
+        if self.is_offloaded and not self.is_loaded:
+            self.check_offloaded(checkpoints)
+        jobs, too_large = self._with_room(jobs, weights, is_new=is_new)
+        if has_loras and is_new:
+            jobs, without_copies = self._with_copies(jobs, weights)
+        return jobs, (*unfit, *too_large, *without_copies)
+
+    def _with_room(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], *, is_new: bool) -> Judged:
+        available = self.room_bytes if is_new else self.devices.memory_bytes
+        return split(jobs, lambda job: weights[job.checkpoint] + self.job_bytes(job), available)
+
+    def residency(
+        self, jobs: Sequence[AdmittedJob], *, names: Mapping[str, Path] | None = None
+    ) -> Residency | None:
+        """Lets the models of these jobs take turns; None if all of them always fit together.
+
+        `names` are models that must be loaded although no job uses them yet. Their jobs may be too large for
+        all models to stay.
+        """
+        room_bytes = self.room_bytes
+        if room_bytes is None:
+            return None
+        found = Residency(
+            jobs,
+            weights=self.with_loras({job.checkpoint for job in jobs} | set((names or {}).values())),
+            work_bytes=self.work_bytes,
+            room_bytes=room_bytes,
+            jobs_at_once=self._jobs_at_once,
+            names=names,
+        )
+        if not found.is_needed:
+            return found if len(found.checkpoints) > 1 and names else None
+        logger.info(
+            "not all models fit together: they take turns, %s first", ", ".join(sorted(found.resident))
+        )
+        return found
+
+    @property
+    def _jobs_at_once(self) -> int:
+        return self.devices.num_ranks
+
+    # LoRAs: copies of the weights that they change, and their factors ------------------------
+
+    def with_loras(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
+        """What each of these models and its LoRAs take of the room. Raises: as `weights`."""
+        weights, needs = self.weights(checkpoints), self.loras.by_model
+        return {path: size + self.lora_bytes(path, needs.get(path)) for path, size in weights.items()}
+
+    def lora_bytes(self, checkpoint: Path, need: LoraNeed | None) -> int:
+        """What LoRAs take of the room."""
+        if need is None:
+            return 0
+        # A mapped weight that changes becomes private to its rank.
+        num_base = sum(need.changed.values()) * (2 if _is_mapped(checkpoint) else 1)
+        return _CPU_BYTES * (num_base + _num_factors(need)) * self.devices.num_ranks
+
+    def copies_bytes(self, need: LoraNeed) -> int:
+        """Copies in main memory for all ranks on GPUs."""
+        return _GPU_BYTES * sum(need.changed.values()) * self.devices.num_ranks if need.is_on_host else 0
+
+    def copies_on_host(self, checkpoints: Collection[Path]) -> Collection[Path]:
+        """The models of which main memory has the copies of the weights that LoRAs change on GPUs."""
+        return ()
+
+    def serve_loras(self, served: Mapping[str, ServedLora], checkpoints: Sequence[Path]) -> None:
+        """Raises: InputError for a LoRA that fits no model, and if there is no room for all of them."""
+        if not served:
+            return
+        check_fit(served, checkpoints, self.loras.fits)
+        if (room := self.room_bytes) is None:
+            return
+        needs, copies_room = self.loras.by_model, self._copies_room(checkpoints)
+        before = sum(map(self.copies_bytes, needs.values()))
+        for path, size in self.weights(checkpoints).items():
+            shas = {lora.sha256 for lora in served.values()}
+            loras = {(sha, None) for sha in shas if self.loras.fits.of(path, sha).error is None}
+            self._place(path, loras, size)
+            needs[path] = self.loras.of(path, loras)
+            needed = size + self.lora_bytes(path, needs[path])
+            _check_copies(f"memory needed for {model_name(path)} and", needed, room)
+        on_host = sum(map(self.copies_bytes, needs.values())) - before
+        _check_copies("main memory needed for", on_host, copies_room)
+        self._tell_of_copies(checkpoints)
+
+    def _with_copies(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int]) -> Judged:
+        """The jobs with room for their LoRAs in addition to the model and the LoRAs of earlier jobs."""
+        if (room := self.room_bytes) is None:
+            return jobs, ()
+        asking = [job for job in jobs if job.spec.lora]
+        needs, refused = self.loras.by_model, dict[str, Problem]()
+        checkpoints = {job.checkpoint for job in asking}
+        news = {path for path in checkpoints if not self.loras.of(path).loras}
+        for path in checkpoints - needs.keys():
+            own = [job for job in asking if job.checkpoint == path]
+            loras = frozenset[Lora]().union(*map(loras_of, own))
+            self._place(path, loras, weights[path], max(map(self.work_bytes, own)))
+        copies_room = self._copies_room(checkpoints)
+        for job in asking:
+            path = job.checkpoint
+            need, own_bytes = self.loras.of(path, loras_of(job)), weights[path] + self.job_bytes(job)
+            on_device, on_host = self.lora_bytes(path, need), self.copies_bytes(need)
+            before = self.copies_bytes(self.loras.of(path))
+            if on_device + own_bytes > room:
+                refused[job.job_id] = _no_copies(job, on_device, beside=own_bytes, available=room)
+            elif on_host - before > copies_room:
+                available = int(copies_room) + before
+                refused[job.job_id] = _no_copies(job, on_host, beside=None, available=available)
+            else:
+                needs[path] = need
+                copies_room -= on_host - before
+        self._tell_of_copies(news)
+        return [job for job in jobs if job.job_id not in refused], tuple(refused.values())
+
+    def _place(self, checkpoint: Path, loras: Set[Lora], size: int, work: int = 0) -> None:
+        """Decide where copies are: in main memory if GPUs lack room for those of these LoRAs."""
+        size += self.lora_bytes(checkpoint, self.loras.of(checkpoint, loras))
+        self.loras.by_model.setdefault(checkpoint, LoraNeed(self._lack(size, work)))
+
+    def _lack(self, size: int, work: int) -> bool:
+        """Whether GPUs lack room for models and copies of this size, and for this work."""
+        return False
+
+    def _copies_room(self, checkpoints: Collection[Path]) -> float:
+        """Main memory for copies of GPUs' weights."""
+        return math.inf
+
+    def _tell_of_copies(self, checkpoints: Iterable[Path]) -> None:
+        """Log for which of these models main memory has the copies."""
+        for path in sorted(checkpoints):
+            need = self.loras.of(path)
+            if need.is_on_host and need.loras:
+                logger.info(
+                    "%s: GPUs lack room for copies of the weights that LoRAs change, so main memory has them "
+                    "(%s for %s); a switch of LoRAs copies up to %s to a GPU",
+                    model_name(path),
+                    size_in_words(self.copies_bytes(need)),
+                    counted(self.devices.num_ranks, "rank"),
+                    size_in_words(_GPU_BYTES * sum(need.changed.values())),
+                )
+
+
+@dataclass(kw_only=True)
+class GpuMemory(HostMemory):
+    """The memory of each GPU; slabs and writers use main memory."""
+
+    vae_dtype: str = "auto"
+    precision: Sequence[str] = ()
+    _parts: dict[Path, Mapping[str, int]] = field(default_factory=dict, init=False)
+    """Bytes of the components of models that were asked for."""
+
+    @property
+    def beside_bytes(self) -> int:
+        """Memory of each GPU that is used before any model is loaded."""
+        from gfgen.gfc.cuda.device_arena import arena_bytes
+
+        plan = default_plan(num_ranks=self.devices.num_ranks, are_on_gpus=True)
+        return arena_bytes(plan) + SIDE_BYTES + CONTEXT_BYTES
+
+    @property
+    def room_bytes(self) -> int | None:
+        limit = self.devices.memory_bytes
+        return None if limit is None else limit - self.beside_bytes
+
+    def weights(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
+        sizes, limit = dict[Path, int](), self.devices.memory_bytes
+        for path in sorted(checkpoints):
+            parts = self._parts.get(path) or self._parts.setdefault(path, self._measure(path))
+            can_leave = offloaded(parts).on(1)
+            size = sizes[path] = sum(parts.values()) - (can_leave if self.is_offloaded else 0)
+            need = size + self.beside_bytes
+            if limit is not None and need > limit:
+                would_fit = not self.is_offloaded and need - can_leave <= limit
+                raise InputError(
+                    f"{model_name(path)} ({size_in_words(size)}): at least {size_in_words(need)} needed "
+                    f"{self.devices.where}, {size_in_words(limit)} there; "
+                    + ("--offload would fit" if would_fit else "run a smaller model")
+                )
+        return sizes
+
+    def _measure(self, checkpoint: Path) -> Mapping[str, int]:
+        saved = saved_bytes(checkpoint) if self._is_in_fp8(checkpoint) else {}
+        return {name: size - saved.get(name, 0) for name, size in self._in_bf16(checkpoint).items()}
+
+    def _in_bf16(self, checkpoint: Path) -> Mapping[str, int]:
+        num_parameters = _random_parameters(checkpoint) if self.has_random_weights else None
+        return device_bytes(checkpoint, num_parameters=num_parameters, vae_dtype=self.vae_dtype)
+
+    def _is_in_fp8(self, checkpoint: Path) -> bool:
+        return precision_of(self.precision, checkpoint) == FP8
+
+    def job_bytes(self, job: AdmittedJob) -> int:
+        """State before and after a step, or frames during a decode."""
+        frames_bytes = _FRAME_COPIES * job.trajectory.frames_bytes
+        return job.state_bytes + max(job.state_bytes, frames_bytes)
+
+    def work_bytes(self, job: AdmittedJob) -> int:
+        return max(self.job_bytes(job), job.state_bytes + _DECODE_BYTES * job.trajectory.frames_bytes)
+
+    def check_offloaded(self, checkpoints: Collection[Path]) -> int:
+        available, total = available_bytes(), 0
+        for path in sorted(checkpoints) if self.is_offloaded else ():
+            need = offloaded(self._in_bf16(path)).on(self.devices.num_ranks)
+            total += need
+            if available is not None and need > available:
+                raise InputError(
+                    f"--offload: {model_name(path)} on {counted(self.devices.num_ranks, 'rank')} needs at "
+                    f"least {size_in_words(need)} of main memory, {size_in_words(available)} available; "
+                    "fewer --ranks or no --offload would help"
+                )
+        return total
+
+    def _with_room(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], *, is_new: bool) -> Judged:
+        kept, too_large = self.on_gpus(jobs, weights)
+        kept, too_much = split(kept, super().job_bytes, available_bytes()) if is_new else (kept, ())
+        return kept, (*too_large, *too_much)
+
+    def on_gpus(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int]) -> Judged:
+        """The jobs that fit on GPUs with their models, and problems for the others.
+
+        The layout does not matter: each of its ranks holds all weights and all of the job's state.
+        """
+        beside, devices = self.beside_bytes, self.devices
+
+        def need(job: AdmittedJob) -> int:
+            return beside + weights[job.checkpoint] + self.job_bytes(job)
+
+        return split(jobs, need, devices.memory_bytes, where=devices.where)
+
+    @property
+    def _jobs_at_once(self) -> int:
+        return 1
+
+    def lora_bytes(self, checkpoint: Path, need: LoraNeed | None) -> int:
+        if need is None:
+            return 0
+        largest = max(need.changed.values(), default=0)
+        num_base = largest if need.is_on_host else sum(need.changed.values())
+        num_base += _QUANTISING * largest if self._is_in_fp8(checkpoint) else 0
+        return _GPU_BYTES * (num_base + _num_factors(need))
+
+    def copies_on_host(self, checkpoints: Collection[Path]) -> Collection[Path]:
+        """Decides it for models without LoRAs, too, of which any weight may be changed later."""
+        if self.room_bytes is None:
+            return ()
+        needs = self.loras.by_model
+        for path, size in self.weights(set(checkpoints) - needs.keys()).items():
+            with_copies = size * (3 if self._is_in_fp8(path) else 2)  # copies are in bf16
+            needs[path] = LoraNeed(self.is_offloaded or self._lack(with_copies, 0))
+        return [path for path in checkpoints if needs[path].is_on_host]
+
+    def _lack(self, size: int, work: int) -> bool:
+        return (room := self.room_bytes) is not None and size + max(work, room // _SPARE) > room
+
+    def _copies_room(self, checkpoints: Collection[Path]) -> float:
+        if (available := available_bytes()) is None:
+            return math.inf
+        return available - (0 if self.is_loaded else self.check_offloaded(checkpoints))
+
+
+def split(
+    jobs: Sequence[AdmittedJob],
+    need: Callable[[AdmittedJob], int],
+    available: int | None,
+    *,
+    where: str = "of memory",
+) -> Judged:
+    """The jobs that need at most what is available, and a problem for each of the others."""
+    if available is None:
+        return jobs, ()
+    kept, problems = list[AdmittedJob](), list[Problem]()
+    for job in jobs:
+        if (size := need(job)) <= available:
+            kept.append(job)
+        else:
+            problems.append(_too_large(job, size, available, where))
+    return kept, problems
+
+
+def _too_large(job: AdmittedJob, need: int, available: int, where: str) -> Problem:
+    spec = job.spec
+    size = f"{spec.width}x{spec.height}" + (f", {spec.frames} frames" if (spec.frames or 1) > 1 else "")
+    less = "a smaller size, fewer frames or fewer --ranks" if (spec.frames or 1) > 1 else "a smaller size"
+    sizes = f"at least {size_in_words(need)} {where} needed, {size_in_words(available)} available"
+    return Problem(spec.line, "size", size, f"{sizes}; {less} would help")
+
+
+def _no_copies(job: AdmittedJob, lora_bytes: int, *, beside: int | None, available: int) -> Problem:
+    """The problem of a job whose LoRAs need too much.
+
+    `beside` is for its model and its state; None: GPUs have these, and main memory lacks room for copies.
+    """
+    kind, others = "main memory", "which do not fit on GPUs"
+    if beside is not None:
+        kind, others = "memory", f"beside {size_in_words(beside)} for the model and the job"
+    accepted = (
+        f"at least {size_in_words(lora_bytes)} of {kind} needed for copies of the weights that LoRAs change, "
+        f"{others}, {size_in_words(available)} available; fewer --ranks, or LoRAs of fewer layers would help"
+    )
+    return Problem(job.spec.line, "lora", None, accepted)
+
+
+def _check_copies(what: str, need: int, available: float) -> None:
+    if need > available:
+        raise InputError(
+            f"--lora: at least {size_in_words(need)} of {what} copies of the weights that LoRAs change, "
+            f"{size_in_words(int(available))} available; name fewer LoRAs"
+        )
+
+
+def _num_factors(need: LoraNeed) -> int:
+    return sum(sorted(need.factors.values())[-KEPT_FILES:])
+
+
+@functools.cache
+def _is_mapped(checkpoint: Path) -> bool:
+    try:
+        return footprint(checkpoint).shared_bytes > 0
+    except ModelError:  # random weights have no files
+        return False
+
+
+def _random_footprint(checkpoint: Path) -> Footprint:
+    """Each rank draws its own weights, in fp32."""
+    return Footprint(0, 4 * sum(_random_parameters(checkpoint).values()))
+
+
+def _random_parameters(checkpoint: Path) -> Mapping[str, int]:
+    """By component; empty if neither gfgen.json nor weight files give the counts."""
+    settings = read_checkpoint(checkpoint, with_weights=False).settings
+    if "num_parameters" in settings:
+        return dict(settings["num_parameters"])
+    try:
+        return count_parameters(checkpoint)
+    except ModelError:
+        return {}
