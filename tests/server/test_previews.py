@@ -160,7 +160,7 @@ class StreamingService:
 
 
 def streamed(partial_images: int) -> Streamed:
-    asked_for = picture_schemas.ImageRequest(prompt="a fox", stream=True, partial_images=partial_images)
+    asked_for = picture_schemas.ImageRequest(stream=True, partial_images=partial_images)
     return Streamed(["image_1"], asked_for, [], of="image_edit", is_kept=False)
 
 

@@ -250,7 +250,7 @@ def _draw_rows(axes: Axes, scene: PlotData) -> None:
 
 
 def _draw_row(axes: Axes, row: int, job: TracedJob, scene: PlotData, *, thickness: float) -> None:
-    """Draw a job from arrival to end, its lateness as a red line and its deadline as a triangle."""
+    """Draw a job from arrival to end, its lateness, and the mark of its deadline."""
     end_s = scene.span[1]
     ended_s = end_s if job.ended_s is None else job.ended_s
     colour = scene.colours[job.job_id]
