@@ -13,7 +13,7 @@ import pytest
 
 from gfgen.cli.main import main
 from gfgen.runtime.files.lock import hold_folder
-from gfgen.session import admission
+from gfgen.session import memory
 from gfgen.session.session import try_to_write
 
 ROOT = Path(__file__).parents[2]
@@ -241,7 +241,7 @@ def test_runs_that_start_at_the_same_time_find_one_folder_writable(tmp_path):
     ],
 )
 def test_memory_that_is_short_is_told_before_anything_starts(capsys, monkeypatch, night, available, message):
-    monkeypatch.setattr(admission, "available_bytes", lambda: available)
+    monkeypatch.setattr(memory, "available_bytes", lambda: available)
     put(night / "night.jsonl", FOX | {"size": "2048x2048", "frames": 401})
     code, err = refusal(capsys, night / "night.jsonl", "--model", "tiny-wan")
     assert code == 2
