@@ -63,15 +63,15 @@ class NodeMemory(HostMemory):
     def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
         """The jobs whose files nodes can read, and problems for the others."""
         accepted = "nodes cannot read files of this machine; --shared says that all have the same folders"
-        reading = [job for job in jobs if input_files(job.spec)] if is_new and not self.has_inputs else []
-        problems = [
-            Problem(job.spec.line, name, str(path), accepted)
-            for job in reading
-            for name, path in input_files(job.spec)[:1]
-        ]
-        jobs = [job for job in jobs if job not in reading] if reading else jobs
-        jobs, unfit = split_by_loras(jobs, self.loras.fits)
-        return jobs, (*problems, *unfit)
+        kept, problems = list[AdmittedJob](), list[Problem]()
+        for job in jobs:
+            if is_new and not self.has_inputs and (files := input_files(job.spec)):
+                name, path = files[0]
+                problems.append(Problem(job.spec.line, name, str(path), accepted))
+            else:
+                kept.append(job)
+        fitting, unfit = split_by_loras(kept, self.loras.fits)
+        return fitting, (*problems, *unfit)
 
 
 @dataclass(frozen=True, slots=True)
