@@ -147,9 +147,10 @@ class TraceWriter(Observer):
                 self._output_written(event)
             case events.JobArrived():
                 self._arrived(event)
-            case events.JobTimedOut() | events.JobCancelled() if self._is_open(event.job_id):
-                what = "timed out" if isinstance(event, events.JobTimedOut) else "cancelled"
-                self._instant(f"{event.job_id} {what}", event.time_s, args={"job": event.job_id})
+            case events.JobTimedOut() if self._is_open(event.job_id):
+                self._instant(f"{event.job_id} timed out", event.time_s, args={"job": event.job_id})
+            case events.JobCancelled() if self._is_open(event.job_id):
+                self._instant(f"{event.job_id} cancelled", event.time_s, args={"job": event.job_id})
             case events.OutputFailed() | events.FramesLost():
                 args = {"job": event.job_id, "reason": event.reason}
                 self._instant(f"{event.job_id} not written", event.time_s, args=args)
@@ -159,13 +160,12 @@ class TraceWriter(Observer):
             case events.PolicyChanged():
                 args = {"policy": event.policy, "reason": event.reason}
                 self._instant(f"policy {event.policy}", event.time_s, scope="g", args=args)
-            case events.ModelsChanged() | events.LoadFailed():
-                names, change = (
-                    ", ".join(event.models),
-                    {"models": list(event.models), "reason": event.reason},
-                )
-                name = f"models {names}" if isinstance(event, events.ModelsChanged) else f"{names} not loaded"
-                self._instant(name, event.time_s, scope="g", args=change)
+            case events.ModelsChanged():
+                change = {"models": list(event.models), "reason": event.reason}
+                self._instant(f"models {', '.join(event.models)}", event.time_s, scope="g", args=change)
+            case events.LoadFailed():
+                failure = {"models": list(event.models), "reason": event.reason}
+                self._instant(f"{', '.join(event.models)} not loaded", event.time_s, scope="g", args=failure)
             case events.RankLoaded():
                 start_s = event.time_s - event.load_s
                 self._slice('"load models"', event.rank, start_s, event.time_s, "{}")
