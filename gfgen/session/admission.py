@@ -15,7 +15,7 @@ import gc
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -217,16 +217,6 @@ class Models:
             raise ModelError(f"model {name!r} is not loaded; {self.help_}")
         return found
 
-    def find_all(self, names: Iterable[str]) -> Mapping[str, ResolvedModel | ModelError]:
-        """The models of these names, or what is wrong with them."""
-        found: dict[str, ResolvedModel | ModelError] = {}
-        for name in dict.fromkeys(names):
-            try:
-                found[name] = self.find(name)
-            except ModelError as error:
-                found[name] = error
-        return found
-
     def look_up(self, name: str) -> ResolvedModel:
         model = resolved_model(name, has_random_weights=self.has_random_weights, trusts_code=self.trusts_code)
         for option, asked in self.fp8.items():
@@ -268,12 +258,8 @@ class Admission:
     def resolve(self, specs: Sequence[JobSpec], *, has_bar: bool = False) -> Judged:
         """The jobs as they run."""
         named, unknown = with_served_loras(specs, self.served_loras)
-        default = self.models.default
-        models = self.models.find_all(spec.model or default for spec in named)
-        shown = (
-            with_bar(named, "checking", is_shown=True, unit=" jobs", total=len(named)) if has_bar else named
-        )
-        jobs, refused = admit(shown, default_model=default, find_model=models.__getitem__)
+        shown = with_bar(named, "checking", is_shown=has_bar, unit=" jobs", total=len(named))
+        jobs, refused = admit(shown, default_model=self.models.default, find_model=self.models.find)
         return jobs, (*unknown, *refused)
 
     def fit(

@@ -115,12 +115,12 @@ def admit(
     specs: Iterable[JobSpec],
     *,
     default_model: str,
-    find_model: Callable[[str], ResolvedModel | ModelError],
+    find_model: Callable[[str], ResolvedModel],
 ) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
     """The jobs that can run, and all problems of the others.
 
-    `find_model` raises or returns ModelError for a name without a usable checkpoint. Each name is looked up
-    once and makes at most one problem, at its first line.
+    `find_model` raises ModelError for a name without a usable checkpoint. Each name is looked up once and
+    makes at most one problem, at its first line.
     """
     models: dict[str, ResolvedModel | ModelError] = {}
     lines_without: dict[str, list[int | None]] = defaultdict(list)
