@@ -311,7 +311,7 @@ def _refused(name: str, value: object, accepted: str) -> JobError:
     return JobError(Problem(None, name, shown(value), accepted))
 
 
-CLOCK = re.compile(r"[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?")
+_CLOCK_FORMATS = ("%H:%M", "%H:%M:%S")
 _ACCEPTED = 'a time of day like "06:00", a time like "2026-11-21T06:00", or a duration like "8h" is accepted'
 
 
@@ -320,7 +320,7 @@ def closing_at(text: str, *, now: float, option: str = "--until") -> float:
 
     Raises: InputError for what is no time, and for a time that has passed.
     """
-    moment = _moment(text.strip(), now)
+    moment = _time_of_day(text, now) or _date_and_time(text)
     if moment is None:
         duration_s = parse_duration(text)
         if not duration_s:
@@ -333,14 +333,24 @@ def closing_at(text: str, *, now: float, option: str = "--until") -> float:
     return moment.timestamp()
 
 
-def _moment(text: str, now: float) -> datetime | None:
+def _time_of_day(text: str, now: float) -> datetime | None:
+    today = datetime.fromtimestamp(now)
+    for form in _CLOCK_FORMATS:
+        try:
+            at = datetime.strptime(text.strip(), form).time()
+        except ValueError:
+            continue
+        moment = datetime.combine(today.date(), at)
+        if moment.timestamp() <= now:
+            moment = datetime.combine(today.date() + timedelta(days=1), at)
+        return moment
+    return None
+
+
+def _date_and_time(text: str) -> datetime | None:
     """A date without a time of day is refused: 2026-11-21 could mean its begin or its end."""
-    is_clock = CLOCK.fullmatch(text) is not None
-    day = f"{datetime.fromtimestamp(now).date()}T" if is_clock else ""
     try:
-        moment = datetime.fromisoformat(day + text.zfill(2 + 3 * text.count(":")))
+        moment = datetime.fromisoformat(text.strip())
     except ValueError:
         return None
-    if is_clock and moment.timestamp() <= now:
-        moment += timedelta(days=1)
     return moment if ":" in text else None

@@ -116,6 +116,7 @@ def test_a_policy_that_starts_nothing_is_named_long_before_closing_time():
         ("06:00", datetime(2026, 11, 21, 6)),
         ("23:30", datetime(2026, 11, 20, 23, 30)),
         ("22:00", datetime(2026, 11, 21, 22)),
+        ("6:5", datetime(2026, 11, 21, 6, 5)),
         ("22:00:01", datetime(2026, 11, 20, 22, 0, 1)),
         ("8h", datetime(2026, 11, 21, 6)),
         ("1h30m", datetime(2026, 11, 20, 23, 30)),
