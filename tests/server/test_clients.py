@@ -344,3 +344,14 @@ def test_one_picture_is_accepted(server, name):
         400,
         "more than one file; one is accepted",
     )
+
+
+def test_a_file_of_requests_is_one_file_of_that_name(server):
+    one, other = (("file", ("a.jsonl", b"{}")), ("file", ("b.jsonl", b"{}")))
+    answer = server.http.post("/v1/files", data={"purpose": "batch"}, files=[one, other])
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        400,
+        "more than one file; one is accepted",
+    )
+    answer = server.http.post("/v1/files", data={"purpose": "batch"}, files=[one, ("notes", ("b", b"x"))])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file")

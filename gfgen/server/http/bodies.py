@@ -62,10 +62,14 @@ class Body:
 
     values: Mapping[str, Any]
     file: bytes | None
-    suffix: str = ".jsonl"
-    """That of the file's name, or of its kind (job/inputs.py)."""
+    filename: str = ""
     uploads: Mapping[str, list[Upload]] = field(default_factory=dict)
     """Files for arguments of the pipeline, by argument."""
+
+    @property
+    def suffix(self) -> str:
+        """That of the file's name, which says what kind of job file it is (job/inputs.py)."""
+        return PurePath(self.filename).suffix or ".jsonl"
 
     def fingerprint(self, address: Sequence[str]) -> str:
         uploads = {name: [one.digest for one in files] for name, files in self.uploads.items()}
@@ -121,8 +125,15 @@ async def _parse(content: bytes, work: Callable[[], T]) -> T:
 
 async def read_job_file(request: Request, *, service: JobService) -> Body:
     kind = content_kind(request)
-    if kind != "multipart/form-data":
-        return Body({}, await request.body(), JOB_FILE_KINDS.get(kind, ".jsonl"))
+    if kind == "multipart/form-data":
+        return await read_file(request, service=service)
+    return Body({}, await request.body(), f"jobs{JOB_FILE_KINDS.get(kind, '')}")
+
+
+async def read_file(request: Request, *, service: JobService) -> Body:
+    """A form with one file."""
+    if content_kind(request) != "multipart/form-data":
+        raise ApiError(400, "send a form with a file")
     body = await _from_form(request, service, "file")
     if body.file is None:
         raise bad("file", "missing")
@@ -178,7 +189,7 @@ async def _from_form(
     values: dict[str, Any] = {}
     uploads: dict[str, list[Upload]] = {}
     file: bytes | None = None
-    suffix = ".jsonl"
+    filename = ""
     async with request.form(
         max_files=1 + MAX_UPLOADS,
         max_fields=MAX_FIELDS,
@@ -200,11 +211,11 @@ async def _from_form(
             elif file is not None:
                 raise ApiError(400, "more than one file; one is accepted", param=file_name)
             else:
-                file, suffix = await value.read(), PurePath(value.filename or "").suffix or suffix
+                file, filename = await value.read(), value.filename or ""
     if any(name in values for name in _PICTURE_URL):
         file = await asyncio.to_thread(_picture_of_form, values)
     _check_size(values, service.limits.json_bytes)
-    return Body(values, file, suffix, uploads)
+    return Body(values, file, filename, uploads)
 
 
 def _picture_of_form(values: dict[str, Any]) -> bytes | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from fastapi import APIRouter, Form, UploadFile
+from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.server.http.bodies import read_file
 from gfgen.server.http.routes_images import chat_completion, image_content, images
 from gfgen.server.http.routes_jobs import JobId, Service
 from gfgen.server.jobs.files import no_file
@@ -18,7 +19,7 @@ from gfgen.server.jobs.job_requests import RequestedJob, admitted, batch_lines, 
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import ApiError, checked, responses
+from gfgen.server.protocol.problems import ApiError, bad, checked, responses
 from gfgen.server.store import BatchRow, RequestKey, StoredJob
 
 router = APIRouter(prefix="/v1/files", tags=["batches"])
@@ -26,19 +27,26 @@ ROUTERS = (router,)
 
 _OUTPUT, _ERRORS = "file-output_", "file-errors_"
 """Prefixes of the ids of results; the rest is the batch's id."""
+_FORM = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
+}
 
 
 @router.post(
     "",
     response_model=server_schemas.UploadedFile,
     responses=responses(400, 413, 507),
+    openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
     summary="Upload a file of requests",
 )
-async def create_file(
-    service: Service, file: UploadFile, purpose: Annotated[Literal["batch"], Form()] = "batch"
-) -> Response:
+async def create_file(request: Request, service: Service) -> Response:
     """A file for POST /v1/batches: JSON lines of `custom_id`, `method`, `url` and `body`."""
-    name, content = file.filename or "requests.jsonl", await file.read()
+    body = await read_file(request, service=service)
+    if body.values.get("purpose", "batch") != "batch":
+        raise bad("purpose", "batch is accepted")
+    name, content = body.filename or "requests.jsonl", body.file or b""
     added = await asyncio.to_thread(service.uploads.add, content, filename=name, now=service.now())
     return added.response()
 
