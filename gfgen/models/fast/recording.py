@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import statistics
 import time
 import weakref
 from collections import OrderedDict
@@ -58,8 +57,8 @@ gain next to nothing: on an H200 a forward of 832x480x49, with a share of about 
 and 93.5 launched; one of 1024x1024, with 0.5, 123.7 both (benchmarks/results/2026-11-22-forward.md). The
 bound lies below 1 because ranks that share a forward wait for each other's launches, too."""
 TIMED_BLOCKS = 5
-"""The median of these counts: one launch may be held up by something else. The first block is not timed,
-because it loads what all of them launch."""
+"""The smallest share counts: launches are held up by other processes, in a first run by those that compile.
+The first block is not timed, because it loads what all of them launch."""
 
 
 class NotWorthRecordingError(Exception):
@@ -412,7 +411,7 @@ def _timed_blocks(
         done_s = time.monotonic()
         shares.append((launched_s - began_s) / max(done_s - began_s, 1e-9))
         if len(shares) == len(timed):
-            decide(statistics.median(shares))
+            decide(min(shares))
 
     hooks = [block.register_forward_pre_hook(before) for block in timed]
     hooks += [block.register_forward_hook(after) for block in timed]

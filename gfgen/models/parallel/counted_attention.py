@@ -10,6 +10,7 @@ Source: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/At
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -35,11 +36,25 @@ def is_fast(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether it works here, about as fast as attention without a mask (measured on H100 and H200).
 
     Ranks that share a step all pad texts, or none does: each rank reports whether it could, and calls
-    `forgo` if another one cannot. The first call takes a second; adapters call it while they load, when
-    memory is free.
+    `forgo` if another one cannot.
     """
     is_for_it = device.type == "cuda" and dtype == torch.bfloat16 and not _FORGONE.is_set()
     return is_for_it and _works(device)
+
+
+def load(device: torch.device) -> None:
+    """Load cuDNN's attention, with padding and without; compiling it takes 2 s, once a machine.
+
+    It has two kernels of each, for lengths that are multiples of its tiles and for others.
+    """
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):  # short of memory: it may still work
+        is_padding = is_fast(device, torch.bfloat16)
+        for length in (64, 1024):
+            x_BLHD = torch.ones(1, length, 2, 128, dtype=torch.bfloat16, device=device)
+            x_BHLD = x_BLHD.transpose(1, 2)
+            scaled_dot_product_attention(x_BHLD, x_BHLD, x_BHLD)
+            if is_padding:
+                counted_attention(*[x_BLHD] * 3, torch.ones(1, dtype=torch.int32, device=device))
 
 
 def forgo() -> None:

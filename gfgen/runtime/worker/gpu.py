@@ -22,6 +22,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,8 +84,11 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
     """The worker of a GPU rank, with its models."""
     device = torch.device("cuda", settings.gpu)
     torch.cuda.set_device(device)
+    attention = threading.Thread(target=counted_attention.load, args=(device,))
+    attention.start()
     Kernels(settings.gpu)  # compile and keep them on disk before another rank waits for this one
     try_kernels(device)
+    attention.join()
     if settings.ranks.memory_limit is not None:
         _limit_memory(settings.ranks, device)
     load = partial(load_model, settings, device=str(device))
