@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from gfgen.errors import PolicyFault
 from gfgen.graph import Task
 from gfgen.layout import Layout
-from gfgen.runtime.control.legality import check_degrees
+from gfgen.runtime.control.decider import check_degrees
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.simulate.backend import SimulatedTimes

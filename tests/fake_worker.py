@@ -25,6 +25,7 @@ from typing import Any
 
 from fake_mail import BrokenPromiseError, Mail, VoidError
 from fault_plan import FaultFolder, FaultKind, FaultPoint, Faults, ScriptedError
+from slabs import publish
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout, shard_bounds
@@ -379,7 +380,7 @@ class FakeWorker:
         if task.stage is not Stage.DECODE:
             name = "prompt" if task.stage is Stage.ENCODE else "latents"
             meta = (task.job_id, name, task.index + 1)
-            job.slab.publish(name, task.index + 1, meta, [memoryview(made)], producer=number)
+            publish(job.slab, name, task.index + 1, meta, [memoryview(made)], producer=number)
 
     def _check_incarnations(self, message: RunTask) -> None:
         """Nobody is sent into a group with a peer whose arena it does not have."""

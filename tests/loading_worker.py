@@ -16,7 +16,7 @@ from typing import Any
 
 from gfgen.runtime.ipc.messages import WarmUpLater
 from gfgen.runtime.ipc.settings import WorkerSettings
-from gfgen.runtime.worker import entry, loop
+from gfgen.runtime.worker import entry, preparing
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
@@ -36,13 +36,13 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return SimpleNamespace(loras=SimpleNamespace())
 
-    def warm_up_later(worker: loop.Worker, message: WarmUpLater, _: object) -> None:
+    def warm_up_later(preparation: preparing.Preparation, message: WarmUpLater, _: object) -> None:
         for item in message.items:
-            name = f"warm {item.number} on {settings.rank} with {len(worker.device.adapters)} models"
+            name = f"warm {item.number} on {settings.rank} with {len(preparation._device.adapters)} models"
             Path(item.checkpoint).with_name(name).touch()
 
     entry.load_adapter = load_name
-    loop.Worker._warm_up_later = warm_up_later  # type: ignore[assignment, method-assign]
+    preparing.Preparation.warm_up_later = warm_up_later  # type: ignore[assignment, method-assign]
     entry.main(channel_socket, settings)
 
 

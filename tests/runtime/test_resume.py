@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from builders import make_job
+from slabs import publish
 
 from gfgen.models.geometry.weight_files import weights_mark
 from gfgen.runtime.control.state import State
@@ -36,7 +37,7 @@ def stop(folder, job=JOB):
     """Before task 3, whose input dispatch 7 made."""
     plan = SlabPlan.of(job.trajectory)
     fd = Slab.create(plan, name="a")
-    Slab(fd, plan).publish("latents", 3, "meta", [memoryview(b"latents")], producer=7)
+    publish(Slab(fd, plan), "latents", 3, "meta", [memoryview(b"latents")], producer=7)
     point = resume.ResumePoint(3, 7, 9, resume.resume_path(folder, "a"), GivenUp((2, 4), "late"))
     weights = weights_mark(job.checkpoint)
     resume.save(point, job, fd, weights=weights, computed_with=ON_CPU)

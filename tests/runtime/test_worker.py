@@ -47,7 +47,7 @@ from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker import device as worker_device
 from gfgen.runtime.worker import jobs as worker_jobs
-from gfgen.runtime.worker import loop
+from gfgen.runtime.worker import preparing
 from gfgen.runtime.worker.device import Device
 from gfgen.runtime.worker.dispatches import Dispatches
 from gfgen.runtime.worker.loop import Worker
@@ -304,7 +304,7 @@ def test_waiting_for_the_other_ranks_is_no_part_of_a_tasks_duration(
 def test_what_the_user_can_mend_is_told_without_our_places() -> None:
     with pytest.raises(JobError) as caught:
         raise JobError(Problem.of("image", "fox.png", "cannot be read as a picture"))
-    assert loop.reason_of(caught.value) == "image = fox.png: cannot be read as a picture"
+    assert preparing.reason_of(caught.value) == "image = fox.png: cannot be read as a picture"
 
 
 def test_a_task_that_raises_is_a_fault_with_its_reason_and_the_worker_goes_on(rank: Rank) -> None:
@@ -562,7 +562,7 @@ def test_tasks_come_before_what_is_prepared_between_them(rank: Rank, monkeypatch
     )
     items = [WarmUp(number, JOB.spec, "fake") for number in (1, 2)]
     rank.channel.send(WarmUpLater(tuple(items)))
-    while not rank.worker._later:
+    while not rank.worker._preparation.later:
         time.sleep(0.001)
     rank.run(1, 0)
     may_go_on.set()
@@ -574,9 +574,9 @@ def test_tasks_come_before_what_is_prepared_between_them(rank: Rank, monkeypatch
     assert done[:first] + done[first + 1 :] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     may_go_on.clear()
     rank.channel.send(WarmUpLater(tuple(items)))
-    while not rank.worker._later:
+    while not rank.worker._preparation.later:
         time.sleep(0.001)
     may_go_on.set()
     rank.channel.send(SetModels(("fake",)))
     assert isinstance(rank.answer(), ModelsSet)
-    assert not rank.worker._later
+    assert not rank.worker._preparation.later

@@ -15,18 +15,10 @@ from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.decider import Chooser, Decider
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
+from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
 from gfgen.runtime.core.dispatch import Dispatch, GivenUp
-from gfgen.runtime.core.events import (
-    ClosingTime,
-    Event,
-    GraceOver,
-    JobArrived,
-    JobTimedOut,
-    PolicyChanged,
-    StopRequested,
-    Wakeup,
-)
+from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.metrics import Metrics, Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.files.journal import Journal, NoJournal
@@ -191,40 +183,40 @@ class Control:
         for job in self._jobs:
             self.schedule(job)
         if self.state.closing.closes_s < math.inf:
-            self.clock.at(ClosingTime(self.state.closing.closes_s))
+            self.clock.at(events.ClosingTime(self.state.closing.closes_s))
         self.state.expects_more = self._steering.intake is not None
 
     def schedule(self, job: AdmittedJob) -> None:
         """Let a job arrive at its time."""
-        self.clock.at(JobArrived(job.spec.arrival_s, job.job_id, job.info.spec_hash))
+        self.clock.at(events.JobArrived(job.spec.arrival_s, job.job_id, job.info.spec_hash))
         if job.spec.timeout_s is not None:
-            self.clock.at(JobTimedOut(job.spec.arrival_s + job.spec.timeout_s, job.job_id))
+            self.clock.at(events.JobTimedOut(job.spec.arrival_s + job.spec.timeout_s, job.job_id))
 
     # The parts of a turn ------------------------------------------------------------------
 
     def receive(self) -> None:
         """Wait for events, or for the time at which to decide what follows a task, and apply them."""
         self.clock.look_s = self.state.flights.next_look_s(self.clock.turn_s)
-        events = self.backend.wait(until=self.clock.next_wakeup())
+        found = self.backend.wait(until=self.clock.next_wakeup())
         self._woke_s = time.perf_counter()
         self.clock.begin_turn()
-        for event in events:
+        for event in found:
             self.record(event)
         if self.state.flights.unwanted and (unwanted := self.state.flights.take_unwanted()):
             self.backend.stop(unwanted)
-        if not events and not self.state.flights:
+        if not found and not self.state.flights:
             self.state.check()
 
     def record(self, event: Event) -> None:
         """Write an event to the journal, let it change the state, and pass it to the observers."""
         self.journal.append(event)
         match event:
-            case PolicyChanged():
+            case events.PolicyChanged():
                 self.decider.follow(event)
-            case JobArrived():
+            case events.JobArrived():
                 self.decider.note_change()
-            case StopRequested() | ClosingTime():
-                self.clock.at(GraceOver(event.time_s + self.state.closing.grace_s))
+            case events.StopRequested() | events.ClosingTime():
+                self.clock.at(events.GraceOver(event.time_s + self.state.closing.grace_s))
             case _:
                 pass
         outcomes = self.state.apply(event)
@@ -268,7 +260,7 @@ class Control:
         """Follow what was chosen, and have it chosen again when enough jobs have come or gone."""
         choice = chooser.take()
         if choice is not None and self.decider.can_follow(choice):
-            self.record(PolicyChanged(self.clock.now_s, choice.policy, choice.reason))
+            self.record(events.PolicyChanged(self.clock.now_s, choice.policy, choice.reason))
         has_ready = any(rank.is_ready for rank in self.state.ranks.records)
         num_jobs = len(self.state.jobs.records)
         if num_jobs and has_ready and self.decider.is_choice_due(num_jobs):
@@ -281,7 +273,7 @@ class Control:
         if event is None:
             return
         if event.time_s + event.load_s >= self.state.closing.closes_s:
-            if self.state.is_at_rest and not self._expects_other_than(JobTimedOut):
+            if self.state.is_at_rest and not self._expects_other_than(events.JobTimedOut):
                 self._close_early()
             return
         self.record(event)
@@ -308,7 +300,7 @@ class Control:
             dispatches = self.state.begin(decision)
         except PolicyFault as fault:
             self.decider.blame(fault)
-            self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
+            self.clock.at(events.Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
             return ()
         for each in dispatches:
             self.backend.submit(each)
@@ -333,7 +325,7 @@ class Control:
         Not while an event may come that changes it; that jobs will time out one day changes nothing.
         """
         name = self.decider.policy.name
-        if self._expects_other_than(*([JobTimedOut] if snapshot.open else [])):
+        if self._expects_other_than(*([events.JobTimedOut] if snapshot.open else [])):
             return
         if not snapshot.open:
             self._close_early()
@@ -360,4 +352,4 @@ class Control:
         if self.state.expects_more:
             return
         logger.info("no job that is left can be done by closing time: the run ends now")
-        self.clock.at(ClosingTime(self.clock.now_s))
+        self.clock.at(events.ClosingTime(self.clock.now_s))

@@ -110,18 +110,6 @@ class Slab:
         """The dispatch that outlined the content of this version's region; 0 for none."""
         return int(_WORD.unpack_from(self._map, _region(name, version) * _LINE_BYTES + _OUTLINE_WORD)[0])
 
-    def publish(
-        self, name: str, version: int, meta: Any, buffers: Sequence[memoryview], *, producer: int
-    ) -> None:
-        """Store an artifact, then show it as the output of dispatch `producer`.
-
-        Raises: ValueError if it is larger than planned.
-        """
-        places = self.places(name, version, meta, [buffer.nbytes for buffer in buffers])
-        for place, buffer in zip(places, buffers, strict=True):
-            place[:] = buffer
-        self.show(name, version, producer=producer)
-
     def places(self, name: str, version: int, meta: Any, sizes: Sequence[int]) -> list[memoryview]:
         """Memory for an artifact's buffers of these sizes; no process reads it before `show`.
 

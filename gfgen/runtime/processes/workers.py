@@ -15,36 +15,12 @@ from typing import Any, Protocol
 
 from gfgen.errors import in_one_line
 from gfgen.graph import Stage
+from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch, GivenUp
-from gfgen.runtime.core.events import (
-    ClosingTime,
-    Event,
-    LoadFailed,
-    RankLoaded,
-    RankLost,
-    RankReady,
-    RankTimes,
-    StopRequested,
-    TaskDone,
-    TaskFailed,
-)
-from gfgen.runtime.ipc.messages import (
-    Abandoned,
-    EdgesRestarted,
-    ForgetJob,
-    FramesStored,
-    MemoryUse,
-    Ping,
-    Reset,
-    RunTask,
-    SendState,
-    TaskFault,
-    TaskReport,
-    TellMemory,
-    WarmUp,
-)
+from gfgen.runtime.core.events import Event
+from gfgen.runtime.ipc import messages
 from gfgen.runtime.processes.child import GONE, Joined, Loaded, Lost, Phase, RankProcess, WriterProcess
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
@@ -68,7 +44,7 @@ class Requests(Protocol):
         loop, which looks at the intake."""
 
 
-WarmUps = Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]]
+WarmUps = Callable[[Sequence[AdmittedJob]], Sequence[messages.WarmUp]]
 
 
 class ProcessBackend:
@@ -91,7 +67,7 @@ class ProcessBackend:
         self._writes = Writes(pool, memory.output_dir, waits_for_space=waits_for_space)
         self._attempts = Attempts()
         self._recovery = Recovery(pool, self._attempts)
-        self._memory_use: dict[int, MemoryUse] = {}
+        self._memory_use: dict[int, messages.MemoryUse] = {}
         self._own_signals = SignalPipe() if signals is None else None
         self._inputs = [each for each in (signals, self._own_signals, requests) if each is not None]
         for source in self._inputs:
@@ -120,27 +96,33 @@ class ProcessBackend:
             worker.jobs.clear()
             if worker.phase in GONE:
                 why = "it was given up before the run began"
-                lost = RankLost(now_s, worker.rank, worker.incarnation, why, worker.rank in pool.retired)
+                lost = events.RankLost(
+                    now_s, worker.rank, worker.incarnation, why, worker.rank in pool.retired
+                )
                 self._pending.append(lost)
                 continue
-            worker.tell(Reset())
+            worker.tell(messages.Reset())
             worker.heard_s = pool.clock.now_s  # between runs it is not asked to send anything
             if worker.has_joined and worker.phase is not Phase.ENDING:
-                self._pending.append(RankReady(now_s, worker.rank, worker.incarnation, worker.startup_s))
+                self._pending.append(
+                    events.RankReady(now_s, worker.rank, worker.incarnation, worker.startup_s)
+                )
 
     # What the control loop calls ------------------------------------------------------------
 
     def wait(self, until: float | None) -> list[Event]:
         """Events in order of receipt, then those that are due; none if nothing happened for a tick."""
-        events, self._pending = [*self._pending, *self._load_failures()], []
+        found, self._pending = [*self._pending, *self._load_failures()], []
         timeout_s = math.inf if until is None else until - self._clock.now_s
-        for source, what in self._pool.turn(0.0 if events else timeout_s):
-            events.extend(self._events_of(source, what))
+        for source, what in self._pool.turn(0.0 if found else timeout_s):
+            found.extend(self._events_of(source, what))
         self._look_for_hung_processes()
-        events += self._writes.look(self._clock.now_s)
-        events += self._clock.due()
-        self._pool.is_stopping |= any(isinstance(each, StopRequested | ClosingTime) for each in events)
-        return events
+        found += self._writes.look(self._clock.now_s)
+        found += self._clock.due()
+        self._pool.is_stopping |= any(
+            isinstance(each, events.StopRequested | events.ClosingTime) for each in found
+        )
+        return found
 
     def submit(self, dispatch: Dispatch) -> None:
         """Send a task to its ranks, after what they do not know yet of its job."""
@@ -151,7 +133,7 @@ class ProcessBackend:
             fds = (self._writes.new_frames(job, dispatch.number),) if task.stage is Stage.DECODE else ()
         except (OSError, ValueError, KeyError) as error:  # too many open files, or kept state is gone
             reason = f"its state has no place here: {in_one_line(error)}"
-            self._pending.append(TaskFailed(self._clock.now_s, dispatch.number, reason))
+            self._pending.append(events.TaskFailed(self._clock.now_s, dispatch.number, reason))
             return
         due_s = dispatch.predicted_end_s - self._clock.now_s + self._pool.patience.for_task_s(dispatch)
         self._attempts.begin(dispatch, deadline_s=self._pool.clock.now_s + due_s)
@@ -161,7 +143,7 @@ class ProcessBackend:
         for rank in ranks:
             worker = self._pool.workers[rank]
             self._memory.introduce(task.job_id, worker)
-            message = RunTask(
+            message = messages.RunTask(
                 number=dispatch.number,
                 job_id=task.job_id,
                 task_index=task.index,
@@ -186,7 +168,7 @@ class ProcessBackend:
         for worker in self._pool.workers:
             if job_id in worker.jobs:
                 worker.jobs.discard(job_id)
-                worker.tell(ForgetJob(job_id))
+                worker.tell(messages.ForgetJob(job_id))
         self._writes.release(job_id)
         self._memory.release(job_id)
 
@@ -211,11 +193,11 @@ class ProcessBackend:
         for job in jobs:
             self._names[str(job.checkpoint)].add(job.spec.model or "")
 
-    def memory_use(self) -> dict[int, MemoryUse]:
+    def memory_use(self) -> dict[int, messages.MemoryUse]:
         """The memory that ranks have used in this run, of those that answer in time."""
         asked = [worker for worker in self._pool.living if worker.has_started]
         for worker in asked:
-            worker.tell(TellMemory())
+            worker.tell(messages.TellMemory())
         deadline_s = self._clock.now_s + _ANSWER_S
         while len(self._memory_use) < len(asked) and (left_s := deadline_s - self._clock.now_s) > 0:
             for source, what in self._pool.turn(left_s):
@@ -236,13 +218,13 @@ class ProcessBackend:
 
     # What processes say ------------------------------------------------------------------------
 
-    def _load_failures(self) -> Iterator[LoadFailed]:
+    def _load_failures(self) -> Iterator[events.LoadFailed]:
         """Models that no rank can load, each once."""
         for checkpoint, reason in self._pool.models.unloadable.items():
             names = self._names.pop(checkpoint, set()) - self._told
             self._told |= names
             if names:
-                yield LoadFailed(self._clock.now_s, tuple(sorted(names)), reason)
+                yield events.LoadFailed(self._clock.now_s, tuple(sorted(names)), reason)
 
     def _events_of(self, source: Any, what: Any) -> Iterator[Event]:
         """The events that a message, or a change of a process, means for the run."""
@@ -251,35 +233,37 @@ class ProcessBackend:
             yield from self._writes.events_of(source, what, now_s)
             return
         match what:
-            case TaskReport():
+            case messages.TaskReport():
                 yield from self._task_done(source, what, now_s)
-            case TaskFault():
+            case messages.TaskFault():
                 self._recovery.fail(source, what)
-            case FramesStored(number, None):
+            case messages.FramesStored(number, None):
                 self._writes.stored(number, source.rank)
-            case FramesStored(number, str() as reason) if number in self._writes.storing(source.rank):
+            case messages.FramesStored(number, str() as reason) if number in self._writes.storing(
+                source.rank
+            ):
                 yield from self._writes.lose_frames([number], reason, now_s, lost=False)
-                self._recovery.fail(source, TaskFault(number, reason))
-            case Abandoned() | EdgesRestarted():
+                self._recovery.fail(source, messages.TaskFault(number, reason))
+            case messages.Abandoned() | messages.EdgesRestarted():
                 yield from self._recovery.answered(source.rank, what, now_s=now_s)
             case Joined():
-                yield RankReady(now_s, source.rank, source.incarnation, source.startup_s)
+                yield events.RankReady(now_s, source.rank, source.incarnation, source.startup_s)
             case Loaded():
-                yield RankLoaded(now_s, source.rank, what.load_s)
+                yield events.RankLoaded(now_s, source.rank, what.load_s)
             case Lost():
                 yield from self._worker_lost(source, what, now_s)
-            case MemoryUse():
+            case messages.MemoryUse():
                 self._memory_use[source.rank] = what
             case None if isinstance(source, SignalPipe):
-                yield from (StopRequested(now_s, number) for number in source.take())
+                yield from (events.StopRequested(now_s, number) for number in source.take())
             case None:
                 yield from source.take_events(now_s)
             case _:  # the pool has taken it
                 pass
 
-    def _task_done(self, worker: RankProcess, report: TaskReport, now_s: float) -> Iterator[Event]:
+    def _task_done(self, worker: RankProcess, report: messages.TaskReport, now_s: float) -> Iterator[Event]:
         """A rank has done its part."""
-        times = RankTimes(
+        times = events.RankTimes(
             worker.rank,
             started_s=self._clock.from_monotonic(report.started_s),
             ended_s=self._clock.from_monotonic(report.ended_s),
@@ -295,7 +279,7 @@ class ProcessBackend:
         if report.do_frames_follow:
             self._writes.expect(self._attempts[report.number].dispatch.task.job_id, worker.rank)
         for attempt in self._attempts.take_done(report.number):
-            yield TaskDone(now_s, attempt.dispatch.number, attempt.times)
+            yield events.TaskDone(now_s, attempt.dispatch.number, attempt.times)
             if attempt.dispatch.task.stage is Stage.DECODE:
                 self._writes.decoded(attempt.dispatch.task.job_id)
 
@@ -303,7 +287,7 @@ class ProcessBackend:
         """A rank is gone: give up what it was part of."""
         # A run without ranks ends with an error and keeps nothing. One that stops keeps its jobs.
         is_retired = lost.is_retired and bool(self._pool.living or not self._pool.is_stopping)
-        yield RankLost(now_s, worker.rank, worker.incarnation, lost.reason, is_retired=is_retired)
+        yield events.RankLost(now_s, worker.rank, worker.incarnation, lost.reason, is_retired=is_retired)
         yield from self._load_failures()
         why, storing = f"rank {worker.rank}: {lost.reason}", self._writes.storing(worker.rank)
         yield from self._writes.lose_frames(storing, why, now_s, lost=True)
@@ -311,7 +295,7 @@ class ProcessBackend:
         self._recovery.give_up(self._attempts.lose(worker.rank, cause, storing=storing))
         yield from self._recovery.advance(now_s)
 
-    def _steps_at_hand(self) -> Sequence[WarmUp]:
+    def _steps_at_hand(self) -> Sequence[messages.WarmUp]:
         """What to prepare for known jobs of the models that ranks hold."""
         held = self._pool.models.checkpoints
         jobs = [job for job in self._memory.jobs.values() if str(job.checkpoint) in held]
@@ -326,7 +310,7 @@ class ProcessBackend:
             self._pinged_s = now_s
             for worker in living:
                 if worker.has_started:
-                    worker.tell(Ping())
+                    worker.tell(messages.Ping())
         for worker in living:
             if (why := worker.why_hung(self._pool.patience)) is not None:
                 worker.kill(why)
@@ -337,5 +321,5 @@ class ProcessBackend:
         for source in sorted({transfer.source for transfer in dispatch.transfers}):
             assert dispatch.producer is not None
             mine = tuple([transfer for transfer in dispatch.transfers if transfer.source == source])
-            message = SendState(dispatch.number, dispatch.task.job_id, dispatch.producer, mine)
+            message = messages.SendState(dispatch.number, dispatch.task.job_id, dispatch.producer, mine)
             self._pool.workers[source].tell(message)

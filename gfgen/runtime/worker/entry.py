@@ -24,7 +24,8 @@ from gfgen.runtime.ipc.messages import Abandoned, Loading, WorkerFailed, WorkerR
 from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker.device import Device
 from gfgen.runtime.worker.dispatches import Dispatches
-from gfgen.runtime.worker.loop import Worker, reason_of
+from gfgen.runtime.worker.loop import Worker
+from gfgen.runtime.worker.preparing import reason_of
 from gfgen.system.machine import give_back_freed_memory, keep_freed_memory
 from gfgen.system.signals import leave_to_the_run
 

@@ -17,57 +17,29 @@ import gc
 import logging
 import os
 import queue
-import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from gfgen.errors import AbortedError, JobError, ModelError
+from gfgen.errors import AbortedError
+from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import (
-    Abandon,
-    Arenas,
-    EdgesRestarted,
-    ForgetJob,
-    FramesStored,
-    Loading,
-    ModelsSet,
-    PeerReplaced,
-    Ping,
-    Pong,
-    ReplacePeer,
-    Reset,
-    RestartEdges,
-    RunTask,
-    SendState,
-    SetModels,
-    StartJob,
-    TaskFault,
-    TaskReport,
-    TellMemory,
-    WarmedUp,
-    WarmUp,
-    WarmUpLater,
-    WorkerFailed,
-)
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker.device import Device, RankTask, Thread
-from gfgen.runtime.worker.dispatches import AFTER_ALL, Dispatches, InputVoidError
+from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.jobs import RankJob, Shipment, outline, output_places, publish, require_finite
+from gfgen.runtime.worker.preparing import Preparation, reason_of, resign
 
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.02
 """After so long without a task a rank prepares later ones. Between two steps of a job it waits 1 ms."""
-_OVER = object()
 
 Handler = Callable[[Any, Sequence[int]], None]
 
@@ -82,24 +54,23 @@ class Worker:
         self._dispatches = dispatches
         self._jobs: dict[str, RankJob] = {}
         self._tasks: queue.SimpleQueue[tuple[Any, list[int]] | None] = queue.SimpleQueue()
-        self._shipments: queue.SimpleQueue[tuple[SendState, Future[Shipment]]] = queue.SimpleQueue()
+        self._shipments: queue.SimpleQueue[tuple[messages.SendState, Future[Shipment]]] = queue.SimpleQueue()
         self._batch: list[RankTask] = []
         """Steps whose input is here, and which wait for the rest of their batch."""
         self._launched: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
         self._decoded: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
         self.last_number = 0
         """The largest dispatch number so far."""
-        self._later: deque[Iterator[None]] = deque()
-        """What is prepared when no task is here, in parts."""
+        self._preparation = preparation = Preparation(channel, rank, device, dispatches)
         self.on_main: dict[type, Handler] = {
-            RunTask: self._run,
-            WarmUp: self._warm_up,
-            WarmUpLater: self._warm_up_later,
-            SetModels: self._set_models,
+            messages.RunTask: self._run,
+            messages.WarmUp: preparation.warm_up,
+            messages.WarmUpLater: preparation.warm_up_later,
+            messages.SetModels: preparation.set_models,
         }
         """By type: the messages that the main thread handles in their order."""
         if device.maps_between_tasks:
-            self.on_main[ReplacePeer] = self._map_arena
+            self.on_main[messages.ReplacePeer] = self._map_arena
 
     def serve(self) -> None:
         """Take messages until the channel ends."""
@@ -133,7 +104,7 @@ class Worker:
         self.device.use("receiver")
         while (received := self._channel.receive()) is not None:
             message, fds = received
-            if isinstance(message, ReplacePeer):
+            if isinstance(message, messages.ReplacePeer):
                 self._dispatches.note_arena()
             if type(message) in self.on_main:
                 self._tasks.put((message, fds))
@@ -142,7 +113,7 @@ class Worker:
                 try:
                     self._take(message, fds)
                 except Exception as error:  # without this thread the process would only be silent
-                    self._resign(error)
+                    resign(self._channel, self._rank, error)
             for fd in fds:
                 os.close(fd)
         self._tasks.put(None)
@@ -151,34 +122,34 @@ class Worker:
     def _take(self, message: Any, fds: Sequence[int]) -> None:
         """Handle a message that takes effect at once, also during a task."""
         match message:
-            case SendState():
+            case messages.SendState():
                 latents = self._jobs[message.job_id].latents_of(message.producer)
                 self._dispatches.note_to_send(message.number)
                 self._shipments.put((message, latents))
-            case StartJob():
+            case messages.StartJob():
                 slab = Slab(fds[0], SlabPlan.of(message.trajectory))
                 self._jobs[message.spec.id] = RankJob(message, slab, self.device.take_in)
-            case ForgetJob():
+            case messages.ForgetJob():
                 if message.job_id in self._jobs:
                     self._jobs.pop(message.job_id).drop_all()
-            case Abandon():
+            case messages.Abandon():
                 for job in self._jobs.values():
                     for number in message.numbers:
                         job.drop(number)
                 self._abort(self._dispatches.abandon(message.numbers))
-            case Ping():
-                self._channel.send(Pong())
-            case ReplacePeer():
+            case messages.Ping():
+                self._channel.send(messages.Pong())
+            case messages.ReplacePeer():
                 self._map_arena(message, fds)
-            case RestartEdges():
+            case messages.RestartEdges():
                 if self.device.endpoint is not None:
                     self.device.endpoint.restart_edges(sorted(message.ranks))
-                self._channel.send(EdgesRestarted(message.numbers))
-            case Arenas():
+                self._channel.send(messages.EdgesRestarted(message.numbers))
+            case messages.Arenas():
                 self.device.connect(message, fds)
-            case TellMemory():
+            case messages.TellMemory():
                 self._channel.send(self.device.memory_use())
-            case Reset():
+            case messages.Reset():
                 self.device.forget_peaks()
                 for job in self._jobs.values():
                     job.drop_all()
@@ -192,24 +163,15 @@ class Worker:
         if number is not None and self.device.endpoint is not None:
             self.device.endpoint.abort_through(number)
 
-    def _map_arena(self, message: ReplacePeer, fds: Sequence[int]) -> None:
+    def _map_arena(self, message: messages.ReplacePeer, fds: Sequence[int]) -> None:
         """Map a new incarnation's arena; no task here uses the old one."""
         self.device.endpoint.replace_peer(message.rank, fds[0], message.incarnation)
-        self._channel.send(PeerReplaced(message.rank, message.incarnation))
+        self._channel.send(messages.PeerReplaced(message.rank, message.incarnation))
         self._dispatches.note_mapped()
-
-    def _resign(self, error: Exception) -> NoReturn:
-        """Report why this process cannot work, and end it."""
-        if isinstance(error, ConnectionError):
-            raise error
-        logger.debug("rank %d cannot work", self._rank, exc_info=error)
-        self._channel.send(WorkerFailed(self._rank, reason_of(error)))
-        sys.stderr.flush()
-        os._exit(1)
 
     # The sender thread ------------------------------------------------------------------------
 
-    def _send(self, message: SendState, latents: Future[Shipment]) -> None:
+    def _send(self, message: messages.SendState, latents: Future[Shipment]) -> None:
         number = message.number
         with contextlib.suppress(InputVoidError):
             shipment = latents.result()
@@ -226,66 +188,15 @@ class Worker:
 
     def _next(self) -> tuple[Any, list[int]] | None:
         """The next message; prepares later tasks as long as there is none and this rank is idle."""
-        while self._later:
+        while self._preparation.later:
             with contextlib.suppress(queue.Empty):
                 return self._tasks.get(timeout=IDLE_S)
             if self._dispatches.is_idle:
-                self._prepare_part()
+                self._preparation.go_on()
         return self._tasks.get()
 
-    def _prepare_part(self) -> None:
-        """Prepare a part of what comes next; what fails is left to its tasks."""
-        is_over = True
-        with self._failing_softly() as failure, torch.no_grad():
-            is_over = next(self._later[0], _OVER) is _OVER
-        if failure:
-            logger.debug("a part of the warm-up failed: %s", reason_of(failure[0]))
-        if is_over:
-            self._later.popleft()
-
-    def _warm_up(self, message: WarmUp, fds: Sequence[int]) -> None:
-        """Prepare tasks before a run; report a failure and continue."""
-        began_s = time.monotonic()
-        with self._failing_softly() as failure, torch.no_grad():
-            for _ in self.device.warm_up(message):
-                pass
-        reason = reason_of(failure[0]) if failure else None
-        self._channel.send(WarmedUp(message.number, time.monotonic() - began_s, reason))
-
-    def _warm_up_later(self, message: WarmUpLater, fds: Sequence[int]) -> None:
-        self._later.extend(map(self.device.warm_up, message.items))
-
-    @contextlib.contextmanager
-    def _failing_softly(self) -> Iterator[list[Exception]]:
-        """Inside, an exception is added to the list instead of raised; the device is done at the end."""
-        failure: list[Exception] = []
-        try:
-            yield failure
-        except Exception as error:
-            self.device.exit_if_lost(error)
-            failure.append(error)
-        self.device.drain()
-
-    def _set_models(self, message: SetModels, fds: Sequence[int]) -> None:
-        """Hold other models; a process that cannot ends with its reason."""
-        with contextlib.suppress(InputVoidError):  # the control plane is gone
-            self._dispatches.await_clear(AFTER_ALL, may_block=True)
-            started_s = time.monotonic()
-            self._later.clear()
-            adapters = self.device.adapters
-            try:
-                self.device.drop([path for path in adapters if path not in message.checkpoints])
-                for path in message.checkpoints:
-                    if path not in adapters:
-                        self._channel.send(Loading(path))
-                        self.device.load(path)
-                self.device.drain()
-            except Exception as error:
-                self._resign(error)
-            self._channel.send(ModelsSet(time.monotonic() - started_s))
-
     @torch.no_grad()
-    def _run(self, message: RunTask, fds: Sequence[int]) -> None:
+    def _run(self, message: messages.RunTask, fds: Sequence[int]) -> None:
         """Run one task; an exception fails the task, never the worker."""
         self._dispatches.await_no_failure()  # another thread may have found one
         assert message.number > self.last_number, (
@@ -302,7 +213,7 @@ class Worker:
         if works and message.batch_end in (None, message.number):
             self._launch(works)
 
-    def _fetched(self, message: RunTask, fds: Sequence[int]) -> RankTask:
+    def _fetched(self, message: messages.RunTask, fds: Sequence[int]) -> RankTask:
         """The task, when its input is here or enqueued."""
         job = self._jobs[message.job_id]
         task = job.start.trajectory.task(message.task_index)
@@ -359,7 +270,7 @@ class Worker:
                 if self._dispatches.is_void(number):
                     self._dispatches.leave(number)
                 else:
-                    self._fail(TaskFault(number, "its batch was given up", void=True))
+                    self._fail(messages.TaskFault(number, "its batch was given up", void=True))
         except Exception as error:
             for number in numbers:
                 self._give_reason(number, error)
@@ -386,7 +297,7 @@ class Worker:
             for name, fields in work.made.items():
                 if name != "frames":
                     publish(work.job.slab, name, version, fields, producer=work.number, store=store)
-        report = TaskReport(
+        report = messages.TaskReport(
             work.number,
             started_s=work.started_s,
             ended_s=work.ended_s,
@@ -412,9 +323,9 @@ class Worker:
             gc.collect()
             self.device.note_shortage()
             reason = f"out of memory; fewer --ranks or a smaller size may help: {reason}"
-        self._fail(TaskFault(number, reason, void=is_void))
+        self._fail(messages.TaskFault(number, reason, void=is_void))
 
-    def _fail(self, fault: TaskFault) -> None:
+    def _fail(self, fault: messages.TaskFault) -> None:
         """Report, and wait until the control plane has given the dispatch up."""
         with self._dispatches.lock:
             self._dispatches.note_failure(fault.number)
@@ -436,7 +347,7 @@ class Worker:
         finally:
             os.close(work.frames_fd)
         if "frames" in work.made:
-            self._channel.send(FramesStored(work.number, reason))
+            self._channel.send(messages.FramesStored(work.number, reason))
 
     def _store(self, work: RankTask, fd: int) -> None:
         """Copy this rank's rows of all frames, and sound, into the writer's memory."""
@@ -446,16 +357,6 @@ class Worker:
                 self.device.store_rows(frames.tensors[name], place)
             else:
                 place.copy_(frames.tensors[name])
-
-
-def reason_of(error: BaseException) -> str:
-    """One line with the exception and its place; errors that users can mend have no place."""
-    text = " ".join(str(error).split())[:500] or "no message"
-    if isinstance(error, JobError | ModelError):
-        return text
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text}{place}"
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
