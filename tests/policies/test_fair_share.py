@@ -9,7 +9,7 @@ import pytest
 from builders import STEP_S, make_job, simulate
 
 from gfgen.policies.catalog import BUILT_IN
-from gfgen.runtime.control.ranks import Shares
+from gfgen.policies.fair_share import Shares
 
 POLICIES = [*sorted(BUILT_IN), "fcfs,degree=4", "triage,degree=4"]
 

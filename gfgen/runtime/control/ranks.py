@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -269,35 +268,3 @@ class Ranks:
 def share_island(ranks: tuple[int, ...], islands: tuple[tuple[int, ...], ...]) -> bool:
     """Whether these ranks reach each other's memory; cached, because every step asks about the same few."""
     return any(set(island).issuperset(ranks) for island in islands)
-
-
-class Shares:
-    """Rank seconds of the owners that have jobs: who is next where owners share the ranks.
-
-    An owner without jobs saves nothing up: when its next job arrives, it begins with the seconds of the
-    owner that has had the least. Nor does it pay for ranks that it had while nobody else wanted them.
-    """
-
-    def __init__(self) -> None:
-        self._num_jobs: Counter[str | None] = Counter()
-        self.served_s: dict[str | None, float] = {}
-        """By owner, for comparison with each other."""
-        self._least_s = 0.0
-
-    def arrive(self, owner: str | None) -> None:
-        self._num_jobs[owner] += 1
-        self.served_s.setdefault(owner, self._least_s)
-
-    def serve(self, owner: str | None, rank_s: float) -> None:
-        if owner in self.served_s:
-            self.served_s[owner] += rank_s
-            self._least_s = min(self.served_s.values())
-
-    def leave(self, owner: str | None) -> None:
-        self._num_jobs[owner] -= 1
-        if not self._num_jobs[owner]:
-            del self._num_jobs[owner], self.served_s[owner]
-
-    def check(self) -> None:
-        assert self._num_jobs.keys() == self.served_s.keys(), "owners without jobs have shares"
-        assert min(self._num_jobs.values(), default=1) > 0, f"jobs of owners: {self._num_jobs}"
