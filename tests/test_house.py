@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 60_519,
+    "lines of the package": 60_512,
     "files of the package": 326,
-    "lines of the core": 5_987,
+    "lines of the core": 5_981,
     "files of the core": 27,
     "modules of one folder": 16,
     "folders that name reuse": 19,

@@ -140,8 +140,6 @@ class Usage:
 
 @dataclass(slots=True, eq=False)
 class JobRecord:
-    """A job that has not ended."""
-
     job: AdmittedJob
     cost_class: CostClass
     arrival_s: float

@@ -233,7 +233,6 @@ class Attempts(dict[int, Attempt]):
         return {number: attempt for number, attempt in self.items() if attempt.is_given_up}
 
     def begin(self, dispatch: Dispatch, *, deadline_s: float) -> None:
-        """A dispatch is sent to its ranks."""
         self[dispatch.number] = Attempt(dispatch, deadline_s)
 
     def report(self, number: int, times: RankTimes) -> bool:

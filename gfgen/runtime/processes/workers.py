@@ -262,7 +262,6 @@ class ProcessBackend:
                 pass
 
     def _task_done(self, worker: RankProcess, report: messages.TaskReport, now_s: float) -> Iterator[Event]:
-        """A rank has done its part."""
         times = events.RankTimes(
             worker.rank,
             started_s=self._clock.from_monotonic(report.started_s),

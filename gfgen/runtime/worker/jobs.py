@@ -75,7 +75,6 @@ def require_finite(made: Mapping[str, Fields], total: torch.Tensor | None) -> No
 
 
 def copied(fields: Fields) -> Fields:
-    """A copy of the fields."""
     return Fields({name: tensor.clone() for name, tensor in fields.tensors.items()}, fields.scalars)
 
 
@@ -85,7 +84,6 @@ def store_bytes(tensor: torch.Tensor, place: memoryview) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as bytes."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
