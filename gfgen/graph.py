@@ -2,6 +2,9 @@
 
     encode -> prepare -> denoise 0 .. n-1 -> decode          (then the write, host work)
 
+`encode` makes the artifact prompt, `prepare` condition and latents, a step other latents from all three, and
+`decode` frames from the latents.
+
 The trajectory is a chain: a task's inputs are outputs of earlier tasks of the same job, so
 a job has one next task at any time, and a task boundary is the only place where a job
 moves, widens, stops or fails. Tasks are values: equal when job, position and stage are equal.
@@ -33,21 +36,6 @@ FIRST_STEP = 2
 """Index of the first step in a trajectory."""
 
 DTYPE_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8}
-
-INPUTS: dict[Stage, tuple[str, ...]] = {
-    Stage.ENCODE: (),
-    Stage.PREPARE: ("prompt",),
-    Stage.DENOISE: ("prompt", "condition", "latents"),
-    Stage.REUSE: ("prompt", "condition", "latents"),
-    Stage.DECODE: ("latents",),
-}
-OUTPUTS: dict[Stage, tuple[str, ...]] = {
-    Stage.ENCODE: ("prompt",),
-    Stage.PREPARE: ("condition", "latents"),
-    Stage.DENOISE: ("latents",),
-    Stage.REUSE: ("latents",),
-    Stage.DECODE: ("frames",),
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,8 +132,8 @@ class JobView:
         ranks = tuple(map(operator.index, ranks[:MAX_RANKS]))  # plain ints: layouts are kept by them
         if self.arrangement is not None:
             return _layout(ranks, self.arrangement.steps[len(ranks) - 1])
-        limits = (self.uses_cfg, self.max_sequence_degree, self.max_ulysses_degree)
-        return _layout(ranks, _usual_degrees(limits, len(ranks)))
+        limits = Limits(self.uses_cfg, self.max_sequence_degree, self.max_ulysses_degree)
+        return _layout(ranks, limits.ways(len(ranks))[0])
 
     def decode_layout(self, ranks: Sequence[int]) -> Layout:
         """A layout of its decode: on as many of these ranks as make it quickest, or as it can use."""
@@ -315,12 +315,6 @@ def _layout(ranks: tuple[int, ...], degrees: Degrees) -> Layout:
     """The first of these ranks; kept, since layouts are values and the same few come again at every step."""
     cfg, ulysses, ring = degrees
     return Layout(ranks[: cfg * ulysses * ring], cfg=cfg, ulysses=ulysses, ring=ring)
-
-
-@functools.lru_cache(maxsize=256)
-def _usual_degrees(limits: tuple[bool, int, int], num_ranks: int) -> Degrees:
-    """What a step uses of so many ranks where nothing is predicted."""
-    return Limits(*limits).ways(num_ranks)[0]
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,11 +1,4 @@
-"""A job that has not ended: how far it is, what went wrong, and the batch whose steps it shares.
-
-A batch consists of jobs that follow each other in the file, arrive at once, and are equal in all but prompts,
-seeds and files. Each is encoded, prepared, decoded and written by itself, and has its own state, records and
-failures. Only their steps go together, as dispatches with consecutive numbers on one rank, each of which
-takes an equal part of the time. Policies see one job of a batch, the leader, when all others have come as
-far.
-"""
+"""A job that has not ended: how far it is, what went wrong, and what it used."""
 
 from __future__ import annotations
 
@@ -13,11 +6,9 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-from gfgen.graph import FIRST_STEP, Stage, Task
+from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.control.ranks import Flight
 from gfgen.runtime.core.admission import AdmittedJob
@@ -152,7 +143,7 @@ class JobRecord:
     owner: str | None = field(init=False)
     num_tasks: int = field(init=False)
     batch: list[JobRecord] = field(init=False)
-    """The jobs that take their steps together with this one, which is one of them; the list is theirs."""
+    """The jobs that take their steps together with this one, itself included; one list for all of them."""
     arrived: bool = False
     flights: list[Flight] = field(default_factory=list)
     """Its dispatches that have not ended: a running task and a queued one at most."""
@@ -314,62 +305,3 @@ class JobRecord:
 def timed_out_after(timeout_s: float) -> str:
     """Why a job fails whose time is up."""
     return f"timed out {timeout_s:g} s after its arrival"
-
-
-_OF_ONE_JOB: dict[str, Any] = dict.fromkeys(
-    ("negative_prompt", "seed", "tag", "output", "format", "quality", "fps", "line")
-)
-
-
-@dataclass(slots=True)
-class Forming:
-    """Puts jobs into batches, in the order in which they are added."""
-
-    size: int
-    _last: list[JobRecord] = field(default_factory=list)
-
-    def add(self, record: JobRecord) -> None:
-        """Let a job join the batch of the job before it, or begin one of its own."""
-        if self.size == 1 or not record.job.can_join_batch:
-            self._last = []
-        elif self._last and len(self._last) < self.size and _are_alike(record, self._last[-1]):
-            self._last.append(record)
-            record.batch = self._last
-        else:
-            self._last = record.batch
-
-
-def is_to_wait(record: JobRecord) -> bool:
-    """Whether the next task of a job is a step of a batch, and the job does not stand for the batch in it.
-
-    The first job of those that are least far does, once nothing of them runs and all have come to a step.
-    """
-    if not takes_steps_together(record):
-        return False
-    index = min(each.first_open_index for each in record.batch)
-    at_step = [each for each in record.batch if each.first_open_index == index]
-    return record is not at_step[0] or any(each.flights for each in at_step)
-
-
-def takes_steps_together(record: JobRecord) -> bool:
-    """Whether the next task of a job is a step of a batch."""
-    return len(record.batch) > 1 and FIRST_STEP <= record.progress.next_index < record.num_tasks - 1
-
-
-def batch_peers(record: JobRecord) -> Sequence[JobRecord]:
-    """The other jobs that take the next step of a batch together with its leader."""
-    if not takes_steps_together(record):
-        return ()
-    index = record.progress.next_index
-    return [each for each in record.batch if each is not record and each.progress.next_index == index]
-
-
-def _are_alike(record: JobRecord, other: JobRecord) -> bool:
-    """Whether two jobs differ in nothing that shapes their steps, or says when they run."""
-    own = (record.job.checkpoint, record.job.shape, record.arrival_s, record.deadline_s)
-    its = (other.job.checkpoint, other.job.shape, other.arrival_s, other.deadline_s)
-    return own == its and _what_counts(record.job) == _what_counts(other.job)
-
-
-def _what_counts(job: AdmittedJob) -> object:
-    return replace(job.spec, id="", prompt="", **_OF_ONE_JOB)

@@ -16,9 +16,11 @@ from gfgen.errors import WorkerError
 from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.policies.fair_share import Shares
+from gfgen.runtime.control.batches import batch_peers
+from gfgen.runtime.control.closing import Closing
 from gfgen.runtime.control.decider import legal_job
-from gfgen.runtime.control.job_record import JobRecord, batch_peers
-from gfgen.runtime.control.jobs import Closing, Jobs
+from gfgen.runtime.control.job_record import JobRecord
+from gfgen.runtime.control.jobs import Jobs
 from gfgen.runtime.control.ranks import Flight, Flights, Ranks
 from gfgen.runtime.control.residency import ModelTurns
 from gfgen.runtime.core import events
