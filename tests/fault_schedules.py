@@ -42,8 +42,8 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, RankLost, TaskDone, TaskFailed
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.files.journal import Journal, journal_header
-from gfgen.runtime.files.outputs import remove_leftovers
 from gfgen.runtime.files.resume import RunStart
+from gfgen.runtime.ipc.content import remove_leftovers
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.job_memory import JobMemory

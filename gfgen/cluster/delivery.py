@@ -13,7 +13,7 @@ from gfgen.cluster.member import attempt_folder
 from gfgen.errors import OutputError
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.runtime.ipc.content import Content
+from gfgen.runtime.ipc.content import Content, name_file, temporary_name
 
 CHUNK_BYTES = 8 * 2**20
 """Two of them are in the driver's memory at a time: the one that comes, and the one that is written."""
@@ -51,8 +51,6 @@ class FileDelivery:
         self._temporary = {name: folder / self._on_node(name) for name in self._names}
 
     def publish(self) -> JobOutcome:
-        from gfgen.runtime.files.outputs import name_file  # imports numpy, which --help can do without
-
         info, sizes = self._job.info, {name: (size, digest) for name, size, digest in self._outcome.files}
         if self._outcome.written is not None and not sizes:
             sizes = {self._path.name: (self._outcome.written.size_bytes, self._outcome.written.sha256)}
@@ -84,8 +82,6 @@ class FileDelivery:
 
     def _temporary_name(self, name: str) -> Path:
         """Like those of writers, so that the next run removes what this one leaves."""
-        from gfgen.runtime.files.outputs import temporary_name
-
         return temporary_name(self._path.with_name(name), pid=int(f"{os.getpid()}{self._attempt:06}"))
 
 

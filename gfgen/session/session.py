@@ -35,6 +35,7 @@ from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter
 from gfgen.runtime.files.ownership import STDIN, Claims
 from gfgen.runtime.files.resume import FIRST_USE_S, GRACE_S, RunStart
+from gfgen.runtime.ipc.content import remove_leftovers
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.job_bounds import JobBounds
@@ -388,8 +389,6 @@ def _held_folder(folder: Path) -> Iterator[int]:
 
     An empty folder that this created is removed at the end.
     """
-    from gfgen.runtime.files.outputs import remove_leftovers  # imports numpy, which --help can do without
-
     made = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     try:
         try_to_write(folder)
@@ -409,8 +408,6 @@ def _held_folder(folder: Path) -> Iterator[int]:
 
 def _remove_leftovers_below(folder: Path, jobs: Sequence[AdmittedJob]) -> None:
     """Remove what killed runs left in the subfolders that these jobs name."""
-    from gfgen.runtime.files.outputs import remove_leftovers
-
     for below in {(folder / job.info.file).parent for job in jobs} - {folder}:
         if below.is_dir():
             remove_leftovers(below)

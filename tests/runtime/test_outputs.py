@@ -25,17 +25,15 @@ from gfgen.errors import OutputError
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import JobSpec, lack_of
 from gfgen.runtime.core.admission import AdmittedJob, admit
-from gfgen.runtime.files import outputs
 from gfgen.runtime.files.metadata import describe, from_ffmetadata, to_ffmetadata
 from gfgen.runtime.files.outputs import (
     Frames,
     encoder_threads,
     read_metadata,
-    remove_leftovers,
-    temporary_name,
     write_output,
 )
-from gfgen.runtime.ipc.content import Content, content_of
+from gfgen.runtime.ipc import content
+from gfgen.runtime.ipc.content import Content, content_of, remove_leftovers, temporary_name
 from gfgen.session.admission import find_weightless
 
 SPEC = JobSpec(
@@ -140,7 +138,7 @@ def test_full_disk_says_how_much_is_needed_and_leaves_the_old_file(
     def full(path: Path) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(outputs, "_sync", full)
+    monkeypatch.setattr(content, "_sync", full)
     with pytest.raises(OutputError, match=r"No space left.*MB are needed, .* [GM]B are free; make room"):
         write_output(gradient(1), tmp_path / name, fps=8, metadata={})
     assert names_in(tmp_path) == [name]

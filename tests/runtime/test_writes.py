@@ -11,7 +11,7 @@ import pytest
 from builders import make_job
 
 from gfgen.runtime.core.events import Event, FramesLost, OutputFailed
-from gfgen.runtime.files.outputs import temporary_name
+from gfgen.runtime.ipc.content import temporary_name
 from gfgen.runtime.ipc.messages import WriteFailed, WriteRequest
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes import writes as writes_module

@@ -1,15 +1,12 @@
 """Write frames to files: PNG, JPEG, WebP or AVIF for one frame, MP4, WebP or GIF for several.
 
-A file appears under its name only when it is complete: it is written under a hidden name in the same folder,
-synced to disk and renamed. It replaces only its own predecessor. A killed process leaves a hidden file, which
-`remove_leftovers` removes at the start of the next run.
+A file appears under its name only when it is complete (`name_file`).
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +21,14 @@ from numpy.typing import NDArray
 
 from gfgen.errors import OutputError
 from gfgen.runtime.files import metadata as labels
-from gfgen.runtime.ipc.content import Content, content_of, is_unchanged, read_mark, set_mark
+from gfgen.runtime.ipc.content import (
+    IMAGE_SUFFIXES,
+    STILL_SUFFIXES,
+    VIDEO_SUFFIXES,
+    Content,
+    name_file,
+    temporary_name,
+)
 from gfgen.system.lifeline import die_with_parent
 from gfgen.system.wording import size_in_words
 
@@ -38,9 +42,6 @@ class Sound:
     rate: int
 
 
-STILL_SUFFIXES, ANIMATED_SUFFIXES = (".png", ".jpg", ".jpeg", ".avif"), (".webp", ".gif")
-IMAGE_SUFFIXES = STILL_SUFFIXES + ANIMATED_SUFFIXES
-VIDEO_SUFFIXES = (".mp4",)
 CORES_PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 2, 8
 """Threads of one ffmpeg. With few cores it competes with the models; with GPUs cores are free, and a job ends
 only with its file. The number is the same for all files of a machine, because their bytes depend on it."""
@@ -55,8 +56,6 @@ _CODECS = {
     "h265": ("libx265", "-preset", "medium", "-tag:v", "hvc1", "-x265-params", "log-level=error"),
     "av1": ("libsvtav1", "-preset", "8"),
 }
-_TEMPORARY = re.compile(r"\..{1,40}\.tmp-[0-9]+(?P<suffix>\.[A-Za-z0-9]+)", re.DOTALL)
-"""The names of `temporary_name`."""
 _MP4_SHRINKS = 20
 """Raw bytes per MP4 byte, a low estimate for the message about a full disk."""
 _EXIF_DESCRIPTION, _EXIF_MAKER_NOTE = 0x010E, 0x927C
@@ -100,82 +99,8 @@ def write_output(
             temporary.unlink()
 
 
-def name_file(
-    temporary: Path, path: Path, *, replaces: Content | None, made_for: Mapping[str, Any] | None
-) -> Content:
-    """Give a complete file of the same file system its name; the temporary name may stay.
-
-    Raises: OutputError when a file other than its predecessor has the name; OSError.
-    """
-    content = content_of(temporary)
-    if made_for is not None:
-        set_mark(temporary, content, name=path.name, made_for=made_for)
-    _sync(temporary)
-    _publish(temporary, path, replaces=replaces, made_for=made_for)
-    _sync(path.parent)
-    return content
-
-
-def _publish(
-    temporary: Path, path: Path, *, replaces: Content | None, made_for: Mapping[str, Any] | None
-) -> None:
-    """Rename a complete file. Raises OutputError when a file other than its predecessor has the name."""
-    try:
-        _link(temporary, path)
-        return
-    except FileExistsError:
-        mark = read_mark(path) if made_for else None
-        is_earlier_try = mark is not None and made_for is not None and made_for.items() <= mark.items()
-        if not is_earlier_try and (replaces is None or not is_unchanged(path, replaces)):
-            raise OutputError(
-                f"{path}: another file got this name during the run and was kept, so the job's own was not "
-                "written; move it away and run again"
-            ) from None
-    os.replace(temporary, path)
-
-
-def _link(temporary: Path, path: Path) -> None:
-    """Rename without replacing; the temporary name may stay. Raises FileExistsError."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        raise
-    except OSError:  # no hard links on this file system, or an error that the next line raises, too
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-        try:
-            os.replace(temporary, path)
-        except OSError:
-            path.unlink()
-            raise
-
-
 def encoder_threads(num_cores: int) -> int:
     return min(MAX_THREADS, max(MIN_THREADS, num_cores // CORES_PER_THREAD))
-
-
-def temporary_name(path: Path, *, pid: int | None = None) -> Path:
-    """The hidden name under which a process, by default this one, writes `path`."""
-    return path.with_name(f".{path.stem[:40]}.tmp-{os.getpid() if pid is None else pid}{path.suffix}")
-
-
-def remove_unfinished(path: Path, *, pid: int) -> None:
-    """Delete the partial file of a dead writer."""
-    with suppress(OSError):
-        temporary_name(path, pid=pid).unlink()
-
-
-def remove_leftovers(folder: Path) -> int:
-    """Delete the partial files of killed writers in an output folder, but not in subfolders; returns how
-    many.  The caller must hold the folder's lock, because another run's writers may be active."""
-    leftovers = [path for path in folder.glob(".*.tmp-*") if _is_temporary(path.name) and path.is_file()]
-    for path in leftovers:
-        path.unlink(missing_ok=True)
-    return len(leftovers)
-
-
-def _is_temporary(name: str) -> bool:
-    match = _TEMPORARY.fullmatch(name)
-    return match is not None and match["suffix"].lower() in IMAGE_SUFFIXES + VIDEO_SUFFIXES
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -358,14 +283,6 @@ def _memory_file(content: bytes = b"") -> Iterator[IO[bytes]]:
         stream.write(content)
         stream.seek(0)
         yield stream
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _explain(error: OSError, path: Path, frames: Frames) -> str:

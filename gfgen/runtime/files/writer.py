@@ -21,9 +21,9 @@ import numpy as np
 
 from gfgen.errors import OutputError
 from gfgen.job.spec import numbered_name
-from gfgen.runtime.files.outputs import ANIMATED_SUFFIXES, IMAGE_SUFFIXES, Frames, Sound, write_output
+from gfgen.runtime.files.outputs import Frames, Sound, write_output
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.content import Content
+from gfgen.runtime.ipc.content import ANIMATED_SUFFIXES, IMAGE_SUFFIXES, Content
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
 from gfgen.runtime.ipc.output import shape_in
 from gfgen.system.signals import leave_to_the_run

@@ -1,4 +1,8 @@
-"""The content of a file, as size and hash, by which gfgen recognizes the files that it made.
+"""Files that gfgen makes: how they get their names, and their content, by which gfgen recognizes them.
+
+A file appears under its name only when it is complete: it is written under a hidden name in the same folder,
+synced to disk and renamed. It replaces only its own predecessor. A killed process leaves a hidden file, which
+`remove_leftovers` removes at the start of the next run.
 
 A run can be killed after a file gets its name and before the manifest gets its line. In between, the file has
 a *mark*, an extended attribute with the same facts as the line. A file system without extended attributes has
@@ -11,14 +15,22 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gfgen.errors import OutputError
+
 MARK = "user.gfgen"
 _NO_BLOCK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+STILL_SUFFIXES, ANIMATED_SUFFIXES = (".png", ".jpg", ".jpeg", ".avif"), (".webp", ".gif")
+IMAGE_SUFFIXES = STILL_SUFFIXES + ANIMATED_SUFFIXES
+VIDEO_SUFFIXES = (".mp4",)
+_TEMPORARY = re.compile(r"\..{1,40}\.tmp-[0-9]+(?P<suffix>\.[A-Za-z0-9]+)", re.DOTALL)
+"""The names of `temporary_name`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +91,85 @@ def remove_mark(path: Path) -> None:
     """Called when the manifest has the file's line."""
     with contextlib.suppress(OSError):
         os.removexattr(path, MARK, follow_symlinks=False)
+
+
+def name_file(
+    temporary: Path, path: Path, *, replaces: Content | None, made_for: Mapping[str, Any] | None
+) -> Content:
+    """Give a complete file of the same file system its name; the temporary name may stay.
+
+    Raises: OutputError when a file other than its predecessor has the name; OSError.
+    """
+    content = content_of(temporary)
+    if made_for is not None:
+        set_mark(temporary, content, name=path.name, made_for=made_for)
+    _sync(temporary)
+    _publish(temporary, path, replaces=replaces, made_for=made_for)
+    _sync(path.parent)
+    return content
+
+
+def _publish(
+    temporary: Path, path: Path, *, replaces: Content | None, made_for: Mapping[str, Any] | None
+) -> None:
+    """Rename a complete file. Raises OutputError when a file other than its predecessor has the name."""
+    try:
+        _link(temporary, path)
+        return
+    except FileExistsError:
+        mark = read_mark(path) if made_for else None
+        is_earlier_try = mark is not None and made_for is not None and made_for.items() <= mark.items()
+        if not is_earlier_try and (replaces is None or not is_unchanged(path, replaces)):
+            raise OutputError(
+                f"{path}: another file got this name during the run and was kept, so the job's own was not "
+                "written; move it away and run again"
+            ) from None
+    os.replace(temporary, path)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Rename without replacing; the temporary name may stay. Raises FileExistsError."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links on this file system, or an error that the next line raises, too
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            path.unlink()
+            raise
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def temporary_name(path: Path, *, pid: int | None = None) -> Path:
+    """The hidden name under which a process, by default this one, writes `path`."""
+    return path.with_name(f".{path.stem[:40]}.tmp-{os.getpid() if pid is None else pid}{path.suffix}")
+
+
+def remove_unfinished(path: Path, *, pid: int) -> None:
+    """Delete the partial file of a dead writer."""
+    with contextlib.suppress(OSError):
+        temporary_name(path, pid=pid).unlink()
+
+
+def remove_leftovers(folder: Path) -> int:
+    """Delete the partial files of killed writers in an output folder, but not in subfolders; returns how
+    many.  The caller must hold the folder's lock, because another run's writers may be active."""
+    leftovers = [path for path in folder.glob(".*.tmp-*") if _is_temporary(path.name) and path.is_file()]
+    for path in leftovers:
+        path.unlink(missing_ok=True)
+    return len(leftovers)
+
+
+def _is_temporary(name: str) -> bool:
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and match["suffix"].lower() in IMAGE_SUFFIXES + VIDEO_SUFFIXES

@@ -17,6 +17,7 @@ from gfgen.models.geometry.weight_files import weights_id
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.events import Event, FramesLost, OutputFailed, OutputWritten
 from gfgen.runtime.files.metadata import describe
+from gfgen.runtime.ipc.content import remove_unfinished
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest
 from gfgen.runtime.processes.child import Lost, Phase, WriterProcess
 from gfgen.runtime.processes.pool import WorkerPool
@@ -143,10 +144,6 @@ class Writes:
 
     def _writer_lost(self, writer: WriterProcess, lost: Lost, now_s: float) -> Iterator[Event]:
         """Let another writer write the file of a dead one, unless two have died with it."""
-        from gfgen.runtime.files.outputs import (
-            remove_unfinished,  # imports numpy, which --help can do without
-        )
-
         when = "" if writer.has_started else " after a pause"
         logger.warning("%s is gone (%s); a new one is started%s", writer.name, lost.reason, when)
         for file in [file for file in self._files.values() if file.writer is writer]:
