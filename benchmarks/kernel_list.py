@@ -21,7 +21,7 @@ import diffusers
 import torch
 from torch import Tensor
 
-from gfgen.models.ahead.listing import LIST, Call, decode, denoise, encode
+from gfgen.models.ahead.pool import LIST, Call, decode, denoise, encode
 from gfgen.models.families.registry import WEIGHTS
 from gfgen.models.fast import causal_vae, kernels
 from gfgen.models.fast.flux import fuse_flux

@@ -21,9 +21,9 @@ from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.child import Patience
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
-from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 
 STEP_S = 0.1

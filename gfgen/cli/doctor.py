@@ -26,8 +26,7 @@ from gfgen.gfc import native
 from gfgen.gfc.cuda.compiler import find_nvrtc, kept, kernels_dir
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
-from gfgen.models.ahead.listing import Uses, all_calls, needed
-from gfgen.models.ahead.pool import Compiling
+from gfgen.models.ahead.pool import Compiling, Uses, all_calls, needed
 from gfgen.models.families.registry import find_configs
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times

@@ -38,8 +38,7 @@ from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
 if TYPE_CHECKING:
-    from gfgen.models.ahead.listing import Uses
-    from gfgen.models.ahead.pool import Compiling
+    from gfgen.models.ahead.pool import Compiling, Uses
 
 logger = logging.getLogger(__name__)
 
@@ -295,8 +294,7 @@ def compile_ahead(
     architectures = sorted({gpu.architecture for gpu in ranks.devices.gpus})
     if not architectures or find_spec("triton") is None:
         return contextlib.nullcontext()
-    from gfgen.models.ahead.listing import needed
-    from gfgen.models.ahead.pool import Compiling
+    from gfgen.models.ahead.pool import Compiling, needed
 
     of_jobs: dict[Path, list[AdmittedJob]] = {path: [] for path in checkpoints}
     for job in jobs:
@@ -307,7 +305,7 @@ def compile_ahead(
 
 def _uses(ranks: Ranks, checkpoint: Path, jobs: Sequence[AdmittedJob]) -> Uses:
     """What these jobs do with their model, or everything that it can do in this run."""
-    from gfgen.models.ahead.listing import Uses
+    from gfgen.models.ahead.pool import Uses
 
     uses = Uses(
         layers=(precision_of(ranks.precision, checkpoint),),

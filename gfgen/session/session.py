@@ -46,10 +46,9 @@ from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend, Requests, WarmUps
 from gfgen.session.admission import Admission, warn_of_passed_deadlines
-from gfgen.session.kernels import choose_kernels
 from gfgen.session.live import LiveRun
 from gfgen.session.ranks import Ranks, made_with, ready_pool
-from gfgen.session.warming import warm_up, warm_ups_of
+from gfgen.session.warming import choose_kernels, warm_up, warm_ups_of
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 

@@ -1,4 +1,4 @@
-"""What ranks on GPUs prepare before and during a run, and when their models change.
+"""What ranks on GPUs prepare before and during a run, and when their models change; whether they compile.
 
 The first task of a kind loads kernels, plans convolutions and is launched slowly. Ranks prepare the first
 job's tasks before the run begins, and all others between tasks, in the order in which jobs need them. A
@@ -19,17 +19,29 @@ from typing import Any
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Degrees
+from gfgen.models.fast.kernels import KernelChoice
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, Devices
+from gfgen.runtime.files import resume
 from gfgen.runtime.ipc.messages import WarmUp
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.processes import starting
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import WarmUps
+from gfgen.session.ranks import Ranks
 from gfgen.system.signals import SignalPipe
+from gfgen.system.wording import in_words
 
 logger = logging.getLogger(__name__)
 
+COMPILING_S = 20.0
+"""Per model and shape, on each rank. First compiled forwards took 1 to 11 s on an H200; twice that."""
+SAVED = 0.2
+"""Of a step. Compiled blocks saved 24% with Flux.1 and 31% with Stable Diffusion 3.5 on an H200
+(benchmarks/results/2026-11-24-generic.md)."""
+_ALONE = (1, 1, 1)
 MAX_KINDS = 16
 """Kinds of jobs; each takes up to some seconds. Other kinds are prepared by their own tasks."""
 MAX_FLOPS = 2e15
@@ -134,3 +146,36 @@ def _name_of(item: WarmUp) -> str:
     spec = item.spec
     frames = f"x{spec.frames}" if spec.frames and spec.frames > 1 else ""
     return f"{spec.model or Path(item.checkpoint).name} {spec.width}x{spec.height}{frames}"
+
+
+def choose_kernels(
+    ranks: Ranks, jobs: Sequence[AdmittedJob], *, profile: Profile | None, output_dir: Path
+) -> KernelChoice:
+    """The kernels of all steps of pipelines without an adapter of their own in this run.
+
+    A job that continues keeps those that it began with, since others would change its bits. On CPUs and
+    with --compile off they are diffusers' own.
+    """
+    general = [job for job in jobs if job.has_nominal_flops]
+    if ranks.compile == "off" or not (general or ranks.are_on_gpus):
+        return "own"
+    if (kept := resume.kernels_of(output_dir, general)) is not None:
+        return kept
+    if ranks.compile == "on":
+        return "compiled"
+    if not ranks.are_on_gpus:
+        return "own"
+    costs, saved_s = CostModel(profile), 0.0
+    for job in general:
+        cost_class = costs.class_of(job)
+        if costs.has_seen(cost_class, Stage.DENOISE, _ALONE):
+            saved_s += SAVED * (job.spec.steps or 0) * costs.task_s(cost_class, Stage.DENOISE, _ALONE)
+    spent_s = COMPILING_S * len({(job.checkpoint, job.shape) for job in general}) * ranks.num_ranks
+    if saved_s <= spent_s:
+        return "fused"
+    logger.info(
+        "compiling blocks: it should save %s and take %s of all ranks (--compile)",
+        in_words(saved_s),
+        in_words(spent_s),
+    )
+    return "compiled"

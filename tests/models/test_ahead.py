@@ -17,9 +17,8 @@ from benchmarks.kernel_list import made_list
 from gfgen.gfc.cuda import compiler
 from gfgen.models.ahead import compiling, places
 from gfgen.models.ahead.compiling import EXCHANGES, outcomes
-from gfgen.models.ahead.listing import LIST, Uses, all_calls, needed
 from gfgen.models.ahead.places import compiler_dirs, pin_compilers
-from gfgen.models.ahead.pool import Compiling
+from gfgen.models.ahead.pool import LIST, Compiling, Uses, all_calls, needed
 from gfgen.models.families.registry import WEIGHTS
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.system.sharing import locked

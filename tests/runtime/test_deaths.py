@@ -17,9 +17,9 @@ from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import FramesLost, RankLost, RankReady, StopRequested, TaskFailed
+from gfgen.runtime.processes.child import Patience
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.starting import wait_ready
-from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.snapshot import Decision
 

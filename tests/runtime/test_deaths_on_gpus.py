@@ -20,9 +20,9 @@ from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.devices import choose_devices
 from gfgen.runtime.core.events import RankLost, TaskFailed
 from gfgen.runtime.ipc.settings import RankSettings
+from gfgen.runtime.processes.child import Patience
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
-from gfgen.runtime.processes.watchdog import Patience
 
 ALL = tuple(range(NUM_RANKS))
 HASTY = Patience(task_s=10.0, task_factor=1.0, leaving_s=3.0).with_shared_gpus(RANKS_PER_GPU)

@@ -6,9 +6,8 @@ from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted
 from gfgen.runtime.ipc.migration import Transfer
-from gfgen.runtime.processes.child import Phase
+from gfgen.runtime.processes.child import AwakeClock, Patience, Phase
 from gfgen.runtime.processes.recovery import Attempts, Cause, Recovery, given_up
-from gfgen.runtime.processes.watchdog import AwakeClock, Patience
 
 
 def dispatches(*entries):

@@ -20,7 +20,7 @@ from gfgen.runtime.core.events import (
 )
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files import resume
-from gfgen.runtime.processes.watchdog import Patience
+from gfgen.runtime.processes.child import Patience
 
 IMPATIENT = Patience(stopping_s=0.3)
 

@@ -22,12 +22,9 @@ from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
 from gfgen.runtime.ipc.messages import ModelsSet, SetModels, WarmedUp, WarmUp, WarmUpLater
 from gfgen.runtime.ipc.settings import RankSettings
-from gfgen.runtime.processes.child import Phase, RankProcess
-from gfgen.runtime.processes.loads import HeldModels
-from gfgen.runtime.processes.meeting import Meeting
-from gfgen.runtime.processes.pool import MAX_DEATHS, WorkerPool
+from gfgen.runtime.processes.child import AwakeClock, Patience, Phase, RankProcess
+from gfgen.runtime.processes.pool import MAX_DEATHS, HeldModels, Meeting, WorkerPool
 from gfgen.runtime.processes.starting import warm_up
-from gfgen.runtime.processes.watchdog import AwakeClock, Patience
 from gfgen.session import warming
 from gfgen.session.warming import degrees_at_hand, warm_ups
 

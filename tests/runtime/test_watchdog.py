@@ -11,8 +11,7 @@ from builders import make_job
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.ipc.messages import Pong
-from gfgen.runtime.processes.child import Phase, RankProcess
-from gfgen.runtime.processes.watchdog import AwakeClock, Patience
+from gfgen.runtime.processes.child import AwakeClock, Patience, Phase, RankProcess
 
 PATIENCE = Patience(silence_s=10.0, task_s=300.0, task_factor=20.0)
 

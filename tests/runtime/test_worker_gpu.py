@@ -42,11 +42,9 @@ from gfgen.runtime.ipc.messages import (
 )
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.runtime.processes.child import Phase, RankProcess
-from gfgen.runtime.processes.loads import HeldModels
-from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.child import Patience, Phase, RankProcess
+from gfgen.runtime.processes.pool import HeldModels, WorkerPool
 from gfgen.runtime.processes.starting import warm_up
-from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.worker import device as worker_device
 from gfgen.runtime.worker import gpu
 from gfgen.runtime.worker.device import RankTask

@@ -15,8 +15,7 @@ from gfgen.runtime.ipc.content import temporary_name
 from gfgen.runtime.ipc.messages import WriteFailed, WriteRequest
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes import writes as writes_module
-from gfgen.runtime.processes.child import Lost, Phase
-from gfgen.runtime.processes.watchdog import AwakeClock, Patience
+from gfgen.runtime.processes.child import AwakeClock, Lost, Patience, Phase
 from gfgen.runtime.processes.writes import Writes
 
 

@@ -11,21 +11,37 @@ import logging
 import os
 import selectors
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from gfgen.models.geometry.weight_files import weights_mark
 from gfgen.runtime.ipc.arenas import RankArenas
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import ModelsSet, PeerReplaced, SetModels, WarmUp, WorkerReady
+from gfgen.runtime.ipc.messages import (
+    Arenas,
+    ModelsSet,
+    PeerReplaced,
+    ReplacePeer,
+    SetModels,
+    WarmUp,
+    WorkerReady,
+)
 from gfgen.runtime.ipc.settings import RankSettings
-from gfgen.runtime.processes.child import GONE, STARTS, Child, Lost, Phase, RankProcess, WriterProcess
+from gfgen.runtime.processes.child import (
+    GONE,
+    STARTS,
+    AwakeClock,
+    Child,
+    Lost,
+    Patience,
+    Phase,
+    RankProcess,
+    WriterProcess,
+)
 from gfgen.runtime.processes.launcher import Launcher
-from gfgen.runtime.processes.loads import HeldModels
-from gfgen.runtime.processes.meeting import Meeting
-from gfgen.runtime.processes.watchdog import AwakeClock, Patience
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +56,10 @@ _TICK_S = 0.25
 """A turn of the loop takes this long at most if nothing happens."""
 WRITER_PAUSE_S = 1.0
 """The delay before another writer replaces one that could not start."""
+MAX_FAILURES = 2
+"""Of one rank to load one model."""
+MAX_SPARED = 4
+"""Failures of one rank to load one model that it is not blamed for. Each costs a start."""
 
 ChildT = TypeVar("ChildT", bound=Child)
 
@@ -322,3 +342,148 @@ class WorkerPool:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(at_once=kind is not None)
+
+
+class HeldModels:
+    """The models of a pool's ranks, and whose fault it is if one cannot be loaded: a rank's, or the model's.
+
+    A worker that fails to load, or dies in it, is replaced; a new process may succeed. It is the model's
+    fault when no rank has succeeded and one of them has tried again. Then its jobs fail, and all others go
+    on. Until that is known, ranks are not blamed for these deaths, and one that has tried again waits for the
+    others, which may be at an earlier task or take long to load.
+    """
+
+    def __init__(self, checkpoints: Sequence[Path]) -> None:
+        self.checkpoints = tuple(map(str, checkpoints))
+        """A worker that starts now loads these."""
+        self.unloadable: dict[str, str] = {}
+        """Checkpoints that no rank could load, and why."""
+        self._weights_marks = {path: weights_mark(path) for path in checkpoints}
+        self._holders: set[int] = set()
+        """Ranks that hold all models."""
+        self.judge(is_changing=False)
+
+    def weights_mark(self, checkpoint: Path) -> str:
+        """Of a model's weight files as they were before a rank first loaded them."""
+        if checkpoint not in self._weights_marks:
+            self._weights_marks[checkpoint] = weights_mark(checkpoint)
+        return self._weights_marks[checkpoint]
+
+    def change(self, checkpoints: Iterable[Path]) -> None:
+        """Ranks are to hold these models and no others; those that failed are tried again."""
+        self.checkpoints = tuple(sorted(set(map(str, checkpoints))))
+        self._holders.clear()
+        self.judge(is_changing=True)
+        for path in self.checkpoints:
+            self.unloadable.pop(path, None)
+            self.weights_mark(Path(path))
+
+    def judge(self, *, is_changing: bool) -> None:
+        """Forget earlier failures. From now on a model may be at fault if ranks start or change their models;
+        otherwise a rank that dies is."""
+        self._is_changing = is_changing
+        self._failures: dict[str, Counter[int]] = {}
+        """By checkpoint: the failures of ranks that have not loaded it since then."""
+
+    def succeeded(self, rank: int) -> None:
+        """A rank holds all models."""
+        self._holders.add(rank)
+        for failures in self._failures.values():
+            failures.pop(rank, None)
+
+    def lost(self, rank: int, reason: str, *, loading: str | None, ranks: Iterable[int]) -> bool:
+        """A rank has died, perhaps when it was `loading` a model; `ranks` are those that are not retired.
+
+        Returns whether the rank is to blame, and not the model.
+        """
+        self._holders.discard(rank)
+        if loading is None or not self._is_changing:
+            return True
+        failures = self._failures.setdefault(loading, Counter())
+        failures[rank] += 1
+        is_at_fault = max(failures.values()) >= MAX_FAILURES and all(failures[each] for each in ranks)
+        if is_at_fault and loading in self.checkpoints:
+            self.checkpoints = tuple([path for path in self.checkpoints if path != loading])
+            self.unloadable[loading] = reason
+        return loading in self.checkpoints and (bool(self._holders) or failures[rank] > MAX_SPARED)
+
+    def awaits_others(self, rank: int, *, loading: Iterable[int]) -> bool:
+        """Whether a rank that has tried a model again may start when others, which are `loading`, have tried
+        it."""
+        tried = [each for path, each in self._failures.items() if path in self.checkpoints]
+        others = [each for each in loading if each != rank]
+        return not self._holders and any(
+            each[rank] >= MAX_FAILURES and not all(each[other] for other in others) for each in tried
+        )
+
+
+class Meeting:
+    """Introduces workers to each other: all at once when they start, and later each new one to the others.
+
+    A new worker takes tasks when all peers have answered. Otherwise a rank could restart its count of
+    transfers after the first one from there, and wait for that one forever.
+    """
+
+    def __init__(
+        self, arenas: RankArenas, workers: Sequence[RankProcess], islands: Sequence[Sequence[int]]
+    ) -> None:
+        self._arenas = arenas
+        self._workers = workers
+        """The pool's, by rank."""
+        self._islands = islands
+        self._counts_tokens: bool | None = None
+        """Whether ranks pad texts. The first meeting decides this for all that come later."""
+        self.held_back: set[int] = set()
+        """Ranks that died, and whose new workers wait, because others may be inside their arenas."""
+
+    def lose(self, rank: int) -> None:
+        """A rank's worker is gone: nobody waits for its answer, and its successor is held back."""
+        self.held_back.add(rank)
+        for worker in self._workers:  # the successor is sent all arenas as they are then
+            worker.unknown_to.discard(rank)
+
+    def note_mapped(self, rank: int, message: PeerReplaced) -> None:
+        """A rank knows a new worker."""
+        worker = self._workers[message.rank]
+        if worker.incarnation == message.incarnation:
+            worker.unknown_to.discard(rank)
+
+    def introduce(self) -> list[RankProcess]:
+        """Introduce the workers that have loaded their models; returns those that all peers know."""
+        new = [worker for worker in self._workers if worker.phase is Phase.INTRODUCING]
+        if new and self._counts_tokens is None:
+            if any(worker.phase is Phase.STARTING for worker in self._workers):
+                return []
+            living = [worker for worker in self._workers if worker.phase not in GONE]
+            self._counts_tokens = all(worker.counts_tokens for worker in living)
+            for worker in new:
+                self._send_arenas(worker)
+        for worker in new:
+            if not worker.has_arenas and worker.rank not in self.held_back:
+                self._welcome(worker)
+        return [worker for worker in new if worker.has_arenas and not worker.unknown_to]
+
+    def _welcome(self, worker: RankProcess) -> None:
+        """Send a new worker all arenas, and its own to the others."""
+        arena = self._arenas.arena(worker.rank)
+        assert arena is not None, f"{worker.name} has no arena"
+        self._send_arenas(worker)
+        message = ReplacePeer(worker.rank, worker.incarnation)
+        for other in self._peers(worker.rank):
+            peer = self._workers[other]
+            # A peer without arenas gets all of them when it is introduced itself.
+            if peer.phase not in GONE and peer.has_arenas:
+                worker.unknown_to.add(other)
+                peer.tell(message, (arena,))
+
+    def _send_arenas(self, worker: RankProcess) -> None:
+        plan, island = self._arenas.plan, {worker.rank, *self._peers(worker.rank)}
+        ranks, fds = self._arenas.known_to(worker.rank, among=island)
+        incarnations = tuple([each.incarnation for each in self._workers])
+        counts_tokens = bool(self._counts_tokens)
+        worker.tell(Arenas(plan.data_bytes, plan.post_bytes, incarnations, ranks, counts_tokens), fds)
+        worker.has_arenas = True
+
+    def _peers(self, rank: int) -> Set[int]:
+        """The ranks with which this one exchanges."""
+        return set(next(island for island in self._islands if rank in island)) - {rank}

@@ -13,7 +13,7 @@ the transfers between them restart:
     EdgesRestarted  from every one; then the failures become events, and the ranks are free
 
 A rank that died is reaped before any of this, so it does not write any more. Its successor is introduced to
-the others after they have left (meeting.py).
+the others after they have left (`pool.Meeting`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 torch keeps the memory that it has taken from the device and reuses it. If that is not enough, it asks the
 device for more or gives memory back. Then it waits for everything that runs on the device, with the context
 locked, so that no other thread of the rank can send or publish. If the device waits for a rank that waits for
-this one, nothing moves until the control plane gives the task up (watchdog.py). So a task counts as familiar
+this one, nothing moves until the control plane gives the task up (recovery.py). So a task counts as familiar
 if a task of its kind was launched before without asking the device, and if as much memory is free as that one
 took, on the stream of the launch: a task cannot use what torch keeps for another stream or for records.
 
