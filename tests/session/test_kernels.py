@@ -14,7 +14,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.runtime.files.resume import resume_path
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.session import kernels
+from gfgen.session import warming
 from gfgen.session.ranks import Ranks
 
 ON_GPU = Ranks(Devices(CUDA, 2, (Gpu("NVIDIA H200", 1), Gpu("NVIDIA H200", 1))))
@@ -25,7 +25,7 @@ def general(job_id: str) -> AdmittedJob:
 
 
 def chosen(ranks: Ranks, jobs: list[AdmittedJob], folder: Path) -> KernelChoice:
-    return kernels.choose_kernels(ranks, jobs, profile=None, output_dir=folder)
+    return warming.choose_kernels(ranks, jobs, profile=None, output_dir=folder)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_auto_compiles_when_known_steps_save_more_than_compiling_takes(
 ) -> None:
     monkeypatch.setattr(CostModel, "has_seen", lambda *_: True)
     monkeypatch.setattr(CostModel, "task_s", lambda *_: 2.0)
-    saved_by_one_s = kernels.SAVED * 10 * 2.0
-    enough = int(2 * kernels.COMPILING_S / saved_by_one_s)
+    saved_by_one_s = warming.SAVED * 10 * 2.0
+    enough = int(2 * warming.COMPILING_S / saved_by_one_s)
     assert chosen(ON_GPU, [general(str(idx)) for idx in range(enough)], tmp_path) == "fused"
     assert chosen(ON_GPU, [general(str(idx)) for idx in range(enough + 1)], tmp_path) == "compiled"
 

@@ -120,11 +120,6 @@ class Control:
         self._saved: set[str] = set()
         """Stopped jobs whose state is kept."""
 
-    @property
-    def num_ranks(self) -> int:
-        """The ranks of the run, as observers learn it."""
-        return len(self.state.ranks.records)
-
     def run(self) -> Summary:
         """Run until every job has ended, or the run is asked to stop.
 
@@ -177,7 +172,7 @@ class Control:
         self._tell_dispatched = [d for _, d in watched if getattr(d, "__func__", None) not in ignored]
         infos = tuple(job.info for job in self._jobs)
         for observer in self.observers:
-            observer.began(infos, num_ranks=self.num_ranks, policy=policy.name)
+            observer.began(infos, num_ranks=len(self.state.ranks.records), policy=policy.name)
             for job in self._skipped:
                 observer.ended(skipped_outcome(job.info))
         for job in self._jobs:

@@ -17,18 +17,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import (
-    Loading,
-    ModelsSet,
-    SetModels,
-    WarmedUp,
-    WarmUp,
-    WarmUpLater,
-    WorkerFailed,
-    WorkerReady,
-    WriterReady,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +244,7 @@ class WriterProcess(Child):
     __slots__ = ()
 
     def hear(self, message: Any) -> Sequence[Joined]:
-        if isinstance(message, WriterReady) and self.phase is Phase.STARTING:
+        if isinstance(message, messages.WriterReady) and self.phase is Phase.STARTING:
             self.enter(Phase.SERVING)
         return ()
 
@@ -279,9 +269,9 @@ class RankProcess(Child):
     """The checkpoint that it loads now."""
     loads_since_s: float | None = None
     """When it began to load its first model."""
-    requests: deque[SetModels | WarmUp] = field(default_factory=deque)
+    requests: deque[messages.SetModels | messages.WarmUp] = field(default_factory=deque)
     """What it prepares before it takes tasks. It has the first of them if it is in that phase."""
-    later: tuple[WarmUp, ...] = ()
+    later: tuple[messages.WarmUp, ...] = ()
     """What it prepares between tasks; it is told when it serves."""
     load_s: float | None = None
     """The time that the last change of models has taken so far, until it is complete."""
@@ -300,52 +290,54 @@ class RankProcess(Child):
     def hear(self, message: Any) -> Sequence[Joined | Loaded]:
         self.heard_s = self.clock.now_s
         match message:
-            case WorkerFailed():
+            case messages.WorkerFailed():
                 self.verdict = self.verdict or message.reason
-            case Loading():
+            case messages.Loading():
                 self.loading = message.checkpoint
                 if self.loads_since_s is None:
                     self.loads_since_s = self.heard_s
-            case WorkerReady():
+            case messages.WorkerReady():
                 self.startup_s, self.counts_tokens = message.startup_s, message.counts_tokens
                 self.weights_s = self.heard_s - (self.loads_since_s or self.heard_s)
                 self.loading = None
                 if self.phase is Phase.STARTING:
                     self.enter(Phase.INTRODUCING)
-            case ModelsSet() | WarmedUp() if self.phase is Phase.PREPARING:
+            case messages.ModelsSet() | messages.WarmedUp() if self.phase is Phase.PREPARING:
                 self.requests.popleft()
                 self.loading = None
                 if self.load_s is not None:
-                    self.load_s += message.load_s if isinstance(message, ModelsSet) else message.seconds
+                    self.load_s += (
+                        message.load_s if isinstance(message, messages.ModelsSet) else message.seconds
+                    )
                 return self._go_on()
         return ()
 
     @property
     def is_to_load(self) -> bool:
         """It has to change its models, or does."""
-        return any(isinstance(request, SetModels) for request in self.requests)
+        return any(isinstance(request, messages.SetModels) for request in self.requests)
 
-    def load(self, message: SetModels, later: Sequence[WarmUp]) -> None:
+    def load(self, message: messages.SetModels, later: Sequence[messages.WarmUp]) -> None:
         """Let it change its models instead of all that it has not begun, and prepare these between tasks."""
         while len(self.requests) > (self.phase is Phase.PREPARING):
             self.requests.pop()
         self.load_s, self.later = 0.0, tuple(later)
         self.prepare([message])
 
-    def prepare(self, requests: Sequence[SetModels | WarmUp]) -> None:
+    def prepare(self, requests: Sequence[messages.SetModels | messages.WarmUp]) -> None:
         """Let it do this before it takes tasks, one after the other; not before its peers know it."""
         self.requests.extend(requests)
         if self.phase is Phase.SERVING and requests:
             self._go_on()
 
-    def prepare_later(self, items: Sequence[WarmUp]) -> None:
+    def prepare_later(self, items: Sequence[messages.WarmUp]) -> None:
         """Let it prepare these between tasks, after those that it was told before."""
         self.later += tuple(items)
         if self.phase is Phase.SERVING and self.later:
-            self.tell(WarmUpLater(self.later))
+            self.tell(messages.WarmUpLater(self.later))
             self.later = ()
 
-    def join(self, later: Sequence[WarmUp]) -> Sequence[Joined | Loaded]:
+    def join(self, later: Sequence[messages.WarmUp]) -> Sequence[Joined | Loaded]:
         """Its peers know it: it takes tasks, after a change of its models if one was asked for."""
         if not self.requests:
             self.later = tuple(later)

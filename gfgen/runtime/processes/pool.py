@@ -18,17 +18,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from gfgen.models.geometry.weight_files import weights_mark
+from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.arenas import RankArenas
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import (
-    Arenas,
-    ModelsSet,
-    PeerReplaced,
-    ReplacePeer,
-    SetModels,
-    WarmUp,
-    WorkerReady,
-)
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes.child import (
     GONE,
@@ -117,7 +109,7 @@ class WorkerPool:
         """By rank: when it died and was to blame for it, by the machine's monotonic clock."""
         self.last_number = 0
         """The last dispatch that these workers got, in any run."""
-        self.steps_at_hand: Callable[[], Sequence[WarmUp]] = tuple
+        self.steps_at_hand: Callable[[], Sequence[messages.WarmUp]] = tuple
         """Tasks of the present models, which a worker that joins a run or has loaded them prepares later."""
         self.is_stopping = False
         """The run is about to end: no rank is replaced."""
@@ -206,11 +198,11 @@ class WorkerPool:
         changes = child.hear(message)
         if isinstance(child, RankProcess):
             match message:
-                case PeerReplaced():
+                case messages.PeerReplaced():
                     self.meeting.note_mapped(child.rank, message)
-                case WorkerReady():
+                case messages.WorkerReady():
                     self._arenas.take(child.rank, fds)
-            if isinstance(message, WorkerReady | ModelsSet) and not child.is_to_load:
+            if isinstance(message, messages.WorkerReady | messages.ModelsSet) and not child.is_to_load:
                 self.models.succeeded(child.rank)
         yield child, message
         for became in changes:
@@ -238,9 +230,9 @@ class WorkerPool:
         self.models.change(checkpoints)
         later = self.steps_at_hand()
         for worker in self.living:
-            worker.load(SetModels(self.models.checkpoints), later)
+            worker.load(messages.SetModels(self.models.checkpoints), later)
 
-    def prepare_later(self, items: Sequence[WarmUp]) -> None:
+    def prepare_later(self, items: Sequence[messages.WarmUp]) -> None:
         """Let all workers prepare these between tasks."""
         for worker in self.living:
             if worker.has_joined:
@@ -442,7 +434,7 @@ class Meeting:
         for worker in self._workers:  # the successor is sent all arenas as they are then
             worker.unknown_to.discard(rank)
 
-    def note_mapped(self, rank: int, message: PeerReplaced) -> None:
+    def note_mapped(self, rank: int, message: messages.PeerReplaced) -> None:
         """A rank knows a new worker."""
         worker = self._workers[message.rank]
         if worker.incarnation == message.incarnation:
@@ -468,7 +460,7 @@ class Meeting:
         arena = self._arenas.arena(worker.rank)
         assert arena is not None, f"{worker.name} has no arena"
         self._send_arenas(worker)
-        message = ReplacePeer(worker.rank, worker.incarnation)
+        message = messages.ReplacePeer(worker.rank, worker.incarnation)
         for other in self._peers(worker.rank):
             peer = self._workers[other]
             # A peer without arenas gets all of them when it is introduced itself.
@@ -481,7 +473,9 @@ class Meeting:
         ranks, fds = self._arenas.known_to(worker.rank, among=island)
         incarnations = tuple([each.incarnation for each in self._workers])
         counts_tokens = bool(self._counts_tokens)
-        worker.tell(Arenas(plan.data_bytes, plan.post_bytes, incarnations, ranks, counts_tokens), fds)
+        worker.tell(
+            messages.Arenas(plan.data_bytes, plan.post_bytes, incarnations, ranks, counts_tokens), fds
+        )
         worker.has_arenas = True
 
     def _peers(self, rank: int) -> Set[int]:

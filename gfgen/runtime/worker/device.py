@@ -26,18 +26,8 @@ from gfgen.models.families.adapter import Adapter, BatchAdapter, Fields
 from gfgen.models.fast import stop_checks
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.ipc.messages import Arenas, MemoryUse, RunTask, SendState, WarmUp
+from gfgen.runtime.worker import jobs
 from gfgen.runtime.worker.dispatches import Dispatches
-from gfgen.runtime.worker.jobs import (
-    Outline,
-    RankJob,
-    Shipment,
-    copied,
-    receive_state,
-    send_state,
-    step_input,
-    store_bytes,
-    sum_of,
-)
 from gfgen.system.machine import give_back_freed_memory
 
 Thread = Literal["main", "receiver", "sender", "watcher", "frames"]
@@ -48,7 +38,7 @@ class RankTask:
     """A dispatch as one rank runs it, and how that went."""
 
     message: RunTask
-    job: RankJob
+    job: jobs.RankJob
     task: Task
     frames_fd: int | None = None
     """The writer's memory, for a decode; the thread for frames closes it."""
@@ -140,7 +130,7 @@ class Device:
 
     def take_in(self, fields: Fields) -> Fields:
         """Copies of fields of a slab on this device."""
-        return copied(fields)
+        return jobs.copied(fields)
 
     def fetch(self, work: RankTask) -> None:
         """Bring the input that this rank lacks. Raises: InputVoidError when it is given up.
@@ -159,9 +149,9 @@ class Device:
             assert message.producer is not None
             job.fetch_latents(task, message.producer)
 
-    def _receive(self, work: RankTask, outline: Outline) -> Fields:
+    def _receive(self, work: RankTask, outline: jobs.Outline) -> Fields:
         """The latents that other ranks send."""
-        return receive_state(
+        return jobs.receive_state(
             self.endpoint.recv, work.message.transfers, outline, dispatch=work.message.number
         )
 
@@ -177,7 +167,7 @@ class Device:
             execute(self.adapters, works, group)
         is_first_use = self.note_used({(*task_kind(works[-1], self._rank), len(works))})
         for work in works:
-            work.total, work.is_first_use = sum_of(work.made), is_first_use
+            work.total, work.is_first_use = jobs.sum_of(work.made), is_first_use
             work.waited_s += started_s - arrived_s
         share_time(works, started_s, time.monotonic())
 
@@ -193,15 +183,15 @@ class Device:
 
     def store(self, tensor: torch.Tensor, place: memoryview) -> None:
         """Copy a computed dense tensor into a slab; the copy is complete on return."""
-        store_bytes(tensor, place)
+        jobs.store_bytes(tensor, place)
 
     def store_rows(self, rows: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a rank's rows of all frames into the writer's memory; complete on return."""
         target.copy_(rows)
 
-    def send(self, shipment: Shipment, message: SendState) -> None:
+    def send(self, shipment: jobs.Shipment, message: SendState) -> None:
         """Send, or enqueue, state that a job's next task needs on other ranks."""
-        send_state(self.endpoint, shipment.fields, message.transfers, dispatch=message.number)
+        jobs.send_state(self.endpoint, shipment.fields, message.transfers, dispatch=message.number)
 
     def await_sent(self, message: SendState) -> None:
         """Wait until it has left. Raises: the error of a receiver."""
@@ -249,7 +239,7 @@ def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: L
         work.made = _executed(adapter, work, None if group is None else parallel_from(group))
         return
     assert work.task.step is not None
-    inputs = [step_input(each.job) for each in works]
+    inputs = [jobs.step_input(each.job) for each in works]
     made = cast(BatchAdapter, adapter).denoise_batch(inputs, step=work.task.step)
     for each, latents in zip(works, made, strict=True):
         each.made = {"latents": latents}
@@ -265,10 +255,10 @@ def _executed(adapter: Adapter, work: RankTask, parallel: Parallel | None) -> di
             return {"condition": condition, "latents": latents}
         case Stage.DENOISE:
             assert task.step is not None
-            return {"latents": adapter.denoise(*step_input(work.job), step=task.step, parallel=parallel)}
+            return {"latents": adapter.denoise(*jobs.step_input(work.job), step=task.step, parallel=parallel)}
         case Stage.REUSE:
             assert task.step is not None
-            return {"latents": adapter.reuse(*step_input(work.job), step=task.step)}
+            return {"latents": adapter.reuse(*jobs.step_input(work.job), step=task.step)}
         case Stage.DECODE:
             return {"frames": adapter.decode(spec, artifacts["latents"], parallel=parallel)}
 

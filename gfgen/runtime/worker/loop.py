@@ -34,6 +34,7 @@ from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker.device import Device, RankTask, Thread
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.jobs import RankJob, Shipment, outline, output_places, publish, require_finite
+from gfgen.runtime.worker.memory import is_out_of_memory
 from gfgen.runtime.worker.preparing import Preparation, reason_of, resign
 
 logger = logging.getLogger(__name__)
@@ -209,7 +210,9 @@ class Worker:
                 works.append(self._fetched(message, fds))
         if message.batch_end == message.number:
             self._batch = []
-            self._drop_void(works)
+            for work in [each for each in works if self._dispatches.is_void(each.number)]:
+                works.remove(work)  # it was given up meanwhile
+                self._dispatches.leave(work.number)
         if works and message.batch_end in (None, message.number):
             self._launch(works)
 
@@ -226,12 +229,6 @@ class Worker:
         times.append(time.monotonic())
         work.waited_s, work.moved_s = times[1] - times[0], times[2] - times[1]
         return work
-
-    def _drop_void(self, batch: list[RankTask]) -> None:
-        """Leave the steps of a batch that were given up meanwhile."""
-        for work in [each for each in batch if self._dispatches.is_void(each.number)]:
-            batch.remove(work)
-            self._dispatches.leave(work.number)
 
     def _launch(self, works: Sequence[RankTask]) -> None:
         """Meet the other ranks, launch a task or a batch, and let the watcher publish and report."""
@@ -318,7 +315,7 @@ class Worker:
         logger.debug("dispatch %d", number, exc_info=True)
         # An abort ends all waits up to its number, and may hit a transfer that was not given up.
         is_void, reason = isinstance(error, AbortedError), reason_of(error)
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
             gc.collect()
             self.device.note_shortage()
@@ -357,11 +354,3 @@ class Worker:
                 self.device.store_rows(frames.tensors[name], place)
             else:
                 place.copy_(frames.tensors[name])
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, in Python or in torch, whose CPU allocator has no class for it."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    texts = ("not enough memory", "can't allocate memory", "out of memory")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)

@@ -150,3 +150,11 @@ class DeviceMemory:
     def _reset_peak(self) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python or in torch, whose CPU allocator has no class for it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    texts = ("not enough memory", "can't allocate memory", "out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
