@@ -22,20 +22,10 @@ from gfgen import log
 from gfgen.cluster.node import Note
 from gfgen.errors import GfgenError, InterruptedRunError, in_one_line
 from gfgen.policies.catalog import load_policy
+from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import (
-    Event,
-    JobCancelled,
-    PolicyChanged,
-    PriorityChanged,
-    RankLost,
-    RankReady,
-    StopRequested,
-    TaskDone,
-    TaskFailed,
-)
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.session.admission import Admission
@@ -129,7 +119,7 @@ class JobFeed(Observer):
         """Chooses among policies, if the run's policy does."""
         self._connection = connection
         self._admission = admission
-        self._inbox: queue.SimpleQueue[Start | Cancel | Event | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Start | Cancel | events.Event | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waiting: list[AdmittedJob] = []
         self._attempts: dict[str, int] = {}
@@ -141,7 +131,7 @@ class JobFeed(Observer):
         threading.Thread(target=self._read, name="jobs", daemon=True).start()
 
     def _read(self) -> None:
-        message: Start | Cancel | Event | None = None
+        message: Start | Cancel | events.Event | None = None
         with contextlib.suppress(EOFError, OSError):
             while (message := self._connection.recv()) is not None:
                 self._inbox.put(message)
@@ -152,23 +142,23 @@ class JobFeed(Observer):
     def fileno(self) -> int:
         return self._wake_fd
 
-    def take_events(self, now_s: float) -> Sequence[Event]:
+    def take_events(self, now_s: float) -> Sequence[events.Event]:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-        found: list[Event] = []
+        found: list[events.Event] = []
         while not self._inbox.empty():
             match self._inbox.get():
                 case Start() as start:
                     self._admit(start)
                 case Cancel(attempt):
                     found += self._cancel(attempt, now_s)
-                case PolicyChanged() as change:
+                case events.PolicyChanged() as change:
                     self.chooser.follow(load_policy(change.policy).choose)
                     found.append(replace(change, time_s=now_s))
-                case PriorityChanged() as change:
+                case events.PriorityChanged() as change:
                     found += self._prioritise(replace(change, time_s=now_s))
                 case None:
-                    found.append(StopRequested(now_s, signal.SIGTERM))
+                    found.append(events.StopRequested(now_s, signal.SIGTERM))
         return found
 
     def take(self) -> Sequence[AdmittedJob]:
@@ -190,14 +180,14 @@ class JobFeed(Observer):
         self._attempts[info.job_id] = start.attempt
         self._waiting.append(replace(admitted[0], info=info))
 
-    def _prioritise(self, change: PriorityChanged) -> Sequence[Event]:
+    def _prioritise(self, change: events.PriorityChanged) -> Sequence[events.Event]:
         self._waiting = [
             job.with_priority(change.priority) if job.job_id == change.job_id else job
             for job in self._waiting
         ]
         return [change] if change.job_id in self._attempts else ()
 
-    def _cancel(self, attempt: int, now_s: float) -> Sequence[Event]:
+    def _cancel(self, attempt: int, now_s: float) -> Sequence[events.Event]:
         job_id = next((job_id for job_id, number in self._attempts.items() if number == attempt), None)
         if job_id is None:
             self._early.add(attempt)
@@ -207,13 +197,13 @@ class JobFeed(Observer):
                 self._waiting.remove(job)
                 self.ended(replace(skipped_outcome(job.info), status="cancelled"))
                 return ()
-        return [JobCancelled(now_s, job_id)]
+        return [events.JobCancelled(now_s, job_id)]
 
     def dispatched(self, dispatch: Dispatch) -> None:
         self._notes.append(replace(dispatch, transfers=()) if dispatch.transfers else dispatch)
 
-    def applied(self, event: Event) -> None:
-        if isinstance(event, TaskDone | TaskFailed | RankReady | RankLost):
+    def applied(self, event: events.Event) -> None:
+        if isinstance(event, events.TaskDone | events.TaskFailed | events.RankReady | events.RankLost):
             self._notes.append(event)
 
     def refreshed(self, snapshot: Snapshot) -> None:

@@ -10,15 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gfgen.gfc.group import Collectives
-
-if TYPE_CHECKING:
-    from gfgen.gfc.group import Collectives, LayoutGroup
+from gfgen.gfc.group import Collectives, LayoutGroup
 
 
 @dataclass(frozen=True, slots=True)

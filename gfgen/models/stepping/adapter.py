@@ -21,7 +21,15 @@ from gfgen.job.images import is_video
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Adapter, Fields
-from gfgen.models.families.outputs import can_extrapolate, carry_outputs, extrapolated, keep_outputs
+from gfgen.models.families.outputs import (
+    can_extrapolate,
+    carry_outputs,
+    catching,
+    extrapolated,
+    giving,
+    keep_outputs,
+    watch_scheduler,
+)
 from gfgen.models.families.pictures import load_image, load_video
 from gfgen.models.fast import compiled, stop_checks
 from gfgen.models.fast.cut_texts import cut_texts
@@ -37,7 +45,6 @@ from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel import hooks
 from gfgen.models.parallel.branches import Evaluate, evaluate_itself, shared_step, unevaluated, watch
 from gfgen.models.parallel.parallel import Parallel
-from gfgen.models.stepping.outputs import catching, giving, watch_scheduler
 from gfgen.models.stepping.program import NotSteppableError, sets_processors
 from gfgen.models.stepping.stepper import IS_FINISHED, NUM_DONE, NUM_ITERATIONS, SEED, Stepper, is_finished
 from gfgen.models.stepping.values import pack, parts_of, unpack
