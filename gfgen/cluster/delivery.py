@@ -36,7 +36,9 @@ class FileDelivery:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             for name in self._names:
-                temporary = self._temporary[name] = self._temporary_name(name)
+                # Like those of writers, so that the next run removes what this one leaves.
+                pid = int(f"{os.getpid()}{self._attempt:06}")
+                temporary = self._temporary[name] = temporary_name(self._path.with_name(name), pid=pid)
                 with temporary.open("wb") as stream:
                     offset = 0
                     while chunk := read(self._on_node(name), offset, CHUNK_BYTES):
@@ -79,10 +81,6 @@ class FileDelivery:
 
     def _on_node(self, name: str) -> str:
         return str(Path(attempt_folder(self._attempt), self._job.info.file).with_name(name))
-
-    def _temporary_name(self, name: str) -> Path:
-        """Like those of writers, so that the next run removes what this one leaves."""
-        return temporary_name(self._path.with_name(name), pid=int(f"{os.getpid()}{self._attempt:06}"))
 
 
 def make_shared(output_dir: Path, name: str) -> Path:

@@ -113,10 +113,13 @@ def test_warm_up_that_fails_is_told_and_costs_nothing_else(gpu_pool, tmp_path):
 
 def test_a_rank_that_dies_while_it_is_warmed_up_comes_back_for_the_run(gpu_pool, tmp_path, caplog):
     spec = JobSpec(id="deadly-warm-up", prompt="die rank=1 step=0 times=1", **PICTURE | {"seed": 5})
-    incarnations = gpu_pool.incarnations
+    incarnations = [worker.incarnation for worker in gpu_pool.workers]
     ((_, answer),) = warm_up(gpu_pool, warm_ups(admitted(spec), (1,))[:1])
     assert answer.reason is None
-    assert [new - old for new, old in zip(gpu_pool.incarnations, incarnations, strict=True)] == [0, 1, 0]
+    assert [
+        new - old
+        for new, old in zip([worker.incarnation for worker in gpu_pool.workers], incarnations, strict=True)
+    ] == [0, 1, 0]
     assert "rank 1: " in caplog.text
     recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0, 1, 2)))
     assert test_deaths.statuses(recorder) == {"deadly-warm-up": "done"}

@@ -151,11 +151,6 @@ class WorkerPool:
         """Ranks without a successor: they died too often, or their process does not end."""
         return {worker.rank for worker in self.workers if worker.phase in GONE} - self._waiting
 
-    @property
-    def incarnations(self) -> tuple[int, ...]:
-        """By rank."""
-        return tuple([worker.incarnation for worker in self.workers])
-
     # The loop -------------------------------------------------------------------------------
 
     def listen(self, file: File) -> None:

@@ -161,8 +161,6 @@ _NUM_BANKS = 3
 _NUM_TRIES = 3
 _ALIGNMENT = 64
 
-Arrays = Mapping[str, np.ndarray]
-
 
 @dataclass(frozen=True, slots=True)
 class LatentColours:
