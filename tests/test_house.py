@@ -16,19 +16,23 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 60_512,
-    "files of the package": 326,
-    "lines of the core": 5_981,
-    "files of the core": 27,
-    "modules of one folder": 16,
-    "folders that name reuse": 19,
-    "folders that name lora": 18,
-    "folders that name offload": 10,
-    "folders that name fp8": 9,
+    "lines of the package": 59_800,
+    "files of the package": 310,
+    "lines of the core": 6_000,
+    "files of the core": 30,
+    "modules of one folder": 14,
+    "folders that name reuse": 20,
+    "folders that name lora": 16,
+    "folders that name offload": 8,
+    "folders that name fp8": 8,
 }
 """The core is the list of docs/core.md. A folder names a feature if a name in its code contains the word."""
-CIRCLES: set[frozenset[str]] = set()
-"""Modules that import each other, imports inside functions and for types included, by name."""
+CIRCLES = {
+    frozenset({"gfgen.models.fast.causal_vae", "gfgen.models.fast.frame_kernels"}),
+    frozenset({"gfgen.models.fast.row_kernels", "gfgen.models.fast.rows"}),
+}
+"""Modules that import each other, imports inside functions and for types included: Triton kernels name the
+types of the modules that launch them."""
 ORDER = [
     "gfgen.errors",
     "gfgen.log",
@@ -60,6 +64,8 @@ ORDER = [
     "gfgen.models",
     "gfgen.session",
     "gfgen.server.protocol",
+    "gfgen.server.store",
+    "gfgen.server.shown",
     "gfgen.server.jobs",
     "gfgen.server.http",
     "gfgen.server.bridge",
