@@ -151,7 +151,7 @@ def _placed(job: AdmittedJob, task: Task, step_layout: Layout, all_ranks: Sequen
         case Stage.DENOISE:
             return step_layout
         case Stage.DECODE:
-            return Layout.bands(tuple(all_ranks)[: job.max_decode_degree])
+            return Layout.bands(tuple(all_ranks)[: job.limits.max_decode_degree])
         case _:
             return Layout.single(step_layout.ranks[0])
 
@@ -373,7 +373,7 @@ def _predicted_s(
 ) -> float:
     """Of a job whose steps have these layouts, with its decode on these ranks."""
     cost_class, task_s = costs.class_of(job), costs.task_s
-    degrees = Layout.bands(tuple(decoding)[: job.max_decode_degree]).degrees
+    degrees = Layout.bands(tuple(decoding)[: job.limits.max_decode_degree]).degrees
     ends_s = sum(task_s(cost_class, stage, (1, 1, 1)) for stage in (Stage.ENCODE, Stage.PREPARE))
     steps_s = math.fsum(task_s(cost_class, Stage.DENOISE, layout.degrees) for layout in layouts)
     return ends_s + steps_s + task_s(cost_class, Stage.DECODE, degrees)

@@ -10,6 +10,7 @@ from typing import Any
 
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.spec import JobSpec
+from gfgen.layout import Limits
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
@@ -44,7 +45,11 @@ def make_job(
     trajectory = Trajectory(job_id, steps, artifacts)
     info = JobInfo(spec, spec, trajectory.num_tasks, f"{job_id}.png", f"hash of {job_id}", "fake")
     flops = dict.fromkeys(Stage, 1e9)
-    return AdmittedJob(info, trajectory, shape, flops, Path("fake"), uses_cfg=uses_cfg, max_sequence_degree=8)
+    return AdmittedJob(info, trajectory, shape, flops, Path("fake"), limits=Limits(uses_cfg, 8))
+
+
+def with_limits(job: AdmittedJob, **limits: Any) -> AdmittedJob:
+    return replace(job, limits=replace(job.limits, **limits))
 
 
 class Recorder(Observer):

@@ -32,6 +32,7 @@ from gfgen.errors import PolicyFault, WorkerError
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.spec import JobSpec
+from gfgen.layout import Limits
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.job_record import MAX_LOST_WORKERS, MAX_TASK_FAILURES
@@ -158,9 +159,11 @@ def make_job(random: Random, job_id: str) -> AdmittedJob:
         "small",
         flops,
         Path("fake"),
-        uses_cfg=random.random() < 0.5,
-        max_sequence_degree=random.choice([1, 2, MAX_RANKS]),
-        max_decode_degree=random.choice([1, 2, MAX_RANKS]),
+        limits=Limits(
+            uses_cfg=random.random() < 0.5,
+            max_sequence_degree=random.choice([1, 2, MAX_RANKS]),
+            max_decode_degree=random.choice([1, 2, MAX_RANKS]),
+        ),
     )
     return replace(job, shape=f"small {job.limits}")  # jobs of one shape can use the same layouts
 

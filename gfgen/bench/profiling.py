@@ -232,7 +232,7 @@ def _jobs_of_group(measurement: Measurement, ranks: tuple[int, ...]) -> Iterator
         steps = measurement.step_degrees(counts=number > 0)
         job_id = f"rank-{ranks[0]}-{number}"
         job = new_copy_of(measurement.job, job_id, len(steps), occasion=measurement.key)
-        bands = ranks[: min(measurement.num_ranks, job.max_decode_degree)]
+        bands = ranks[: min(measurement.num_ranks, job.limits.max_decode_degree)]
         yield _ScriptedJob(job, ranks, bands, steps, counts=number > 0)
 
 

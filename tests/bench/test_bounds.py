@@ -1,10 +1,9 @@
 """What no schedule can surpass: by hand where that is easy, and beside all policies where it is not."""
 
 import math
-from dataclasses import replace
 
 import pytest
-from builders import make_job
+from builders import make_job, with_limits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +23,7 @@ POLICIES = ("legacy", "legacy,degree=1", "fcfs,degree=2", "srtf", "edf", "triage
 
 def job(job_id, **fields):
     """Of two steps."""
-    return replace(make_job(job_id, steps=2, **fields), max_decode_degree=2)
+    return with_limits(make_job(job_id, steps=2, **fields), max_decode_degree=2)
 
 
 def bound_s(*jobs, num_ranks=1, share=1.0, **times):
@@ -106,7 +105,7 @@ def workloads(draw):
             deadline_s=draw(st.none() | st.floats(0.5, 40)),
             timeout_s=draw(st.none() | st.none() | st.floats(0.5, 60)),
         )
-        jobs.append(replace(made, max_decode_degree=4))
+        jobs.append(with_limits(made, max_decode_degree=4))
     return jobs
 
 

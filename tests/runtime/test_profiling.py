@@ -1,9 +1,7 @@
 """Measuring a profile on real workers, and putting it together."""
 
-from dataclasses import replace
-
 import pytest
-from builders import make_job
+from builders import make_job, with_limits
 from test_workers import PICTURE, admitted
 
 from gfgen.bench import profiling
@@ -43,10 +41,10 @@ def test_every_group_measures_all_degrees_that_its_job_can_use():
         ]
 
     assert degrees_of(make_job("a", uses_cfg=True), 3) == [{(1, 1, 1)}, {(2, 1, 1), (1, 2, 1)}, {(1, 3, 1)}]
-    job = replace(make_job("a"), max_sequence_degree=2)
+    job = with_limits(make_job("a"), max_sequence_degree=2)
     assert [n for _, n, kind in planned(job, num_ranks=4) if kind == "loaded"] == [1, 2]
     assert degrees_of(job, 4) == [{(1, 1, 1)}, {(1, 2, 1)}]
-    halves = replace(make_job("a", uses_cfg=True), max_sequence_degree=2)
+    halves = with_limits(make_job("a", uses_cfg=True), max_sequence_degree=2)
     assert [n for _, n, kind in planned(halves, num_ranks=4) if kind == "alone"] == [1, 2, 4]
     assert planned(job, num_ranks=1) == [("small", 1, "alone")]
 

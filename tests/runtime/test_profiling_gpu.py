@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from builders import make_job
+from builders import make_job, with_limits
 from test_workers import find_model
 
 from gfgen.bench import profiling
@@ -36,7 +36,7 @@ def test_every_shape_is_measured_on_groups_of_one_two_and_four():
 
 
 def test_no_more_ranks_are_measured_than_a_job_can_use():
-    job = replace(make_job("a"), max_sequence_degree=2)
+    job = with_limits(make_job("a"), max_sequence_degree=2)
     plan = profiling.plan_measurements([job], num_ranks=4, are_on_gpus=True)
     assert [entry.num_ranks for entry in plan if entry.kind == "together"] == [1, 2]
     alone = profiling.plan_measurements([job], num_ranks=1, are_on_gpus=True)

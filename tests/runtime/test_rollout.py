@@ -2,7 +2,7 @@ import functools
 from dataclasses import replace
 
 import pytest
-from builders import make_job, simulated_control
+from builders import make_job, simulated_control, with_limits
 
 from gfgen.layout import Layout
 from gfgen.policies.srtf import srtf
@@ -50,7 +50,7 @@ def test_more_ranks_for_a_job_end_it_sooner():
 def test_a_look_ahead_counts_with_decodes_on_several_ranks():
     job = make_job("a", steps=1)
     latencies = [
-        with_foresight(traffic(replace(job, max_decode_degree=degree), num_ranks=4)).foresee(
+        with_foresight(traffic(with_limits(job, max_decode_degree=degree), num_ranks=4)).foresee(
             functools.partial(srtf, degree=4)
         )
         for degree in (1, 4)

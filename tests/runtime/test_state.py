@@ -1,10 +1,9 @@
 import math
 import re
 import signal
-from dataclasses import replace
 
 import pytest
-from builders import make_job
+from builders import make_job, with_limits
 
 from gfgen.errors import InterruptedRunError, PolicyFault
 from gfgen.graph import Stage, Task
@@ -628,7 +627,7 @@ def test_after_a_failure_the_state_comes_from_the_slab():
     ],
 )
 def test_degrees_that_a_job_cannot_use_are_refused(fields, layout, reason):
-    job = replace(make_job("a", **fields), max_sequence_degree=7, max_ulysses_degree=3)
+    job = with_limits(make_job("a", **fields), max_sequence_degree=7, max_ulysses_degree=3)
     cluster = Cluster(job, num_ranks=8)
     cluster.done(cluster.begin("a", 0, 0))
     cluster.done(cluster.begin("a", 1, 0))
@@ -644,7 +643,7 @@ def test_only_steps_and_decodes_are_shared():
 
 def at_its_decode(**fields):
     """A cluster whose one job has nothing left to do but its decode."""
-    cluster = Cluster(replace(make_job("a", steps=1, uses_cfg=True), **fields), num_ranks=4)
+    cluster = Cluster(with_limits(make_job("a", steps=1, uses_cfg=True), **fields), num_ranks=4)
     for index in range(3):
         cluster.done(cluster.begin("a", index, 0))
     return cluster

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_job
+from builders import make_job, with_limits
 
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.gfc.arena import ArenaPlan
@@ -85,7 +85,7 @@ def test_layouts_are_all_that_a_task_may_get() -> None:
         return [(item.degrees, item.decodes, item.in_own_slot) for item in items]
 
     job = make_job("guided", uses_cfg=True)
-    assert layouts(replace(job, max_decode_degree=3)) == [
+    assert layouts(with_limits(job, max_decode_degree=3)) == [
         (((1, 1, 1),), (1,), True),
         (((2, 1, 1), (1, 2, 1)), (2,), False),
         (((2, 2, 1), (1, 4, 1)), (), False),

@@ -212,22 +212,16 @@ def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:
         return
     if layout.degree > 1 and task.stage not in STEPS:
         raise PolicyFault(f"job {task.job_id}: {task} runs on one rank, not on {layout}")
-    if layout.cfg > 1 and not job.uses_cfg:
+    if layout.cfg > 1 and not job.limits.uses_cfg:
         raise PolicyFault(f"job {task.job_id} has one guidance branch, {layout} has ranks for two")
-    if layout.ulysses > job.max_ulysses_degree:
-        raise PolicyFault(
-            f"job {task.job_id} has {job.max_ulysses_degree} attention heads, too few for {layout}"
-        )
-    if layout.sequence_degree > job.max_sequence_degree:
-        raise PolicyFault(
-            f"job {task.job_id} can be split into {job.max_sequence_degree} parts at most, not {layout}"
-        )
+    if layout.ulysses > (most := job.limits.max_ulysses_degree):
+        raise PolicyFault(f"job {task.job_id} has {most} attention heads, too few for {layout}")
+    if layout.sequence_degree > (most := job.limits.max_sequence_degree):
+        raise PolicyFault(f"job {task.job_id} can be split into {most} parts at most, not {layout}")
 
 
 def _check_decode(job: AdmittedJob, task: Task, layout: Layout) -> None:
     if layout != Layout.bands(layout.ranks):
         raise PolicyFault(f"job {task.job_id}: ranks share a {task} in bands of rows, not as {layout}")
-    if layout.degree > job.max_decode_degree:
-        raise PolicyFault(
-            f"job {task.job_id}: a {task} has {job.max_decode_degree} bands of rows at most, not {layout}"
-        )
+    if layout.degree > (most := job.limits.max_decode_degree):
+        raise PolicyFault(f"job {task.job_id}: a {task} has {most} bands of rows at most, not {layout}")

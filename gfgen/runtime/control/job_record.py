@@ -201,7 +201,7 @@ class JobRecord:
         job, cost_class = self.job, self.cost_class
         if view is not None and is_same and self._view_version == cost_class.version:
             return view
-        spec, trajectory = job.info.spec, job.trajectory
+        spec, trajectory, limits = job.info.spec, job.trajectory, job.limits
         num_reused = trajectory.num_reused_from(task.index) if trajectory.reused else 0
         remaining_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reused)
         num_reusable, saving_s = 0, 0.0
@@ -221,11 +221,11 @@ class JobRecord:
             num_tasks=self.num_tasks,
             remaining_s=remaining_s,
             last_layout=self.progress.holder,
-            uses_cfg=job.uses_cfg and cost_class.batch == 1,
-            max_sequence_degree=job.max_sequence_degree if cost_class.batch == 1 else 1,
+            uses_cfg=limits.uses_cfg and cost_class.batch == 1,
+            max_sequence_degree=limits.max_sequence_degree if cost_class.batch == 1 else 1,
             shape=cost_class.kind,
-            max_ulysses_degree=job.max_ulysses_degree,
-            max_decode_degree=job.max_decode_degree,
+            max_ulysses_degree=limits.max_ulysses_degree,
+            max_decode_degree=limits.max_decode_degree,
             arrangement=costs.arrangement(cost_class),
             loras=self.loras,
             switch_s=costs.switch_s(cost_class),

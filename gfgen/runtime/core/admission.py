@@ -15,7 +15,7 @@ from pathlib import Path
 from gfgen.errors import InputError, JobError, ModelError, Problem
 from gfgen.graph import Stage, Trajectory
 from gfgen.job.spec import JobSpec, output_name, spec_hash, with_defaults
-from gfgen.layout import MAX_RANKS, Limits
+from gfgen.layout import Limits
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.runtime.core.observer import JobInfo
@@ -38,13 +38,7 @@ class AdmittedJob:
     """The cost model's key: jobs of one model and shape have equal durations."""
     flops: Mapping[Stage, float]
     checkpoint: Path
-    uses_cfg: bool = False
-    max_sequence_degree: int = 1
-    """The most ranks that can share the tokens of one guidance branch."""
-    max_ulysses_degree: int = MAX_RANKS
-    """The most of these ranks that can share the heads."""
-    max_decode_degree: int = 1
-    """The most ranks that can share the rows of a decode."""
+    limits: Limits = field(default_factory=Limits)
     has_nominal_flops: bool = False
     """Its `flops` only compare sizes: the operations of its pipeline are unknown."""
     twin: str | None = None
@@ -70,12 +64,6 @@ class AdmittedJob:
     def with_priority(self, priority: int) -> AdmittedJob:
         """The same job with another priority."""
         return replace(self, info=replace(self.info, spec=replace(self.spec, priority=priority)))
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(
-            self.uses_cfg, self.max_sequence_degree, self.max_ulysses_degree, self.max_decode_degree
-        )
 
     @property
     def kind(self) -> object:
@@ -218,10 +206,12 @@ def _admit_one(
             shape=geometry.shape_key(run),
             flops={stage: geometry.flops(run, stage) for stage in Stage},
             checkpoint=model.checkpoint,
-            uses_cfg=geometry.uses_cfg(run),
-            max_sequence_degree=geometry.num_tokens(run),
-            max_ulysses_degree=geometry.num_heads,
-            max_decode_degree=geometry.num_latent_rows(run),
+            limits=Limits(
+                uses_cfg=geometry.uses_cfg(run),
+                max_sequence_degree=geometry.num_tokens(run),
+                max_ulysses_degree=geometry.num_heads,
+                max_decode_degree=geometry.num_latent_rows(run),
+            ),
             has_nominal_flops=isinstance(geometry, PipelineGeometry),
             twin=twin_of(geometry, run),
         )
