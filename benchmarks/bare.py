@@ -34,9 +34,8 @@ def run_bare(
     Raises: WorkerError when a rank dies, or does not answer; InterruptedRunError at a signal, after which
             ranks are still at it, and the pool is good for nothing but being closed.
     """
-    message = RunBare(
-        pool.last_number + 1, job.spec, str(job.checkpoint), layouts, pool.incarnations, num_jobs
-    )
+    incarnations = tuple([worker.incarnation for worker in pool.workers])
+    message = RunBare(pool.last_number + 1, job.spec, str(job.checkpoint), layouts, incarnations, num_jobs)
     pool.last_number = message.last_number
     for worker in pool.workers:
         worker.tell(message)

@@ -381,7 +381,7 @@ def test_who_waits_to_send_what_a_failed_task_was_to_make_goes_on(
         sent.append(dispatch)
         both.set()
 
-    monkeypatch.setattr(worker_device, "send_state", send)
+    monkeypatch.setattr(worker_jobs, "send_state", send)
     rank.run_to_end(1, 0)
     rank.run_to_end(2, 1)
     rank.adapter.fails_at = 0
@@ -420,7 +420,7 @@ def test_a_transfer_that_is_aborted_without_having_been_given_up_is_told(
     def send(endpoint: Any, fields: Fields, transfers: Any, *, dispatch: int) -> None:
         raise AbortedError("by the host")
 
-    monkeypatch.setattr(worker_device, "send_state", send)
+    monkeypatch.setattr(worker_jobs, "send_state", send)
     rank.run_to_end(1, 0)
     rank.run_to_end(2, 1)
     rank.channel.send(SendState(3, "a", 2, ()))
@@ -440,7 +440,7 @@ def test_constants_that_the_task_before_makes_are_waited_for(
         return Fields({"latents": torch.zeros(1, 4, 1, 2, 2)})
 
     rank.device.endpoint = SimpleNamespace(recv=None, abort_through=lambda _: None)
-    monkeypatch.setattr(worker_device, "receive_state", receive)
+    monkeypatch.setattr(worker_jobs, "receive_state", receive)
     latents = Fields({"latents": torch.zeros(1, 4, 1, 2, 2)})
     rank.publish("prompt", 1, Fields(), producer=1)
     rank.publish("condition", 2, Fields(), producer=1)  # of an attempt that failed
@@ -469,7 +469,7 @@ def test_latents_that_were_arriving_for_an_attempt_that_failed_are_not_used_by_t
 ) -> None:
     """On a GPU they are only enqueued: with the attempt their arrival is aborted, and they never come."""
     garbage = Fields({"latents": torch.full((1, 4, 1, 2, 2), 5.0)})
-    monkeypatch.setattr(worker_device, "receive_state", lambda *_, **__: garbage)
+    monkeypatch.setattr(worker_jobs, "receive_state", lambda *_, **__: garbage)
     rank.device.endpoint = SimpleNamespace(recv=None, abort_through=lambda _: None)
     rank.publish("prompt", 1, Fields(), producer=1)
     rank.publish("condition", 2, Fields(), producer=2)

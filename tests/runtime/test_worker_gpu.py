@@ -45,8 +45,8 @@ from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.processes.child import Patience, Phase, RankProcess
 from gfgen.runtime.processes.pool import HeldModels, WorkerPool
 from gfgen.runtime.processes.starting import warm_up
-from gfgen.runtime.worker import device as worker_device
 from gfgen.runtime.worker import gpu
+from gfgen.runtime.worker import jobs as worker_jobs
 from gfgen.runtime.worker.device import RankTask
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.forwards import Forwards
@@ -387,7 +387,7 @@ def test_latents_go_to_other_ranks_behind_the_event_that_tells_that_they_are_the
         synchronize=lambda: done.append(f"{dispatches._enqueued} waited for"),
     )
     device._streams = SimpleNamespace(departures=departures)
-    monkeypatch.setattr(worker_device, "send_state", lambda *_, dispatch: done.append(f"{dispatch} enqueued"))
+    monkeypatch.setattr(worker_jobs, "send_state", lambda *_, dispatch: done.append(f"{dispatch} enqueued"))
     worker = Worker(None, 0, device, dispatches)  # type: ignore[arg-type]
     job = RankJob(start=None, slab=None)  # type: ignore[arg-type]
     shipment = job.latents_of(6)
