@@ -38,7 +38,7 @@ from gfgen.graph import Stage
 from gfgen.layout import Degrees, Layout
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile_file import Profile, ProfileRow, interquartile_range
+from gfgen.runtime.predict.profile_file import NO_PROFILE, Profile, ProfileRow, interquartile_range
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.snapshot import JobView
 from gfgen.system.signals import SignalPipe
@@ -382,7 +382,7 @@ def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
     for size_bytes, seconds in moves:
         by_size[size_bytes].append(seconds)
     medians = {size: statistics.median(values) for size, values in by_size.items()}
-    default = Profile(device="", date="", source="", num_ranks=1, rows=()).move_bytes_per_s
+    default = NO_PROFILE.move_bytes_per_s
     if not medians:
         return 0.0, default
     if len(medians) > 1:

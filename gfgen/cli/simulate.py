@@ -293,7 +293,7 @@ def _report(
     failures: Sequence[str],
 ) -> None:
     turns = room.in_words(most)
-    found = sorted({doubt for _, run in runs for doubt in run.doubts})
+    found = {doubt for _, run in runs for doubt in run.doubts}
     doubts = uncertain(found, has_writes=profile.has_writes) if runs else None
     if as_json:
         said = {"memory": turns, "doubts": doubts, "failures": list(failures)}

@@ -299,11 +299,6 @@ class WholeJobCosts(CostModel):
         seconds = self._tasks.remaining_s(tasks, first, num_tasks, degrees)
         return Estimate(seconds, seconds, step.provenance)
 
-    def _rest_s(
-        self, stage_s: Callable[[Stage], float], task: Task, num_tasks: int, *, num_reused: int
-    ) -> float:
-        return stage_s(Stage.DENOISE)
-
     def arrangement(self, cost_class: CostClass) -> Arrangement:
         return self._tasks.arrangement(self._parts[cost_class][0])
 

@@ -226,7 +226,7 @@ def simulate_nodes(
     return Simulated(
         summary=summary,
         policy=policy.name,
-        doubts=sorted({doubt for node in cluster.nodes for doubt in node.costs.doubts}),
+        doubts={doubt for node in cluster.nodes for doubt in node.costs.doubts},
         outcomes=kept.outcomes,
         num_ranks=num_nodes * num_ranks,
     )

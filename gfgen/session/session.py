@@ -313,7 +313,7 @@ class Session:
         if ranks.vae_dtype == "auto" and ranks.has_graphs:
             keep_measured(
                 runs_path(ranks.profiled_as),
-                costs.classes,
+                costs.classes.values(),
                 device=ranks.profiled_as,
                 num_ranks=max(map(len, self.pool.islands)),
                 share_cores=_share_cores(ranks),

@@ -41,7 +41,7 @@ def observed(*durations_s, shape="small"):
     cost_class = costs.class_of(make_job("a", shape=shape))
     for duration_s in durations_s:
         costs.observe(cost_class, Stage.DENOISE, ONE, duration_s)
-    return costs.classes
+    return costs.classes.values()
 
 
 def keep(path, classes, **fields):
@@ -100,7 +100,7 @@ def test_a_stored_duration_that_is_ten_times_too_long_is_healed_by_one_run():
     for _ in range(3):
         costs.observe(cost_class, Stage.DENOISE, ONE, 1.0)
     assert costs.task_s(cost_class, Stage.DENOISE, ONE) == 1.0
-    keep(runs_path(), costs.classes)
+    keep(runs_path(), costs.classes.values())
     (found,) = load_profile(runs_path()).rows
     assert (found.seconds, found.num_samples) == (1.0, 3)
 
@@ -112,7 +112,7 @@ def test_a_run_leaves_no_first_uses():
         costs.observe_first_use(cost_class, stage, ONE, 5.0, prepared_s=0.0)
         if stage is Stage.DENOISE:
             costs.observe(cost_class, stage, ONE, duration_s)
-    keep(runs_path(), costs.classes)
+    keep(runs_path(), costs.classes.values())
     (found,) = load_profile(runs_path()).rows
     assert (found.stage, found.seconds) == (Stage.DENOISE, 1.0)
 
@@ -123,7 +123,7 @@ def test_a_run_leaves_times_of_steps_in_batches_apart_from_others_and_of_all_dec
         for _ in range(3):
             costs.observe(costs.class_of(job, batch=batch), Stage.DENOISE, ONE, step_s)
             costs.observe(costs.class_of(job, batch=batch), Stage.DECODE, ONE, 0.5)
-    keep(runs_path(), costs.classes)
+    keep(runs_path(), costs.classes.values())
     found = load_profile(runs_path())
     assert sorted((each.shape, each.stage, each.num_samples) for each in found.rows) == [
         ("small", "decode", 6),
@@ -144,20 +144,20 @@ def test_a_run_leaves_the_time_to_write_a_file_with_its_decode():
     for stage, degrees in ((Stage.DENOISE, ONE), (Stage.DECODE, (1, 2, 1))):
         costs.observe(cost_class, stage, degrees, 1.0)
     costs.observe_write(cost_class, 2.0)
-    keep(runs_path(), costs.classes)
+    keep(runs_path(), costs.classes.values())
     found = load_profile(runs_path())
     assert {each.stage: each.write_s for each in found.rows} == {Stage.DENOISE: None, Stage.DECODE: 2.0}
     assert CostModel(found).class_of(job).write_s == 2.0
     costs = CostModel()
     costs.observe(costs.class_of(job), Stage.DECODE, (1, 2, 1), 1.0)
-    keep(runs_path(), costs.classes)
+    keep(runs_path(), costs.classes.values())
     assert CostModel(load_profile(runs_path())).class_of(job).write_s == 2.0, "a run that wrote no file"
 
 
 def test_a_profile_of_batches_alone_predicts_single_jobs():
     costs, job = CostModel(), make_job("a")
     costs.observe(costs.class_of(job, batch=2), Stage.DENOISE, ONE, 1.0)
-    keep(runs_path(), costs.classes)
+    keep(runs_path(), costs.classes.values())
     known = CostModel(load_profile(runs_path()))
     assert known.task_s(known.class_of(job), Stage.DENOISE, ONE) == 1.0
 

@@ -120,6 +120,9 @@ class Profile:
         return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
+NO_PROFILE = Profile(device="", date="", source="", num_ranks=1, rows=())
+
+
 def interquartile_range(values: Collection[float]) -> float:
     if len(values) < 2:
         return 0.0

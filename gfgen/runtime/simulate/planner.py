@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -70,7 +70,7 @@ class PlanOption:
     """Of the jobs that are done, in order."""
     num_deadlines: int
     num_deadlines_missed: int
-    doubts: Sequence[UncertainEstimate] = ()
+    doubts: Collection[UncertainEstimate] = ()
     is_estimated: bool = False
     """By a coarse rollout; otherwise every task was simulated."""
 
@@ -134,9 +134,9 @@ class Plan:
         return next((option for option in self.by_ranks if option.meets_all), None)
 
     @property
-    def doubts(self) -> Sequence[UncertainEstimate]:
+    def doubts(self) -> Collection[UncertainEstimate]:
         """Times in this plan that were extrapolated or guessed."""
-        return sorted({doubt for option in (*self.by_policy, *self.by_ranks) for doubt in option.doubts})
+        return {doubt for option in (*self.by_policy, *self.by_ranks) for doubt in option.doubts}
 
 
 PlanProgress = Callable[[str, float], None]
@@ -372,7 +372,7 @@ def option_of(
     num_ranks: int,
     by_s: float | None,
     *,
-    doubts: Sequence[UncertainEstimate] = (),
+    doubts: Collection[UncertainEstimate] = (),
     is_estimated: bool = False,
 ) -> PlanOption:
     done = [outcome for outcome in outcomes if outcome.status == "done"]

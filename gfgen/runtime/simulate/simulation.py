@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from gfgen.runtime.simulate.profiled import profiled_times
 class Simulated:
     summary: Summary
     policy: str
-    doubts: Sequence[UncertainEstimate] = ()
+    doubts: Collection[UncertainEstimate] = ()
     """Predictions without a measurement of the same task (`cost.uncertain` describes them)."""
     outcomes: Sequence[JobOutcome] = ()
     """In the order in which the jobs end."""
