@@ -22,10 +22,10 @@ from gfgen.runtime.core.events import JobCancelled, Wakeup
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.resume import RunStart
-from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.simulate.choosers import ImmediateChooser
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
 from gfgen.runtime.simulate.planner import (
     FULL_TASKS,
@@ -36,8 +36,7 @@ from gfgen.runtime.simulate.planner import (
     best_first,
     option_of,
 )
-from gfgen.runtime.simulate.profiled import profiled_times
-from gfgen.runtime.simulate.simulation import OutcomeRecorder, Simulated
+from gfgen.runtime.simulate.simulation import OutcomeRecorder, Simulated, profiled_times
 from gfgen.snapshot import Snapshot
 from gfgen.system.signals import DecisionTimeout
 

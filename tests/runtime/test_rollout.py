@@ -8,8 +8,8 @@ from gfgen.layout import Layout
 from gfgen.policies.srtf import srtf
 from gfgen.policies.triage import triage
 from gfgen.runtime.core.events import JobArrived, RankReady
-from gfgen.runtime.predict import rollout
-from gfgen.runtime.predict.rollout import with_foresight
+from gfgen.runtime.simulate import rollout
+from gfgen.runtime.simulate.rollout import with_foresight
 from gfgen.snapshot import RunningTask
 
 

@@ -11,7 +11,7 @@ from builders import make_job
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage
-from gfgen.runtime.predict import profile_store, run_profile, scaling
+from gfgen.runtime.predict import profile_store, scaling
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
 from gfgen.runtime.predict.profile_store import (
@@ -23,7 +23,6 @@ from gfgen.runtime.predict.profile_store import (
     runs_path,
     save_profile,
 )
-from gfgen.runtime.predict.run_profile import keep_measured
 from gfgen.system.machine import cpu_name, versions
 
 ONE = (1, 1, 1)
@@ -163,7 +162,7 @@ def test_a_profile_of_batches_alone_predicts_single_jobs():
 
 
 def test_rows_are_bounded_and_the_oldest_go_first(monkeypatch):
-    monkeypatch.setattr(run_profile, "MAX_ROWS", 2)
+    monkeypatch.setattr(profile_store, "MAX_ROWS", 2)
     for shape in ("a", "b", "c", "b"):
         keep(runs_path(), observed(1.0, shape=shape))
     assert [each.shape for each in load_profile(runs_path()).rows] == ["c", "b"]

@@ -70,7 +70,7 @@ class CostTable:
     """A profile's times for any shape and degrees."""
 
     def __init__(self, profile: Profile) -> None:
-        self._exact = {(row.model, row.shape, row.stage, row.degrees): row for row in profile.rows}
+        self._exact = {row.task: row for row in profile.rows}
         self._rows: dict[tuple[str, Stage], dict[Degrees, list[ProfileRow]]] = defaultdict(dict)
         for row in profile.rows:
             single, is_in_batch, _ = row.shape.partition(IN_BATCHES)

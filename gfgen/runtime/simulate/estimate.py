@@ -18,10 +18,10 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import JobArrived, RankReady
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.resume import RunStart
-from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.predict.rollout import rollout_ends
+from gfgen.runtime.simulate.choosers import ImmediateChooser
+from gfgen.runtime.simulate.rollout import rollout_ends
 from gfgen.snapshot import Decision, Policy, Snapshot
 from gfgen.system.signals import DECISION_LIMIT_S, DecisionTimeout, within
 

@@ -1,9 +1,16 @@
-"""A whole run in virtual time: the real control plane, state and policy over simulated ranks."""
+"""A whole run in virtual time: the real control plane, state and policy over simulated ranks.
+
+The true durations come from a profile. They are independent of the cost model that the policies see, which
+changes during the run.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from statistics import NormalDist
 from typing import Any
 
 from gfgen.policies.catalog import NamedPolicy, load_policy
@@ -13,14 +20,18 @@ from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.resume import RunStart
-from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel, UncertainEstimate
+from gfgen.runtime.predict.cost_table import Estimate
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
-from gfgen.runtime.simulate.profiled import profiled_times
+from gfgen.runtime.simulate.choosers import ImmediateChooser
+
+_NORMAL = NormalDist()
+_QUARTILE = _NORMAL.inv_cdf(0.75)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +108,75 @@ class OutcomeRecorder(Observer):
 
     def ended(self, outcome: JobOutcome) -> None:
         self.outcomes.append(outcome)
+
+
+# The true durations ------------------------------------------------------------------
+
+
+def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int = 1) -> SimulatedTimes:
+    """The durations of these jobs' tasks, moves and files.
+
+    Tasks vary around their medians as much as in the measurement, because exact predictions would flatter the
+    policies that use them. A task varies equally in every simulation, so that policies are compared on equal
+    terms. Ranks that do not slow each other down are GPUs, each with its own writer.
+    """
+    truth = _Truth(profile, jobs)
+    return SimulatedTimes(
+        task_s=truth.task_s,
+        loaded_s=truth.loaded_s if profile.shares_cores else None,
+        move_s=truth.move_s,
+        write_s=truth.write_s,
+        num_writers=profile.num_writers(num_ranks),
+        dispatch_s=profile.dispatch_s,
+    )
+
+
+class _Truth:
+    """A cost model that never learns, queried by dispatch."""
+
+    def __init__(self, profile: Profile, jobs: Sequence[AdmittedJob]) -> None:
+        self._profile = profile
+        self._costs = CostModel(profile)
+        self._jobs = {job.job_id: job for job in jobs}
+        self._estimates: dict[object, Estimate] = {}
+
+    def estimate(self, dispatch: Dispatch) -> Estimate:
+        batch = 1 if dispatch.batch is None else len(dispatch.batch)
+        cost_class = self._costs.class_of(self._jobs[dispatch.task.job_id], batch=batch)
+        key = (cost_class, dispatch.task.stage, dispatch.layout.degrees)
+        if key not in self._estimates:
+            self._estimates[key] = self._costs.estimate(*key)
+        return self._estimates[key]
+
+    def task_s(self, dispatch: Dispatch) -> float:
+        estimate = self.estimate(dispatch)
+        return estimate.seconds * _luck(dispatch, estimate)
+
+    def loaded_s(self, dispatch: Dispatch) -> float:
+        estimate = self.estimate(dispatch)
+        return estimate.loaded_s * _luck(dispatch, estimate)
+
+    def move_s(self, dispatch: Dispatch) -> float:
+        """Ranks receive in parallel, each its own transfers in order."""
+        if not dispatch.transfers:
+            return 0.0
+        received: dict[int, int] = {}
+        for transfer in dispatch.transfers:
+            received[transfer.destination] = received.get(transfer.destination, 0) + transfer.size_bytes
+        return self._profile.move_s + max(received.values()) / self._profile.move_bytes_per_s
+
+    def write_s(self, dispatch: Dispatch) -> float:
+        return self._costs.class_of(self._jobs[dispatch.task.job_id]).write_s
+
+
+def _luck(dispatch: Dispatch, estimate: Estimate) -> float:
+    """A task's duration relative to the median: log-normal, with the measured interquartile range.
+
+    The quartiles of such a distribution are exp(-_QUARTILE * sigma) and exp(_QUARTILE * sigma).
+    """
+    if not estimate.spread_s or not estimate.seconds:
+        return 1.0
+    sigma = math.asinh(estimate.spread_s / (2 * estimate.seconds)) / _QUARTILE
+    name = f"{dispatch.task.job_id} {dispatch.task.index}".encode()
+    drawn = int.from_bytes(blake2b(name, digest_size=6).digest(), "big")
+    return math.exp(sigma * _NORMAL.inv_cdf((drawn + 0.5) / 2**48))

@@ -18,7 +18,7 @@ from typing import Any
 from gfgen.graph import STEPS, Stage
 from gfgen.layout import Layout
 from gfgen.runtime.core.openjobs import OpenJobOrders, OpenJobs
-from gfgen.runtime.predict.rollout_costs import RolloutCosts, task_at
+from gfgen.runtime.simulate.rollout_costs import RolloutCosts, task_at
 from gfgen.snapshot import Decision, JobView, Outlook, Policy, RunningTask, Snapshot
 
 MAX_JOBS = 48
