@@ -49,8 +49,7 @@ from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.simulate.backend import SimulatedTimes
-from gfgen.runtime.simulate.simulation import profiled_times
-from gfgen.runtime.simulate.simulation import simulate
+from gfgen.runtime.simulate.simulation import profiled_times, simulate
 from gfgen.session.ranks import Ranks
 from gfgen.system.machine import cpu_name, versions
 

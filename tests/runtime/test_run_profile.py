@@ -20,6 +20,7 @@ from gfgen.runtime.predict.profile_store import (
     find_profile,
     import_times,
     joined,
+    keep_measured,
     runs_path,
     save_profile,
 )

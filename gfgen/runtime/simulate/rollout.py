@@ -19,7 +19,7 @@ from gfgen.graph import STEPS, Stage
 from gfgen.layout import Layout
 from gfgen.runtime.core.openjobs import OpenJobOrders, OpenJobs
 from gfgen.runtime.simulate.rollout_costs import RolloutCosts, task_at
-from gfgen.snapshot import Decision, JobView, Outlook, Policy, RunningTask, Snapshot
+from gfgen.snapshot import Decision, JobView, Outlook, Policy, RankView, RunningTask, Snapshot
 
 MAX_JOBS = 48
 """The most present jobs to consider, the next deadlines first."""
@@ -28,23 +28,6 @@ MAX_TURNS = 1000
 _SAME_S = 1e-9
 _NUM_BEFORE_STEPS = 2
 """Encode and prepare, which take milliseconds and count as one."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutStart:
-    """The start of looks ahead: plain values, safe in another thread."""
-
-    snapshot: Snapshot
-    arrivals: tuple[JobView, ...]
-    """Expected jobs, by arrival."""
-    num_unseen: int = 0
-    """Present jobs beyond MAX_JOBS."""
-    pause: Callable[[], None] | None = None
-    """Called in every turn to yield the processor."""
-
-    def foresee(self, policy: Policy) -> Outlook:
-        """The outlook under a policy; independent of earlier calls."""
-        return _Rollout(self, policy).run()
 
 
 def rollout_ends(
@@ -56,40 +39,35 @@ def rollout_ends(
     for each job that ends.
     """
     arrivals = sorted(snapshot.open.values(), key=lambda job: job.arrival_s)
-    table = RolloutCosts(snapshot)
-    start = RolloutStart(replace(snapshot, open={}, costs=table, orders=None, recent=()), tuple(arrivals))
-    return _Rollout(start, policy, ended=ended).ends_s()
+    start = replace(snapshot, open={}, costs=RolloutCosts(snapshot), orders=None, recent=())
+    return _Rollout(start, policy, arrivals, ended=ended).ends_s()
 
 
-def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] | None = None) -> Snapshot:
-    """The same snapshot with `foresee`.
+def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] = lambda: None) -> Snapshot:
+    """The same snapshot with `foresee`, whose results are independent of earlier calls.
 
-    It holds only plain values, so that another thread can look ahead during the run.
+    It holds only plain values, so that another thread can look ahead during the run. `pause` is called in
+    every turn to yield the processor.
     """
-    start = _start_of(snapshot, pause)
-    return replace(snapshot, costs=start.snapshot.costs, orders=None, foresee=start.foresee, kept={})
-
-
-def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> RolloutStart:
-    table = RolloutCosts(snapshot)
+    costs = RolloutCosts(snapshot)
     present, parked = _present(snapshot), _sample(snapshot.parked.values())
     num_jobs = len(snapshot.open) + len(snapshot.busy) + len(snapshot.parked)
-    arrivals = _expected(snapshot, table)
-    return RolloutStart(
-        replace(
-            snapshot,
-            open={job.job_id: job for job in present if job.job_id in snapshot.open},
-            busy={job.job_id: job for job in present if job.job_id in snapshot.busy},
-            costs=table,
-            parked={job_id: job for job_id, job in snapshot.parked.items() if job in parked},
-            orders=None,
-            recent=(),
-            foresee=None,
-        ),
-        arrivals,
-        num_unseen=num_jobs - len(present) - len(parked),
-        pause=pause,
+    start = replace(
+        snapshot,
+        open={job.job_id: job for job in present if job.job_id in snapshot.open},
+        busy={job.job_id: job for job in present if job.job_id in snapshot.busy},
+        costs=costs,
+        parked={job_id: job for job_id, job in snapshot.parked.items() if job in parked},
+        orders=None,
+        recent=(),
+        foresee=None,
     )
+    arrivals, num_unseen = _expected(snapshot, costs), num_jobs - len(present) - len(parked)
+
+    def foresee(policy: Policy) -> Outlook:
+        return _Rollout(start, policy, arrivals, pause=pause).outlook(num_unseen=num_unseen)
+
+    return replace(snapshot, costs=costs, orders=None, foresee=foresee, kept={})
 
 
 def _present(snapshot: Snapshot) -> Sequence[JobView]:
@@ -174,18 +152,25 @@ class _Rollout:
     """One look ahead."""
 
     def __init__(
-        self, start: RolloutStart, policy: Policy, *, ended: Callable[[], None] = lambda: None
+        self,
+        snapshot: Snapshot,
+        policy: Policy,
+        arrivals: Sequence[JobView],
+        *,
+        pause: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
-        snapshot = start.snapshot
-        self._ended = ended
-        self._start, self._policy, self._costs = start, policy, snapshot.costs
+        """arrivals: expected jobs, by arrival."""
+        self._start, self._policy, self._costs = snapshot, policy, snapshot.costs
+        self._pause, self._ended = pause, ended
         self._now_s = snapshot.now_s
         self._kept: dict[Any, Any] = {}
         self._open = OpenJobs()
         for view in snapshot.open.values():
             self._open.put(view)
         self._segments: dict[str, _Segment] = {}
-        self._arrivals = list(reversed(start.arrivals))
+        self._num_expected = len(arrivals)
+        self._arrivals = list(reversed(arrivals))
         self._settled_s = math.inf
         """Until then the policy starts single tasks, because other jobs reach their boundaries."""
         self._latencies_s: list[float] = []
@@ -212,8 +197,11 @@ class _Rollout:
         }
         """Ranks with the last task of a job, which policies no longer see."""
 
-    def run(self) -> Outlook:
-        """Simulate until all jobs have ended, or MAX_TURNS is reached."""
+    def outlook(self, *, num_unseen: int) -> Outlook:
+        """Simulate until all jobs have ended, or MAX_TURNS is reached.
+
+        num_unseen: present jobs beyond MAX_JOBS.
+        """
         self._pass_turns(MAX_TURNS)
         left = [
             *self._open.frozen().values(),
@@ -222,13 +210,10 @@ class _Rollout:
         ]
         for job in left:  # a lower bound: their ends are unknown
             self._note_end(job, self._now_s + job.remaining_s)
-        return self._outlook()
-
-    def _outlook(self) -> Outlook:
-        start, num_jobs = self._start, len(self._latencies_s)
-        num_present = max(1, num_jobs - len(start.arrivals))
-        unseen_s = self._rank_s * start.num_unseen / num_present / max(1, len(start.snapshot.ranks))
-        chance = 1 / len(start.arrivals) if start.arrivals else 0.0
+        num_jobs = len(self._latencies_s)
+        num_present = max(1, num_jobs - self._num_expected)
+        unseen_s = self._rank_s * num_unseen / num_present / max(1, len(self._start.ranks))
+        chance = 1 / self._num_expected if self._num_expected else 0.0
         return Outlook(
             num_jobs,
             self._num_late,
@@ -253,8 +238,7 @@ class _Rollout:
             if is_at_rest and not self._arrivals and not self._load_next():
                 break
             self._pass_time()
-            if self._start.pause is not None:
-                self._start.pause()
+            self._pause()
 
     def _load_next(self) -> bool:
         """Load the next model that jobs wait for, when no task of the others can run."""
@@ -265,9 +249,8 @@ class _Rollout:
             if job.model == model:
                 self._open.put(job)
         self._parked = [job for job in self._parked if job.model != model]
-        snapshot = self._start.snapshot
-        loaded_s = self._now_s + snapshot.load_s.get(model, 0.0)
-        self._decoding_until_s = dict.fromkeys([view.rank for view in snapshot.ranks], loaded_s)
+        loaded_s = self._now_s + self._start.load_s.get(model, 0.0)
+        self._decoding_until_s = dict.fromkeys([view.rank for view in self._start.ranks], loaded_s)
         return True
 
     def _pass_time(self) -> None:
@@ -282,12 +265,10 @@ class _Rollout:
             del self._decoding_until_s[rank]
         for segment in [segment for segment in self._segments.values() if segment.end_s <= due_s]:
             self._num_ended += self._end(segment)
-        has_arrived = False
+        num_before = len(self._arrivals)
         while self._arrivals and self._arrivals[-1].arrival_s <= due_s:
-            job = self._arrivals.pop()
-            self._open.put(job)
-            has_arrived = True
-        if has_arrived:
+            self._open.put(self._arrivals.pop())
+        if len(self._arrivals) < num_before:
             self._cut()
 
     def _end(self, segment: _Segment) -> bool:
@@ -318,7 +299,7 @@ class _Rollout:
     def _num_idle(self) -> int:
         num_taken = len(self._decoding_until_s)
         num_taken += sum([segment.layout.degree for segment in self._segments.values()])
-        return len(self._start.snapshot.ranks) - num_taken
+        return len(self._start.ranks) - num_taken
 
     def _settle(self) -> None:
         ends_s = [segment.end_s for segment in self._segments.values() if segment.job.next_task.index > 1]
@@ -377,12 +358,18 @@ class _Rollout:
             taken.update(dict.fromkeys(segment.layout.ranks, end_s))
         ranks = tuple(
             [
-                replace(view, free_at_s=taken.get(view.rank, self._now_s), can_take=view.rank not in taken)
-                for view in self._start.snapshot.ranks
+                RankView(  # four times as fast as `replace`
+                    view.rank,
+                    taken.get(view.rank, self._now_s),
+                    view.rank not in taken,
+                    view.models,
+                    view.loras,
+                )
+                for view in self._start.ranks
             ]
         )
         open_jobs = self._open.frozen()
-        start = self._start.snapshot
+        start = self._start
         return Snapshot(
             now_s=self._now_s,
             open=open_jobs,
@@ -404,10 +391,7 @@ class _Rollout:
         self._ended()
         self._latencies_s.append(end_s - job.arrival_s)
         self._num_late += end_s > job.deadline_s
-        ahead_s, spread = (
-            end_s - self._start.snapshot.now_s,
-            self._costs.spread(job.next_task, Layout.single(0)),
-        )
+        ahead_s, spread = end_s - self._start.now_s, self._costs.spread(job.next_task, Layout.single(0))
         self._spreads.append(spread)
         if job.job_id.endswith(" again"):  # it may as well come at another time, or not at all
             self._late_variance += end_s > job.deadline_s
