@@ -438,7 +438,8 @@ def _of_nodes(
     jobs = room.jobs
     profile = profile_of_nodes(path, jobs, nodes)
     with _progress() as progress:
-        made = NodePlanner(jobs, nodes, profile, window, progress).plan(policies or ON_NODES)
+        planner = NodePlanner(jobs=jobs, nodes=nodes, profile=profile, window=window, progress=progress)
+        made = planner.plan(policies or ON_NODES)
     each = machine(profile, jobs, num_ranks=nodes.num_ranks)
     made = replace(made, machine=f"{counted(nodes.number, 'node')} of {each}")
     return made, profile, room.in_words(nodes.num_ranks)
