@@ -40,6 +40,8 @@ from gfgen.cli.shown.prediction import (
     profile_of_nodes,
     unseen_shapes,
 )
+from gfgen.cli.shown.simulated import as_json as plan_as_json
+from gfgen.cli.shown.simulated import in_plain_words, table
 from gfgen.cluster.simulated import MAX_NODES, NodePlanner, Nodes, simulate_nodes
 from gfgen.errors import InputError, OutputError, RunError
 from gfgen.job.shared import closing_at
@@ -54,9 +56,6 @@ from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestWrite
 from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.report.trace import TraceWriter
-from gfgen.runtime.simulate.comparison import numbers, table
-from gfgen.runtime.simulate.plan_report import as_json as plan_as_json
-from gfgen.runtime.simulate.plan_report import in_plain_words
 from gfgen.runtime.simulate.planner import Plan, PlanProgress, PlanWindow, make_plan
 from gfgen.runtime.simulate.simulation import Simulated
 from gfgen.runtime.simulate.simulation import simulate as run_simulation
@@ -321,7 +320,7 @@ def _as_json(runs: Sequence[tuple[str, Simulated]], profile: Profile) -> dict[st
                 "num_ranks": run.num_ranks,
                 "fault": run.summary.policy_fault,
                 "name": name,
-                **numbers(run.summary),
+                **run.summary.as_json(),
             }
             for name, run in runs
         ],

@@ -5,11 +5,11 @@ from builders import make_job
 
 import gfgen.cluster.simulated
 import gfgen.runtime.simulate.planner
+from gfgen.cli.shown.simulated import in_plain_words
 from gfgen.cluster.simulated import NodePlanner, Nodes
 from gfgen.errors import RunError
 from gfgen.graph import Stage
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
-from gfgen.runtime.simulate.plan_report import in_plain_words
 from gfgen.runtime.simulate.planner import PlanWindow
 
 ROWS = tuple(ProfileRow("fake", "small", stage, (1, 1, 1), 1.0, flops=1e9) for stage in Stage)
