@@ -7,6 +7,7 @@ changes during the run.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -24,7 +25,7 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.resume import RunStart
-from gfgen.runtime.predict.cost import CostModel, UncertainEstimate
+from gfgen.runtime.predict.cost import CostClass, CostModel, UncertainEstimate
 from gfgen.runtime.predict.cost_table import Estimate
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
@@ -120,53 +121,44 @@ def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: 
     policies that use them. A task varies equally in every simulation, so that policies are compared on equal
     terms. Ranks that do not slow each other down are GPUs, each with its own writer.
     """
-    truth = _Truth(profile, jobs)
-    return SimulatedTimes(
-        task_s=truth.task_s,
-        loaded_s=truth.loaded_s if profile.shares_cores else None,
-        move_s=truth.move_s,
-        write_s=truth.write_s,
-        num_writers=profile.num_writers(num_ranks),
-        dispatch_s=profile.dispatch_s,
-    )
+    costs, by_id = CostModel(profile), {job.job_id: job for job in jobs}  # a cost model that never learns
+    estimates: dict[object, Estimate] = {}
 
-
-class _Truth:
-    """A cost model that never learns, queried by dispatch."""
-
-    def __init__(self, profile: Profile, jobs: Sequence[AdmittedJob]) -> None:
-        self._profile = profile
-        self._costs = CostModel(profile)
-        self._jobs = {job.job_id: job for job in jobs}
-        self._estimates: dict[object, Estimate] = {}
-
-    def estimate(self, dispatch: Dispatch) -> Estimate:
+    def cost_class(dispatch: Dispatch) -> CostClass:
         batch = 1 if dispatch.batch is None else len(dispatch.batch)
-        cost_class = self._costs.class_of(self._jobs[dispatch.task.job_id], batch=batch)
-        key = (cost_class, dispatch.task.stage, dispatch.layout.degrees)
-        if key not in self._estimates:
-            self._estimates[key] = self._costs.estimate(*key)
-        return self._estimates[key]
+        return costs.class_of(by_id[dispatch.task.job_id], batch=batch)
 
-    def task_s(self, dispatch: Dispatch) -> float:
-        estimate = self.estimate(dispatch)
-        return estimate.seconds * _luck(dispatch, estimate)
+    def estimate(dispatch: Dispatch) -> Estimate:
+        key = (cost_class(dispatch), dispatch.task.stage, dispatch.layout.degrees)
+        if key not in estimates:
+            estimates[key] = costs.estimate(*key)
+        return estimates[key]
 
-    def loaded_s(self, dispatch: Dispatch) -> float:
-        estimate = self.estimate(dispatch)
-        return estimate.loaded_s * _luck(dispatch, estimate)
+    def task_s(dispatch: Dispatch) -> float:
+        found = estimate(dispatch)
+        return found.seconds * _luck(dispatch, found)
 
-    def move_s(self, dispatch: Dispatch) -> float:
+    def loaded_s(dispatch: Dispatch) -> float:
+        found = estimate(dispatch)
+        return found.loaded_s * _luck(dispatch, found)
+
+    def move_s(dispatch: Dispatch) -> float:
         """Ranks receive in parallel, each its own transfers in order."""
         if not dispatch.transfers:
             return 0.0
-        received: dict[int, int] = {}
+        received = Counter[int]()
         for transfer in dispatch.transfers:
-            received[transfer.destination] = received.get(transfer.destination, 0) + transfer.size_bytes
-        return self._profile.move_s + max(received.values()) / self._profile.move_bytes_per_s
+            received[transfer.destination] += transfer.size_bytes
+        return profile.move_s + max(received.values()) / profile.move_bytes_per_s
 
-    def write_s(self, dispatch: Dispatch) -> float:
-        return self._costs.class_of(self._jobs[dispatch.task.job_id]).write_s
+    return SimulatedTimes(
+        task_s=task_s,
+        loaded_s=loaded_s if profile.shares_cores else None,
+        move_s=move_s,
+        write_s=lambda dispatch: cost_class(dispatch).write_s,
+        num_writers=profile.num_writers(num_ranks),
+        dispatch_s=profile.dispatch_s,
+    )
 
 
 def _luck(dispatch: Dispatch, estimate: Estimate) -> float:
