@@ -7,7 +7,8 @@ import itertools
 import math
 from operator import attrgetter
 
-from gfgen.policies.speed import chosen_task, is_past_rescue
+from gfgen.policies.giving_up import chosen_task
+from gfgen.policies.speed import is_past_rescue
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _order = attrgetter("precedence", "deadline_s", "arrival_s", "remaining_s")

@@ -1,12 +1,11 @@
-"""The predicted rest of a job on more or fewer ranks, and with fewer steps."""
+"""The predicted rest of a job on more or fewer ranks."""
 
 from __future__ import annotations
 
 import functools
-import math
 
-from gfgen.graph import Stage, Task
-from gfgen.layout import MAX_RANKS, Layout
+from gfgen.graph import Stage
+from gfgen.layout import MAX_RANKS
 from gfgen.snapshot import JobView, Snapshot
 
 MARGIN = 1.25
@@ -74,26 +73,6 @@ def is_past_rescue(snapshot: Snapshot, job: JobView) -> bool:
         return False
     least_s = job.remaining_s - job.saving_s
     return snapshot.now_s + least_s / widest(snapshot, job) > job.due_s
-
-
-def chosen_task(snapshot: Snapshot, job: JobView, layout: Layout, *, wait_s: float = 0.0) -> Task:
-    """The job's next task on this layout: its step without the transformer, if that can save its deadline.
-
-    Only for jobs that allow it (`"reuse": "if-late"`), and for as few steps as needed. It computes the step
-    if it then ends in time, with MARGIN while there are other jobs. Without the margin jobs give up steps too
-    late and miss in spite of it (benchmarks/results/2026-11-25-if-late.md).
-
-    wait_s: how much later the job ends because others go before it.
-    """
-    task = job.next_task
-    if not job.may_reuse or job.due_s == math.inf:
-        return task
-    costs, left_s = snapshot.costs, job.due_s - snapshot.now_s
-    margin = MARGIN if len(snapshot.open) + len(snapshot.busy) > 1 else 1.0
-    if margin * costs.remaining_s(task, layout) <= left_s - wait_s:
-        return task
-    least_s = costs.remaining_s(task, layout, num_given_up=job.num_reusable)
-    return task.as_reused if least_s <= left_s else task
 
 
 def power_of_two(number: int) -> int:

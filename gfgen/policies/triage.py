@@ -13,8 +13,9 @@ from operator import attrgetter
 from gfgen.graph import Task
 from gfgen.layout import Layout
 from gfgen.policies.allotment import allot, shared_out
+from gfgen.policies.giving_up import chosen_task
 from gfgen.policies.groups import GroupSize
-from gfgen.policies.speed import MARGIN, chosen_task, is_past_rescue, rest_s, widest
+from gfgen.policies.speed import MARGIN, is_past_rescue, rest_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 NUM_CONSIDERED = 256
