@@ -24,7 +24,6 @@ from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.simulate.choosers import ImmediateChooser
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
 from gfgen.runtime.simulate.planner import (
@@ -36,7 +35,13 @@ from gfgen.runtime.simulate.planner import (
     option_of,
     option_of_run,
 )
-from gfgen.runtime.simulate.simulation import OutcomeRecorder, Simulated, profiled_times
+from gfgen.runtime.simulate.simulation import (
+    OutcomeRecorder,
+    Simulated,
+    SimulatedBackend,
+    SimulatedTimes,
+    profiled_times,
+)
 from gfgen.snapshot import Snapshot
 from gfgen.system.wording import counted
 
