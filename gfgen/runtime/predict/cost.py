@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gfgen.graph import FIRST_STEP, Stage, Task
-from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
+from gfgen.layout import ALONE, MAX_RANKS, Degrees, Layout, Limits
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
 from gfgen.runtime.predict.profile_file import IN_BATCHES, NO_PROFILE, Profile, interquartile_range
 from gfgen.snapshot import Arrangement
 
-_ONE: Degrees = (1, 1, 1)
 DEFAULT_FLOPS_PER_S = 2e10
 """One CPU rank without measurements; a core reaches the order of 20 GFLOP/s."""
 OVERHEAD_S = 2e-3
@@ -312,15 +311,15 @@ class CostModel:
         key = (degrees, min(task.index, FIRST_STEP), num_tasks - task.index, num_reused)
         if (rest_s := known.get(key)) is not None:
             return rest_s
-        on = degrees or _ONE
-        bands = 1 if on == _ONE else self.arrangement(cost_class).decodes[math.prod(on) - 1]
+        on = degrees or ALONE
+        bands = 1 if on == ALONE else self.arrangement(cost_class).decodes[math.prod(on) - 1]
         own = {Stage.DENOISE: on, Stage.REUSE: on, Stage.DECODE: (1, bands, 1)}
 
         def stage_s(stage: Stage) -> float:
             if degrees is not None:
-                return self.task_s(cost_class, stage, own.get(stage, _ONE), is_handed_out=is_handed_out)
+                return self.task_s(cost_class, stage, own.get(stage, ALONE), is_handed_out=is_handed_out)
             if stage not in cost_class.alone:
-                cost_class.alone[stage] = self.task_s(cost_class, stage, _ONE)
+                cost_class.alone[stage] = self.task_s(cost_class, stage, ALONE)
             return cost_class.alone[stage]
 
         if num_tasks == 1:  # a whole job, as a driver of nodes sees it
@@ -481,7 +480,7 @@ class CostModel:
                 each.published.clear()
             self._rise(alike)
         for each in alike if is_first else ():
-            found = ((self.estimate(each, stage, _ONE), before_s) for stage, before_s in each.alone.items())
+            found = ((self.estimate(each, stage, ALONE), before_s) for stage, before_s in each.alone.items())
             if any(_is_notable(estimate.loaded_s, before_s) for estimate, before_s in found):
                 self.changed.add(each)
                 self.corrected.add(each)

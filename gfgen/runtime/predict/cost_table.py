@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from gfgen.graph import Stage
-from gfgen.layout import Degrees
+from gfgen.layout import ALONE, Degrees
 from gfgen.runtime.predict.profile_file import IN_BATCHES, Profile, ProfileRow
 
-_ONE: Degrees = (1, 1, 1)
 PARALLEL_EFFICIENCY = 0.9
 """Assumed share of the ideal speed-up of a degree without measurements."""
 
@@ -97,7 +96,7 @@ class CostTable:
         base = degrees
         if degrees not in by_degrees:
             base = min(by_degrees, key=lambda other: _distance(other, degrees))
-        rows, alone = by_degrees[base], by_degrees.get(_ONE, ())
+        rows, alone = by_degrees[base], by_degrees.get(ALONE, ())
         found = _below(rows, alone, shape, work) or _over_shapes(rows, shape, work)
         if base == degrees:
             return found
@@ -106,7 +105,7 @@ class CostTable:
 
     def pace(self, model: str) -> float | None:
         """Seconds per operation of the model's steps on one rank; None if that is unknown."""
-        rows = self._rows.get((model, Stage.DENOISE), {}).get(_ONE, ())
+        rows = self._rows.get((model, Stage.DENOISE), {}).get(ALONE, ())
         paces = [_loaded_s(row) / row.flops for row in rows if row.flops > 0]
         return statistics.median(paces) if paces else None
 
@@ -142,7 +141,7 @@ class CostTable:
         for degrees, rows in by_degrees.items():
             num_ranks = math.prod(degrees)
             for row in rows:
-                alone = self._exact.get((model, row.shape, stage, _ONE))
+                alone = self._exact.get((model, row.shape, stage, ALONE))
                 if num_ranks > 1 and alone is not None and alone.seconds > 0:
                     share = (num_ranks * row.seconds / alone.seconds - 1) / (num_ranks - 1)
                     shares[row.shape] = max(shares.get(row.shape, (0, 0.0)), (num_ranks, max(0.0, share)))
@@ -185,7 +184,7 @@ def _below(
     if not points or x >= points[0][0] or any(row.shape == shape for row in rows):
         return None
     smallest = next(row for row in rows if points[0][0] in (row.flops, row.state_bytes))
-    if smallest.degrees == _ONE or not alone:
+    if smallest.degrees == ALONE or not alone:
         return None
     there = _over_shapes(alone, smallest.shape, TaskWork(smallest.flops, smallest.state_bytes))
     if not there.seconds or not there.loaded_s:

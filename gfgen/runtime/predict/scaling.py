@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.graph import Stage
-from gfgen.layout import Degrees
+from gfgen.layout import ALONE, Degrees
 from gfgen.runtime.predict.cost_table import CostTable, TaskWork, speed_up
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, write_whole
 from gfgen.system.lifeline import module_command, module_environment
@@ -78,7 +78,7 @@ def _tflops(device: str) -> float:
 
 def _degrees_of(stage: Stage) -> Sequence[Degrees]:
     """The degrees in which ranks share a task of this stage."""
-    alone, bands = [(1, 1, 1)], [(1, number, 1) for number in range(2, USUAL_RANKS + 1)]
+    alone, bands = [ALONE], [(1, number, 1) for number in range(2, USUAL_RANKS + 1)]
     branches = [(2, number, 1) for number in range(1, USUAL_RANKS // 2 + 1)]
     return {Stage.DENOISE: [*alone, *bands, *branches], Stage.DECODE: [*alone, *bands]}.get(stage, alone)
 
