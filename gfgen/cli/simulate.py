@@ -56,7 +56,7 @@ from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestWrite
 from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.report.trace import TraceWriter
-from gfgen.runtime.simulate.planner import Plan, PlanProgress, PlanWindow, make_plan
+from gfgen.runtime.simulate.planner import Plan, PlanProgress, PlanWindow, RankPlanner
 from gfgen.runtime.simulate.simulation import Simulated
 from gfgen.runtime.simulate.simulation import simulate as run_simulation
 from gfgen.session.admission import admit_weightless, warn_of_passed_deadlines
@@ -353,11 +353,7 @@ def plan(given: PlanArguments) -> None:
     room, path = assumed.room(given.jobs), assumed.profile_path
     window = PlanWindow(started_at, by_s, assumed.batch)
     names = [load_policy(text).name for text in given.policies]
-    if nodes is None:
-        found = _of_one_machine(room, names, ranks, path, window)
-    else:
-        found = _of_nodes(room, names, nodes, path, window)
-    made, profile, turns = found
+    made, profile, turns = _made(room, names, ranks, nodes, path, window)
     unseen = unseen_shapes(profile, room.jobs)
     most_shared = None if nodes is None else _most_shared(profile, nodes)
     if given.as_json:
@@ -368,46 +364,35 @@ def plan(given: PlanArguments) -> None:
         click.echo("\n".join([*in_plain_words(made, device=describe(profile)), *more]))
 
 
-_Found = tuple[Plan, Profile, str | None]
-
-
-def _of_one_machine(
+def _made(
     room: SimulatedMemory,
     policies: Sequence[str],
     ranks: Sequence[int] | None,
+    nodes: Nodes | None,
     path: Path | None,
     window: PlanWindow,
-) -> _Found:
+) -> tuple[Plan, Profile, str | None]:
+    """The plan, its profile, and which models take turns."""
     jobs = room.jobs
-    num_ranks = max(ranks or default_ranks(path, jobs))
-    profile = choose_profile(path, jobs, num_ranks=num_ranks)
-    counts = ranks or range(1, profile.num_ranks + 1)
+    if nodes is None:
+        num_ranks = max(ranks or default_ranks(path, jobs))
+        profile = choose_profile(path, jobs, num_ranks=num_ranks)
+    else:
+        num_ranks, profile = nodes.num_ranks, profile_of_nodes(path, jobs, nodes)
+    on = machine(profile, jobs, num_ranks=num_ranks)
     with _progress() as progress:
-        made = make_plan(
-            jobs,
-            policies=policies or _usual_policies(num_ranks),
-            num_ranks=num_ranks,
-            rank_counts=counts,
-            profile=profile,
-            window=window,
-            progress=progress,
-            residency=room.residency,
-        )
-    made = replace(made, machine=machine(profile, jobs, num_ranks=num_ranks))
-    return made, profile, room.in_words(num_ranks)
-
-
-def _of_nodes(
-    room: SimulatedMemory, policies: Sequence[str], nodes: Nodes, path: Path | None, window: PlanWindow
-) -> _Found:
-    jobs = room.jobs
-    profile = profile_of_nodes(path, jobs, nodes)
-    with _progress() as progress:
-        planner = NodePlanner(jobs=jobs, nodes=nodes, profile=profile, window=window, progress=progress)
-        made = planner.plan(policies or ON_NODES)
-    each = machine(profile, jobs, num_ranks=nodes.num_ranks)
-    made = replace(made, machine=f"{counted(nodes.number, 'node')} of {each}")
-    return made, profile, room.in_words(nodes.num_ranks)
+        about: dict[str, Any] = dict(jobs=jobs, profile=profile, window=window, progress=progress)
+        if nodes is None:
+            counts, policies = (
+                ranks or range(1, profile.num_ranks + 1),
+                policies or _usual_policies(num_ranks),
+            )
+            planner = RankPlanner(residency=room.residency, **about)
+            made = planner.plan(policies, num_ranks=num_ranks, rank_counts=counts)
+        else:
+            made = NodePlanner(nodes=nodes, **about).plan(policies or ON_NODES)
+            on = f"{counted(nodes.number, 'node')} of {on}"
+    return replace(made, machine=on), profile, room.in_words(num_ranks)
 
 
 def _most_shared(profile: Profile, nodes: Nodes) -> str | None:

@@ -11,7 +11,7 @@ from gfgen.graph import Stage
 from gfgen.runtime.predict.cost import UncertainEstimate, uncertain
 from gfgen.runtime.predict.cost_table import Provenance
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
-from gfgen.runtime.simulate.planner import PlanOption, PlanWindow, _on, best_first, make_plan
+from gfgen.runtime.simulate.planner import PlanOption, PlanWindow, RankPlanner, _on, best_first
 
 STEPS = {(1, 1, 1): 10.0, (1, 2, 1): 6.0}
 PROFILE = Profile(
@@ -29,14 +29,8 @@ PROFILE = Profile(
 
 
 def plan_of(jobs, *, policies=("srtf", "fcfs"), num_ranks=2, rank_counts=(1, 2), by_s=None, profile=PROFILE):
-    return make_plan(
-        jobs,
-        policies=policies,
-        num_ranks=num_ranks,
-        rank_counts=rank_counts,
-        profile=profile,
-        window=PlanWindow(1_800_000_000.0, by_s),
-    )
+    planner = RankPlanner(jobs=jobs, profile=profile, window=PlanWindow(1_800_000_000.0, by_s))
+    return planner.plan(policies, num_ranks=num_ranks, rank_counts=rank_counts)
 
 
 def words(plan):

@@ -144,60 +144,6 @@ PlanProgress = Callable[[str, float], None]
 """Called with what is being evaluated, and the share of all work done since the last call."""
 
 
-def make_plan(
-    jobs: Sequence[AdmittedJob],
-    *,
-    policies: Sequence[str],
-    num_ranks: int,
-    rank_counts: Sequence[int],
-    profile: Profile,
-    window: PlanWindow,
-    progress: PlanProgress = lambda what, share: None,
-    residency: Callable[[int], Residency | None] = lambda _: None,
-) -> Plan:
-    """Evaluate every policy on `num_ranks`, and the best one on each of `rank_counts`.
-
-    A degree that a policy does not accept on that many ranks is lowered to the next one that it accepts,
-    which the log says. If the best policy misses something on another number of ranks, the next ones are
-    tried there until one does not. `residency` returns what lets models take turns on a number of ranks; then
-    nothing is estimated.
-
-    Raises: RunError when no policy can run the jobs.
-    """
-    called = {policy: _on(policy, num_ranks) for policy in policies}
-    for asked, name in called.items():
-        if name != asked:
-            logger.warning("policy %s: on %s it is %s", asked, counted(num_ranks, "rank"), name)
-    names = list(dict.fromkeys(called.values()))
-    planner = _RankPlanner(jobs=jobs, profile=profile, window=window, progress=progress, residency=residency)
-    num_looks = len(names) + len([count for count in rank_counts if count != num_ranks])
-    planner.expect(num_looks, may_estimate=residency(num_ranks) is None)
-    here = planner.best_on(names, num_ranks)
-    return planner.made(here, _by_ranks(planner, here, rank_counts))
-
-
-def _by_ranks(
-    planner: _RankPlanner, here: Sequence[PlanOption], rank_counts: Sequence[int]
-) -> Iterator[PlanOption]:
-    """The best policy on each number of ranks, the smallest number first.
-
-    Once every policy misses something on a number of ranks, or the work does not fit, smaller numbers are not
-    searched further.
-    """
-    found: dict[int, PlanOption | None] = {}
-    num_ranks, is_hopeful = here[0].num_ranks, here[0].meets_all
-    for count in sorted(rank_counts, reverse=True):
-        if count == num_ranks:
-            found[count] = here[0]
-            continue
-        is_searched = (is_hopeful or count > num_ranks) and planner.may_fit(count)
-        names = dict.fromkeys(_on(each.policy, count) for each in here)
-        best = found[count] = planner.first_enough(names, count, is_searched=is_searched)
-        if count < num_ranks:
-            is_hopeful = is_hopeful and best is not None and best.meets_all
-    return (best for _, best in sorted(found.items()) if best is not None)
-
-
 def best_first(options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
     """Sorted by late and failed jobs, then by end; among about equal ends, by mean latency.
 
@@ -323,10 +269,40 @@ class Planner(ABC):
 
 
 @dataclass(kw_only=True)
-class _RankPlanner(Planner):
-    residency: Callable[[int], Residency | None]
+class RankPlanner(Planner):
+    """On numbers of ranks."""
+
+    residency: Callable[[int], Residency | None] = lambda _: None
+    """What lets models take turns on a number of ranks; then nothing is estimated."""
     _snapshots: dict[int, Snapshot] = field(default_factory=dict)
     _estimates: dict[object, Sequence[JobOutcome] | None] = field(default_factory=dict)
+
+    def plan(self, policies: Sequence[str], *, num_ranks: int, rank_counts: Sequence[int]) -> Plan:
+        """Every policy on `num_ranks`, and the best one on each of `rank_counts`.
+
+        A degree that a policy does not accept on that many ranks is lowered to the next one that it accepts,
+        which the log says. If the best policy misses something on another number of ranks, the next ones are
+        tried there until one does not. Once every policy misses something on a number of ranks, or the work
+        does not fit, smaller numbers are not searched further.
+
+        Raises: RunError when no policy can run the jobs.
+        """
+        called = {policy: _on(policy, num_ranks) for policy in policies}
+        for asked, name in called.items():
+            if name != asked:
+                logger.warning("policy %s: on %s it is %s", asked, counted(num_ranks, "rank"), name)
+        names, others = dict.fromkeys(called.values()), {*rank_counts} - {num_ranks}
+        self.expect(len(names) + len(others), may_estimate=self.residency(num_ranks) is None)
+        here = self.best_on(names, num_ranks)
+        found: dict[int, PlanOption | None] = {num_ranks: here[0]} if num_ranks in rank_counts else {}
+        is_hopeful = here[0].meets_all
+        for count in sorted(others, reverse=True):
+            is_searched = (is_hopeful or count > num_ranks) and self.may_fit(count)
+            there = dict.fromkeys(_on(each.policy, count) for each in here)
+            best = found[count] = self.first_enough(there, count, is_searched=is_searched)
+            if count < num_ranks:
+                is_hopeful = is_hopeful and best is not None and best.meets_all
+        return self.made(here, [best for _, best in sorted(found.items()) if best is not None])
 
     def in_full(self, policy: str, number: int) -> PlanOption:
         load = seldom_asked if self.is_coarse else load_policy
