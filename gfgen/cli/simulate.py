@@ -383,12 +383,10 @@ def _made(
     with _progress() as progress:
         about: dict[str, Any] = dict(jobs=jobs, profile=profile, window=window, progress=progress)
         if nodes is None:
-            counts, policies = (
-                ranks or range(1, profile.num_ranks + 1),
-                policies or _usual_policies(num_ranks),
-            )
+            counts = ranks or range(1, profile.num_ranks + 1)
+            usual = policies or _usual_policies(num_ranks)
             planner = RankPlanner(residency=room.residency, **about)
-            made = planner.plan(policies, num_ranks=num_ranks, rank_counts=counts)
+            made = planner.plan(usual, num_ranks=num_ranks, rank_counts=counts)
         else:
             made = NodePlanner(nodes=nodes, **about).plan(policies or ON_NODES)
             on = f"{counted(nodes.number, 'node')} of {on}"
