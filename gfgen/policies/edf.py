@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from bisect import bisect_right
@@ -15,7 +14,7 @@ from gfgen.snapshot import Decision, JobView, Snapshot
 _order = attrgetter("precedence", "deadline_s", "arrival_s", "remaining_s")
 """A started job stays ahead of the other jobs with its arrival and deadline. They would take turns otherwise,
 because a job that reopens comes last among equals, and all would end late."""
-_rest = attrgetter("remaining_s", "arrival_s")
+_rest = attrgetter("precedence", "remaining_s", "arrival_s", "deadline_s")
 _precedence = attrgetter("precedence")
 
 
@@ -46,13 +45,13 @@ def _queue(snapshot: Snapshot, number: int, *, rescue: bool) -> list[tuple[JobVi
     known = lost.known if rescue else {}
     while start < len(in_order) and len(queue) < number:
         end = bisect_right(in_order, in_order[start].precedence, start, key=_precedence)
-        jobs, start = in_order[start:end], end
-        hopeful = (job for job in jobs if known.get(job.job_id) is not job)
+        hopeful = (job for job in in_order[start:end] if known.get(job.job_id) is not job)
         hopeful = (job for job in hopeful if not (rescue and job in lost))
         queue += [(job, False) for job in itertools.islice(hopeful, number - len(queue))]
-        if number > len(queue):
-            late = [job for job in jobs if known.get(job.job_id) is job]
-            queue += [(job, True) for job in heapq.nsmallest(number - len(queue), late, key=_rest)]
+        if known and number > len(queue):
+            late = (job for job in snapshot.in_order(_rest)[start:end] if known.get(job.job_id) is job)
+            queue += [(job, True) for job in itertools.islice(late, number - len(queue))]
+        start = end
     return queue
 
 
