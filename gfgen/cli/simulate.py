@@ -145,7 +145,7 @@ def simulate(given: Arguments) -> int:
     runs, failures = [], []
     with _held(output, folders.values()):
         for name, (policy, num_ranks, num_nodes) in asked.items():
-            start = dict(policy=policy, num_ranks=num_ranks, profile=profile, started_at=now)
+            start: dict[str, Any] = dict(policy=policy, num_ranks=num_ranks, profile=profile, started_at=now)
             try:
                 if num_nodes is not None:
                     done = simulate_nodes(room.jobs, num_nodes=num_nodes, **start)

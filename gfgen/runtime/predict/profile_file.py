@@ -233,7 +233,7 @@ def _row_of(content: object) -> ProfileRow:
     return ProfileRow(**{**row, "stage": Stage(row["stage"]), "degrees": tuple(degrees)})
 
 
-_NUMBERS: Mapping[str, tuple[type, ...]] = {
+_NUMBERS: Mapping[str, Any] = {
     "int": (int,),
     "float": (int, float),
     "float | None": (int, float, NoneType),
@@ -268,7 +268,7 @@ def _checked(kind: type, content: object, *, also: Sequence[str] = ()) -> dict[s
     return dict(content)
 
 
-def _check(name: str, value: object, kind: str) -> None:
+def _check(name: str, value: Any, kind: str) -> None:
     if kind == "str" and not isinstance(value, str):
         raise ValueError(f"{name} = {value!r} is no text")
     if kind not in _NUMBERS or (value is None and NoneType in _NUMBERS[kind]):
