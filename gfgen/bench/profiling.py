@@ -19,9 +19,9 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from gfgen.bench.scripted import (
     MeasuredRun,
@@ -100,9 +100,6 @@ class Samples:
     """Between two steps of a job on the same ranks."""
     moves: Sequence[tuple[int, float]] = ()
     """Bytes and gap of two steps on different ranks."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 # What to measure ------------------------------------------------------------------------------

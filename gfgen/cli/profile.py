@@ -10,7 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +308,7 @@ class _Unfinished:
     def add(self, entry: Measurement, samples: Samples) -> None:
         assert self._lines is not None, "it was not opened"
         self.measured[entry.key] = samples
-        line = {"stamp": self._stamp, "key": entry.key, "at": time.time(), "samples": samples.as_json()}
+        line = {"stamp": self._stamp, "key": entry.key, "at": time.time(), "samples": asdict(samples)}
         self._lines.append(json.dumps(line).encode() + b"\n")
 
     def remove(self) -> None:

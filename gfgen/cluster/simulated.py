@@ -43,7 +43,6 @@ from gfgen.runtime.simulate.simulation import (
     profiled_times,
 )
 from gfgen.snapshot import Snapshot
-from gfgen.system.wording import counted
 
 MAX_NODES = 64
 LATENCY_S = 0.005
@@ -227,13 +226,8 @@ def simulate_nodes(
         observers=[kept, *observers],
     )
     summary = _with_ranks(driver.run(), [node.control.metrics.summary() for node in cluster.nodes])
-    return Simulated(
-        summary=summary,
-        policy=policy.name,
-        doubts={doubt for node in cluster.nodes for doubt in node.costs.doubts},
-        outcomes=kept.outcomes,
-        num_ranks=num_nodes * num_ranks,
-    )
+    doubts = {doubt for node in cluster.nodes for doubt in node.costs.doubts}
+    return Simulated(summary, policy.name, doubts, kept.outcomes, num_nodes * num_ranks)
 
 
 def _with_ranks(summary: Summary, nodes: Sequence[Summary]) -> Summary:
@@ -260,6 +254,7 @@ class Nodes:
 class NodePlanner(Planner):
     """The same on different numbers of nodes."""
 
+    unit = "node"
     nodes: Nodes
 
     def plan(self, policies: Sequence[str]) -> Plan:
@@ -294,14 +289,14 @@ class NodePlanner(Planner):
             num_ranks=self.nodes.num_ranks,
             profile=self.profile,
             started_at=self.window.started_at,
-            observers=[EndCounter(self.note(policy, counted(number, "node")))],
+            observers=[EndCounter(self.note(policy, number))],
             max_degree=self._max_degree,
         )
         return option_of_run(run, policy, self.window.by_s)
 
     def estimated(self, policy: str, number: int) -> PlanOption:
         """As if each node had an equal share of the jobs from the beginning."""
-        by_work, note = self._by_work, self.note(policy, counted(number, "node"), share=ESTIMATE_SHARE)
+        by_work, note = self._by_work, self.note(policy, number, share=ESTIMATE_SHARE)
         outcomes: list[JobOutcome] = []
         for share in filter(None, (by_work[node::number] for node in range(number))):
             snapshot = self._open(share)

@@ -286,14 +286,8 @@ def keep_measured(
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_name(f".{path.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            profile = Profile(
-                device=device,
-                date=time.strftime("%Y-%m-%d"),
-                source=BY_RUNS,
-                num_ranks=num_ranks,
-                rows=tuple(rows),
-                versions=versions(),
-            )
+            today = time.strftime("%Y-%m-%d")
+            profile = Profile(device, today, BY_RUNS, num_ranks, tuple(rows), versions=versions())
             write_whole(_merged(path, profile).as_json(), path)
     except (OSError, InputError) as error:
         logger.warning("this run's measurements are not kept for plans: %s", error)

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import ClassVar
 
 from gfgen.errors import PolicyError, RunError
 from gfgen.policies.auto import SAME_END
@@ -192,6 +193,7 @@ class Planner(ABC):
     on the given number: the first of the table after its own simulation.
     """
 
+    unit: ClassVar[str] = "rank"
     jobs: Sequence[AdmittedJob]
     profile: Profile
     window: PlanWindow
@@ -250,9 +252,9 @@ class Planner(ABC):
             ranks_per_node=ranks_per_node,
         )
 
-    def note(self, policy: str, counted_units: str, *, share: float = 1.0) -> Callable[[], None]:
+    def note(self, policy: str, number: int, *, share: float = 1.0) -> Callable[[], None]:
         """A function that reports one more ended job as progress. share: of a full simulation."""
-        what = f"{policy} on {counted_units}"
+        what = f"{policy} on {counted(number, self.unit)}"
         return functools.partial(self.progress, what, share / self._total / len(self.jobs))
 
     def _options(
@@ -315,7 +317,7 @@ class RankPlanner(Planner):
             started_at=self.window.started_at,
             batch=self.window.batch,
             residency=self.residency(number),
-            observers=[EndCounter(self.note(policy, counted(number, "rank")))],
+            observers=[EndCounter(self.note(policy, number))],
         )
         return option_of_run(run, policy, self.window.by_s)
 
@@ -324,7 +326,7 @@ class RankPlanner(Planner):
         decide = decides_first(load_policy(policy), snapshot)
         key = (number, *_as_called(decide))
         if key not in self._estimates:
-            note = self.note(policy, counted(number, "rank"), share=ESTIMATE_SHARE)
+            note = self.note(policy, number, share=ESTIMATE_SHARE)
             self._estimates[key] = estimate(self.jobs, snapshot, decide, ended=note)
         outcomes = self._estimates[key]
         if outcomes is None:

@@ -346,7 +346,7 @@ class _Rollout:
         return min(most_s, max(1, math.ceil(late_s / each_s)) * each_s) if each_s > 0 else 0.0
 
     def _snapshot(self) -> Snapshot:
-        running, busy, taken = [], {}, dict(self._decoding_until_s)
+        running, busy, taken, now_s = [], {}, dict(self._decoding_until_s), self._now_s
         for job_id, segment in self._segments.items():
             job, num_done = segment.job, segment.num_done(self._now_s)
             end_s, index = segment.begun_s + num_done * segment.task_s, job.next_task.index + num_done
@@ -357,15 +357,9 @@ class _Rollout:
             running.append(RunningTask(segment.job.next_task, segment.layout, end_s))
             taken.update(dict.fromkeys(segment.layout.ranks, end_s))
         ranks = tuple(
-            [
-                RankView(  # four times as fast as `replace`
-                    view.rank,
-                    taken.get(view.rank, self._now_s),
-                    view.rank not in taken,
-                    view.models,
-                    view.loras,
-                )
-                for view in self._start.ranks
+            [  # four times as fast as `replace`
+                RankView(x.rank, taken.get(x.rank, now_s), x.rank not in taken, x.models, x.loras)
+                for x in self._start.ranks
             ]
         )
         open_jobs = self._open.frozen()

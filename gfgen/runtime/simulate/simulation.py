@@ -105,13 +105,7 @@ def simulate(
         ),
     )
     summary = control.run()
-    return Simulated(
-        summary=summary,
-        policy=policy.name,
-        doubts=costs.doubts,
-        outcomes=kept.outcomes,
-        num_ranks=num_ranks,
-    )
+    return Simulated(summary, policy.name, costs.doubts, kept.outcomes, num_ranks)
 
 
 class OutcomeRecorder(Observer):
