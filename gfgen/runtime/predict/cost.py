@@ -131,9 +131,7 @@ class CostClass:
     alone: dict[Stage, float] = field(default_factory=dict)
     """Estimates on one rank since the last renewal."""
     rests: dict[_Rest, float] = field(default_factory=dict)
-    """Results of `remaining_s` for this version."""
-    rests_alone: dict[_Rest, float] = field(default_factory=dict)
-    """Its results from `alone`."""
+    """Results of `remaining_s`: for this version, and those from `alone` since the last renewal."""
     write_s: float = field(init=False)
     """From the end of a decode to its file, as of the last renewal; 0 until that is known."""
     arrangement: Arrangement | None = None
@@ -307,9 +305,8 @@ class CostModel:
         If the rest of a started job came from newer and longer estimates, jobs that have not started would
         overtake it.
         """
-        known = cost_class.rests_alone if degrees is None else cost_class.rests
         key = (degrees, min(task.index, FIRST_STEP), num_tasks - task.index, num_reused)
-        if (rest_s := known.get(key)) is not None:
+        if (rest_s := cost_class.rests.get(key)) is not None:
             return rest_s
         on = degrees or ALONE
         bands = 1 if on == ALONE else self.arrangement(cost_class).decodes[math.prod(on) - 1]
@@ -335,7 +332,7 @@ class CostModel:
         if task.index < num_tasks - 1:
             rest_s += self.first_use_s(cost_class, Stage.DENOISE, on)
         if is_handed_out:
-            known[key] = rest_s
+            cost_class.rests[key] = rest_s
         return rest_s
 
     def first_use_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
@@ -354,7 +351,7 @@ class CostModel:
         self._rise(classes)
         for each in classes:
             each.alone.clear()
-            each.rests_alone.clear()
+            each.rests.clear()
             each.write_s = each.writes.value
             self.changed.discard(each)
             self.corrected.discard(each)
@@ -364,7 +361,7 @@ class CostModel:
         for each in classes:
             each.version += 1
             each.arrangement = None
-            each.rests.clear()
+            each.rests = {key: rest_s for key, rest_s in each.rests.items() if key[0] is None}
         self.changed.update(classes)
         self.kept.clear()
 

@@ -89,7 +89,7 @@ class CostTable:
     def task(self, model: str, shape: str, stage: Stage, degrees: Degrees, work: TaskWork) -> Estimate | None:
         """The duration of a task; None if no similar task was measured."""
         if (row := self._exact.get((model, shape, stage, degrees))) is not None:
-            return Estimate(row.seconds, _loaded_s(row), Provenance.PROFILED, row.spread_s)
+            return Estimate(row.seconds, row.under_load_s, Provenance.PROFILED, row.spread_s)
         by_degrees = self._rows.get((model, stage))
         if not by_degrees:
             return None
@@ -106,7 +106,7 @@ class CostTable:
     def pace(self, model: str) -> float | None:
         """Seconds per operation of the model's steps on one rank; None if that is unknown."""
         rows = self._rows.get((model, Stage.DENOISE), {}).get(ALONE, ())
-        paces = [_loaded_s(row) / row.flops for row in rows if row.flops > 0]
+        paces = [row.under_load_s / row.flops for row in rows if row.flops > 0]
         return statistics.median(paces) if paces else None
 
     def write_s(self, model: str, shape: str, work: TaskWork) -> float:
@@ -166,7 +166,7 @@ def _distance(other: Degrees, degrees: Degrees) -> tuple[float, float, Degrees]:
 
 def _over_shapes(rows: Sequence[ProfileRow], shape: str, work: TaskWork) -> Estimate:
     seconds, provenance = _value_over_shapes(rows, shape, work, value=lambda row: row.seconds)
-    loaded_s, _ = _value_over_shapes(rows, shape, work, value=_loaded_s)
+    loaded_s, _ = _value_over_shapes(rows, shape, work, value=lambda row: row.under_load_s)
     spread_s, _ = _value_over_shapes(rows, shape, work, value=lambda row: row.spread_s)
     return Estimate(seconds, loaded_s, provenance, spread_s)
 
@@ -192,12 +192,8 @@ def _below(
     here = _over_shapes(alone, shape, work)
     share = max(1 / math.prod(smallest.degrees), smallest.seconds / there.seconds)
     seconds, spread_s = here.seconds * share, here.spread_s * share
-    loaded_s = max(seconds, here.loaded_s * _loaded_s(smallest) / there.loaded_s)
+    loaded_s = max(seconds, here.loaded_s * smallest.under_load_s / there.loaded_s)
     return Estimate(seconds, loaded_s, Provenance.EXTRAPOLATED, spread_s)
-
-
-def _loaded_s(row: ProfileRow) -> float:
-    return row.seconds if row.loaded_s is None else row.loaded_s
 
 
 def _value_over_shapes(

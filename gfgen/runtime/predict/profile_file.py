@@ -67,6 +67,11 @@ class ProfileRow:
     """One of BASES."""
 
     @property
+    def under_load_s(self) -> float:
+        """While all other ranks are busy."""
+        return self.seconds if self.loaded_s is None else self.loaded_s
+
+    @property
     def task(self) -> TaskKey:
         return self.model, self.shape, self.stage, self.degrees
 
