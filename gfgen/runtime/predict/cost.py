@@ -262,7 +262,7 @@ class CostModel:
         if stage is Stage.REUSE:
             seconds = OVERHEAD_S + cost_class.state_bytes / self._profile.move_bytes_per_s
             return Estimate(seconds, seconds, Provenance.EXTRAPOLATED)
-        profiled = self._profiled(cost_class, stage, degrees)
+        profiled = self._profiled(cost_class, (stage, degrees))
         if profiled is not None:
             return profiled.scaled(cost_class.shared.drift(stage), profiled.provenance)
         return self._by_pace(cost_class, stage, degrees)
@@ -305,7 +305,8 @@ class CostModel:
         If the rest of a started job came from newer and longer estimates, jobs that have not started would
         overtake it.
         """
-        key = (degrees, min(task.index, FIRST_STEP), num_tasks - task.index, num_reused)
+        index = task.index
+        key = (degrees, index if index < FIRST_STEP else FIRST_STEP, num_tasks - index, num_reused)
         if (rest_s := cost_class.rests.get(key)) is not None:
             return rest_s
         on = degrees or ALONE
@@ -404,7 +405,7 @@ class CostModel:
     ) -> None:
         """Learn from a completed task; `first_end_s` is when the first of its ranks was free, if earlier."""
         key, shared, task = (stage, degrees), cost_class.shared, (cost_class.kind, degrees)
-        profiled, price_s = self._profiled(cost_class, *key), self.first_use_s(cost_class, *key)
+        profiled, price_s = self._profiled(cost_class, key), self.first_use_s(cost_class, stage, degrees)
         measured = cost_class.measured.get(key)
         is_first = measured is None
         if measured is None:
@@ -485,15 +486,14 @@ class CostModel:
             self._rise([cost_class])
             self.corrected.add(cost_class)
 
-    def _profiled(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate | None:
-        if stage is Stage.REUSE:
-            return None
-        key = (stage, degrees)
+    def _profiled(self, cost_class: CostClass, key: _Key) -> Estimate | None:
         if key not in cost_class.profiled:
+            stage, degrees = key
             # A table without steps of such a batch takes those of the same work: of single jobs.
             shape = cost_class.kind if stage is Stage.DENOISE else cost_class.shape
             work = TaskWork(cost_class.flops[stage], cost_class.state_bytes)
-            cost_class.profiled[key] = self._table.task(cost_class.model, shape, stage, degrees, work)
+            found = self._table.task(cost_class.model, shape, stage, degrees, work)
+            cost_class.profiled[key] = None if stage is Stage.REUSE else found
         return cost_class.profiled[key]
 
     def _by_pace(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate:
