@@ -2,14 +2,15 @@
 
 Jobs of one model and shape share a `CostClass`. The estimate for a (stage, degrees) of a class is the first
 of: 1. this run's measurement; 2. the profile's time for this task, for shapes around it, or for other degrees
-(cost_table.py), times the
-   ratio of measured to profiled times in this run;
+   (cost_table.py), times the ratio of measured to profiled times in this run;
 3. the task's floating-point operations at the pace of the same model in the same stage with other shapes, or
    in its denoising steps, in this run or in the profile;
 4. a first use of such a task, or of others of its model, or a default pace.
-Every estimate has a `Provenance`. Waiting and moving are not part of a duration. Estimates are medians: one
-outlier moves none by more than the spread of the others. First uses (compiling, recording graphs) are no
-measurements. They have a price of their own, which `remaining_s` includes until such a task has run.
+Every estimate has a `Provenance`. Policies are told `task_s` of one task and `remaining_s` from a task to the
+end of its job; both change only when an estimate has changed notably, and leave out waiting and moving.
+Estimates are medians: one outlier moves none by more than the spread of the others. First uses (compiling,
+recording graphs) are no measurements. They have a price of their own, which `remaining_s` includes until such
+a task has run.
 """
 
 from __future__ import annotations
