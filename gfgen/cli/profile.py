@@ -29,11 +29,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import ProfileRow
-from gfgen.runtime.predict.profile_store import (
-    check_replaceable,
-    default_path,
-    save_profile,
-)
+from gfgen.runtime.predict.profile_store import check_replaceable, default_path, save_profile
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import warm_up
 from gfgen.session.admission import jobs_to_run, judge
