@@ -21,7 +21,7 @@ from gfgen.layout import Layout
 from gfgen.runtime.control.decider import check_degrees
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.simulate.backend import SimulatedTimes
+from gfgen.runtime.simulate.simulation import SimulatedTimes
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.report.trace import TraceWriter
-from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 

@@ -33,8 +33,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED
-from gfgen.runtime.simulate.profiled import profiled_times
-from gfgen.runtime.simulate.simulation import Simulated, simulate
+from gfgen.runtime.simulate.simulation import Simulated, profiled_times, simulate
 from gfgen.system.machine import cpu_name
 
 MODEL, NUM_RANKS = "qwen-image", 8

@@ -43,8 +43,7 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED
-from gfgen.runtime.simulate.profiled import profiled_times
-from gfgen.runtime.simulate.simulation import simulate
+from gfgen.runtime.simulate.simulation import profiled_times, simulate
 
 MODELS = ("wan2.2-ti2v-5b", "qwen-image")
 WORKLOADS: tuple[Name, ...] = ("short", "foreground-burst", "steady")

@@ -43,7 +43,7 @@ from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import RunTask, TaskReport
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.report.trace import TraceWriter
-from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 from gfgen.system.machine import cpu_name
 
 NUM_RANKS = 8

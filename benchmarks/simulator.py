@@ -26,8 +26,7 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
-from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
-from gfgen.runtime.simulate.profiled import profiled_times
+from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes, profiled_times
 from gfgen.system.machine import cpu_name
 
 _SHORTEST_JOB_TASKS = 23

@@ -48,9 +48,7 @@ from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.workers import ProcessBackend
-from gfgen.runtime.simulate.backend import SimulatedTimes
-from gfgen.runtime.simulate.profiled import profiled_times
-from gfgen.runtime.simulate.simulation import simulate
+from gfgen.runtime.simulate.simulation import SimulatedTimes, profiled_times, simulate
 from gfgen.session.ranks import Ranks
 from gfgen.system.machine import cpu_name, versions
 

@@ -25,7 +25,7 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.child import Patience
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
-from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 
 STEP_S = 0.1
 

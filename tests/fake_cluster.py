@@ -13,7 +13,7 @@ from gfgen.cluster.simulated import SimulatedCluster, SimulatedNode
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.simulate.backend import SimulatedTimes
+from gfgen.runtime.simulate.simulation import SimulatedTimes
 
 
 class FakeCluster(SimulatedCluster):

@@ -50,9 +50,9 @@ from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
+from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits

@@ -26,7 +26,7 @@ from gfgen.runtime.files.journal import NoJournal, dispatch_summary, jobs_hash
 from gfgen.runtime.files.resume import ResumePoint, RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 59_800,
-    "files of the package": 310,
+    "lines of the package": 59_500,
+    "files of the package": 304,
     "lines of the core": 6_000,
     "files of the core": 30,
     "modules of one folder": 14,
     "folders that name reuse": 20,
-    "folders that name lora": 16,
+    "folders that name lora": 17,
     "folders that name offload": 8,
     "folders that name fp8": 8,
 }

@@ -19,9 +19,9 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from gfgen.bench.scripted import (
     MeasuredRun,
@@ -35,10 +35,10 @@ from gfgen.bench.scripted import (
 )
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.graph import Stage
-from gfgen.layout import Degrees, Layout
+from gfgen.layout import ALONE, Degrees, Layout
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile_file import Profile, ProfileRow, interquartile_range
+from gfgen.runtime.predict.profile_file import NO_PROFILE, Profile, ProfileRow, interquartile_range
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.snapshot import JobView
 from gfgen.system.signals import SignalPipe
@@ -47,7 +47,6 @@ MeasurementKind = Literal["alone", "loaded", "together", "moving"]
 """alone, loaded: one group of CPU ranks while the others idle or work. together: as many groups as possible,
 on GPUs. moving: one job that changes its rank at each step."""
 
-ONE: Degrees = (1, 1, 1)
 GPU_GROUPS = (1, 2, 4, 8)
 ROUNDS = 3
 """On CPU ranks. Only the first round measures moves, whose times hardly vary."""
@@ -85,7 +84,7 @@ class Measurement:
 
     def step_degrees(self, *, counts: bool) -> tuple[Degrees, ...]:
         if self.kind == "moving":
-            return (ONE,) * (1 + STEPS["moving"] if counts else WARM_UP_STEPS)
+            return (ALONE,) * (1 + STEPS["moving"] if counts else WARM_UP_STEPS)
         num_steps = 1 + STEPS[self.kind] if counts else WARM_UP_STEPS
         return tuple([way for way in self.job.limits.ways(self.num_ranks) for _ in range(num_steps)])
 
@@ -101,9 +100,6 @@ class Samples:
     """Between two steps of a job on the same ranks."""
     moves: Sequence[tuple[int, float]] = ()
     """Bytes and gap of two steps on different ranks."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 # What to measure ------------------------------------------------------------------------------
@@ -157,7 +153,7 @@ def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -
     cost_class = costs.class_of(measurement.job)
     groups_s: dict[tuple[int, ...], float] = defaultdict(float)
     for entry in _scripted_jobs(measurement, [range(num_ranks)]):
-        tasks = [(Stage.ENCODE, ONE), (Stage.PREPARE, ONE), (Stage.DECODE, (1, len(entry.bands), 1))]
+        tasks = [(Stage.ENCODE, ALONE), (Stage.PREPARE, ALONE), (Stage.DECODE, (1, len(entry.bands), 1))]
         tasks += [(Stage.DENOISE, degrees) for degrees in entry.steps]
         groups_s[entry.ranks] += math.fsum(costs.task_s(cost_class, *task) for task in tasks)
     return max(groups_s.values())
@@ -224,7 +220,7 @@ def _scripted_jobs(measurement: Measurement, islands: Sequence[Sequence[int]]) -
         busy = {rank for ranks in groups for rank in ranks}
         for rank in {rank for island in islands for rank in island} - busy:
             for entry in _jobs_of_group(measurement, (rank,)):
-                yield replace(entry, steps=(ONE,) * len(entry.steps), counts=False)
+                yield replace(entry, steps=(ALONE,) * len(entry.steps), counts=False)
 
 
 def _jobs_of_group(measurement: Measurement, ranks: tuple[int, ...]) -> Iterator[_ScriptedJob]:
@@ -382,7 +378,7 @@ def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
     for size_bytes, seconds in moves:
         by_size[size_bytes].append(seconds)
     medians = {size: statistics.median(values) for size, values in by_size.items()}
-    default = Profile(device="", date="", source="", num_ranks=1, rows=()).move_bytes_per_s
+    default = NO_PROFILE.move_bytes_per_s
     if not medians:
         return 0.0, default
     if len(medians) > 1:

@@ -20,12 +20,12 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, OutputWritten, RankTimes, TaskDone
-from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.simulate.simulation import OutcomeRecorder
 from gfgen.snapshot import Decision, JobView, Snapshot
 from gfgen.system.signals import SignalPipe
 
@@ -33,14 +33,14 @@ Place = Callable[[JobView], Layout]
 """The layout of a job's next task, which starts when these ranks are free."""
 
 
-class MeasuredRun(Observer):
+class MeasuredRun(OutcomeRecorder):
     def __init__(self) -> None:
+        super().__init__()
         self.dispatches: dict[int, Dispatch] = {}
         self.done: dict[int, Sequence[RankTimes]] = {}
         """By successful dispatch: the times of its ranks, by slot."""
         self.written: dict[str, float] = {}
         """By job: seconds to write its file."""
-        self.outcomes: list[JobOutcome] = []
 
     @property
     def errors(self) -> list[str]:
@@ -55,9 +55,6 @@ class MeasuredRun(Observer):
                 self.done[event.dispatch] = event.times
             case OutputWritten():
                 self.written[event.job_id] = event.write_s
-
-    def ended(self, outcome: JobOutcome) -> None:
-        self.outcomes.append(outcome)
 
 
 def placed_by(place: Place) -> NamedPolicy:

@@ -20,18 +20,10 @@ from gfgen.bench.workloads import (
     Name,
     WorkloadOptions,
     calibration_jobs,
-    make_workload,
     mix_of,
     weightless_model,
 )
-from gfgen.cli.compare_runs import (
-    jobs_with,
-    load_compared,
-    on_workers,
-    predicted,
-    predicted_times,
-    simulated,
-)
+from gfgen.cli.compare_runs import jobs_with, load_compared, on_workers, predicted, simulated
 from gfgen.cli.options import (
     RANKS,
     FiniteRange,
@@ -167,11 +159,9 @@ def workload(
         raise InputError(
             "--minutes: not possible with --jobs, or with overnight, whose jobs all arrive at once"
         )
-    most = max(ranks, given.deadlines_from)
-    times = predicted_times(model, given.profile_path, num_ranks=most, steps=given.steps)[0]
     num_jobs = SIMULATED_JOBS if minutes is None else 100_000
     options = given.options(num_jobs=num_jobs, num_ranks=ranks, minutes=minutes)
-    jobs = make_workload(name, model, times, options)
+    jobs = predicted(name, model, options, given.profile_path).specs
     text = "".join(json.dumps(to_mapping(job)) + "\n" for job in jobs)
     on = f"{given.load:g} of {counted(ranks, 'rank')}, seed {given.seed}"
     about = f"# {name}, {model}, load {on}, gfgen bench workload\n"

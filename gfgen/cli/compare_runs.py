@@ -81,16 +81,6 @@ def jobs_with(specs: Sequence[JobSpec], reuse: Reuse, model: ResolvedModel) -> t
     return jobs
 
 
-def predicted_times(
-    model: str, path: Path | None, *, num_ranks: int, steps: int | None
-) -> tuple[StandAlone, Profile]:
-    """The times of the model's classes alone on each number of ranks, and their profile."""
-    found = weightless_model(model)
-    profile = choose_profile(path, admitted(calibration_jobs(model), found), num_ranks=num_ranks)
-    degrees = range(1, num_ranks + 1)
-    return stand_alone(found, CostModel(profile), degrees=degrees, steps=steps), profile
-
-
 @dataclass(frozen=True, slots=True)
 class Predicted:
     specs: tuple[JobSpec, ...]
@@ -99,9 +89,11 @@ class Predicted:
 
 
 def predicted(name: Name, model: str, options: WorkloadOptions, path: Path | None) -> Predicted:
-    most = max(options.num_ranks, options.deadlines_from)
-    times, profile = predicted_times(model, path, num_ranks=most, steps=options.steps)
-    return Predicted(make_workload(name, model, times, options), weightless_model(model), profile)
+    """The jobs of a workload, from the times of the model's classes alone by the profile."""
+    found, most = weightless_model(model), max(options.num_ranks, options.deadlines_from)
+    profile = choose_profile(path, admitted(calibration_jobs(model), found), num_ranks=most)
+    times = stand_alone(found, CostModel(profile), degrees=range(1, most + 1), steps=options.steps)
+    return Predicted(make_workload(name, model, times, options), found, profile)
 
 
 def simulated(texts: Sequence[str], workload: Predicted, *, num_ranks: int) -> Iterator[PolicyRun]:

@@ -10,7 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import ProfileRow
-from gfgen.runtime.predict.profile_store import (
-    check_replaceable,
-    default_path,
-    save_profile,
-)
+from gfgen.runtime.predict.profile_store import check_replaceable, default_path, save_profile
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import warm_up
 from gfgen.session.admission import jobs_to_run, judge
@@ -308,7 +304,7 @@ class _Unfinished:
     def add(self, entry: Measurement, samples: Samples) -> None:
         assert self._lines is not None, "it was not opened"
         self.measured[entry.key] = samples
-        line = {"stamp": self._stamp, "key": entry.key, "at": time.time(), "samples": samples.as_json()}
+        line = {"stamp": self._stamp, "key": entry.key, "at": time.time(), "samples": asdict(samples)}
         self._lines.append(json.dumps(line).encode() + b"\n")
 
     def remove(self) -> None:

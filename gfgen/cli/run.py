@@ -405,9 +405,7 @@ def _report(summary: Summary, options: RunOptions) -> None:
 def _tell_of_end(summary: Summary, options: RunOptions, *, stopped_by: str | None = None) -> None:
     """Write the event `run_ended` to standard output and the log file; `stopped_by` names a signal."""
     ended = {"event": "run_ended", "output": str(options.output_dir), "stopped_by": stopped_by}
-    from gfgen.runtime.simulate.comparison import numbers
-
-    ended |= numbers(summary)
+    ended |= summary.as_json()
     message = "the run has ended" if stopped_by is None else f"the run was stopped by {stopped_by}"
     logger.info("%s", message, extra={**log.FILE_ONLY, **log.fields(**ended)})
     _say(log.json_line(logger.name, message, **ended))

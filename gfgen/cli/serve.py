@@ -44,8 +44,8 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import parse_memory
 from gfgen.runtime.files import resume
-from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.job_bounds import JobBounds
+from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits, check_key, read_keys

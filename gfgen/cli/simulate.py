@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,12 @@ from gfgen.cli.shown.prediction import (
     profile_of_nodes,
     unseen_shapes,
 )
+from gfgen.cli.shown.simulated import as_json as plan_as_json
+from gfgen.cli.shown.simulated import in_plain_words, table
 from gfgen.cluster.simulated import MAX_NODES, NodePlanner, Nodes, simulate_nodes
 from gfgen.errors import InputError, OutputError, RunError
 from gfgen.job.shared import closing_at
-from gfgen.policies.catalog import BUILT_IN, NamedPolicy, load_policy
+from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.control.decider import FALLBACK
 from gfgen.runtime.core.admission import check_batch, families_of
 from gfgen.runtime.core.observer import Observer
@@ -54,10 +56,7 @@ from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestWrite
 from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.report.trace import TraceWriter
-from gfgen.runtime.simulate.comparison import numbers, table
-from gfgen.runtime.simulate.plan_report import as_json as plan_as_json
-from gfgen.runtime.simulate.plan_report import in_plain_words
-from gfgen.runtime.simulate.planner import Plan, PlanProgress, PlanWindow, make_plan
+from gfgen.runtime.simulate.planner import Plan, PlanProgress, PlanWindow, RankPlanner
 from gfgen.runtime.simulate.simulation import Simulated
 from gfgen.runtime.simulate.simulation import simulate as run_simulation
 from gfgen.session.admission import admit_weightless, warn_of_passed_deadlines
@@ -138,21 +137,25 @@ def simulate(given: Arguments) -> int:
     profile = choose_profile(assumed.profile_path, room.jobs, num_ranks=max(counts))
     now = time.time()  # the same for all policies, since deadlines may be times of day
     warn_of_passed_deadlines(room.jobs, now=now)
-    asked = [
-        _Asked(policy, num_ranks, num_nodes, policy.name + _place(num_ranks, counts, num_nodes, nodes))
+    asked = {
+        policy.name + _place(num_ranks, counts, num_nodes, nodes): (policy, num_ranks, num_nodes)
         for policy, num_ranks, num_nodes in itertools.product(named, counts, nodes or (None,))
-    ]
-    folders = [_folder(output, each.name, is_only=len(asked) == 1) for each in asked]
+    }
+    folders = {name: _folder(output, name, is_only=len(asked) == 1) for name in asked}
     runs, failures = [], []
-    with _held(output, folders):
-        for each, folder in zip(asked, folders, strict=True):
+    with _held(output, folders.values()):
+        for name, (policy, num_ranks, num_nodes) in asked.items():
+            start: dict[str, Any] = dict(policy=policy, num_ranks=num_ranks, profile=profile, started_at=now)
             try:
-                done = _simulate(room, each, profile, folder, started_at=now, batch=assumed.batch)
-                runs.append((each.name, done))
+                if num_nodes is not None:
+                    done = simulate_nodes(room.jobs, num_nodes=num_nodes, **start)
+                else:
+                    done = _simulate(room, folders[name], batch=assumed.batch, **start)
+                runs.append((name, done))
             except OutputError:
                 raise
             except RunError as error:
-                failures.append(f"{each.name}: {error}")
+                failures.append(f"{name}: {error}")
     on = _machines(counts, nodes)
     _report(runs, profile, on, most=max(counts), room=room, as_json=given.as_json, failures=failures)
     for failure in failures:
@@ -160,14 +163,6 @@ def simulate(given: Arguments) -> int:
     if output is not None and runs and not given.as_json:
         click.echo(f"manifests and traces are in {output}/: 'gfgen plot {output}' draws them")
     return 1 if failures else 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    policy: NamedPolicy
-    num_ranks: int
-    num_nodes: int | None
-    name: str
 
 
 def _place(num_ranks: int, counts: Sequence[int], num_nodes: int | None, nodes: Sequence[int] | None) -> str:
@@ -185,42 +180,18 @@ def _machines(counts: Sequence[int], nodes: Sequence[int] | None) -> str:
     return f"{counted(nodes[0], 'node') if len(nodes) == 1 else f'{_listed(nodes)} nodes'} with {ranks}"
 
 
-def _simulate(
-    room: SimulatedMemory,
-    asked: _Asked,
-    profile: Profile,
-    folder: Path | None,
-    *,
-    started_at: float,
-    batch: int,
-) -> Simulated:
-    policy, num_ranks = asked.policy, asked.num_ranks
-    if asked.num_nodes is not None:
-        return simulate_nodes(
-            room.jobs,
-            policy=policy,
-            num_nodes=asked.num_nodes,
-            num_ranks=num_ranks,
-            profile=profile,
-            started_at=started_at,
-        )
+def _simulate(room: SimulatedMemory, folder: Path | None, *, num_ranks: int, **start: Any) -> Simulated:
     with contextlib.ExitStack() as stack:
         writers = _observers(folder)
         observers = [stack.enter_context(contextlib.closing(each)) for each in writers]
+        residency = room.residency(num_ranks)
         return run_simulation(
-            room.jobs,
-            policy=policy,
-            num_ranks=num_ranks,
-            profile=profile,
-            started_at=started_at,
-            batch=batch,
-            observers=observers,
-            residency=room.residency(num_ranks),
+            room.jobs, num_ranks=num_ranks, observers=observers, residency=residency, **start
         )
 
 
 @contextlib.contextmanager
-def _held(output: Path | None, folders: Sequence[Path | None]) -> Iterator[None]:
+def _held(output: Path | None, folders: Iterable[Path | None]) -> Iterator[None]:
     """Create and lock the output folders, and remove earlier simulations.
 
     Raises: LockedError while a run uses a folder; InputError for a folder of a real run.
@@ -293,11 +264,17 @@ def _report(
     failures: Sequence[str],
 ) -> None:
     turns = room.in_words(most)
-    found = sorted({doubt for _, run in runs for doubt in run.doubts})
+    found = {doubt for _, run in runs for doubt in run.doubts}
     doubts = uncertain(found, has_writes=profile.has_writes) if runs else None
     if as_json:
-        said = {"memory": turns, "doubts": doubts, "failures": list(failures)}
-        click.echo(json.dumps(_as_json(runs, profile) | said, indent=1))
+        content = {
+            "profile": {"device": profile.device, "date": profile.date, "source": profile.source},
+            "runs": [_run_as_json(name, run) for name, run in runs],
+            "memory": turns,
+            "doubts": doubts,
+            "failures": list(failures),
+        }
+        click.echo(json.dumps(content, indent=1))
         return
     click.echo(f"{counted(len(room.jobs), 'job')} on {on}, simulated with {describe(profile)}\n")
     if runs:
@@ -311,21 +288,9 @@ def _report(
         click.echo(f"Uncertain: {doubts}")
 
 
-def _as_json(runs: Sequence[tuple[str, Simulated]], profile: Profile) -> dict[str, Any]:
-    about = {"device": profile.device, "date": profile.date, "source": profile.source}
-    return {
-        "profile": about,
-        "runs": [
-            {
-                "policy": run.policy,
-                "num_ranks": run.num_ranks,
-                "fault": run.summary.policy_fault,
-                "name": name,
-                **numbers(run.summary),
-            }
-            for name, run in runs
-        ],
-    }
+def _run_as_json(name: str, run: Simulated) -> dict[str, Any]:
+    about = {"policy": run.policy, "num_ranks": run.num_ranks, "fault": run.summary.policy_fault}
+    return {**about, "name": name, **run.summary.as_json()}
 
 
 def _listed(counts: Sequence[int]) -> str:
@@ -388,11 +353,7 @@ def plan(given: PlanArguments) -> None:
     room, path = assumed.room(given.jobs), assumed.profile_path
     window = PlanWindow(started_at, by_s, assumed.batch)
     names = [load_policy(text).name for text in given.policies]
-    if nodes is None:
-        found = _of_one_machine(room, names, ranks, path, window)
-    else:
-        found = _of_nodes(room, names, nodes, path, window)
-    made, profile, turns = found
+    made, profile, turns = _made(room, names, ranks, nodes, path, window)
     unseen = unseen_shapes(profile, room.jobs)
     most_shared = None if nodes is None else _most_shared(profile, nodes)
     if given.as_json:
@@ -403,45 +364,33 @@ def plan(given: PlanArguments) -> None:
         click.echo("\n".join([*in_plain_words(made, device=describe(profile)), *more]))
 
 
-_Found = tuple[Plan, Profile, str | None]
-
-
-def _of_one_machine(
+def _made(
     room: SimulatedMemory,
     policies: Sequence[str],
     ranks: Sequence[int] | None,
+    nodes: Nodes | None,
     path: Path | None,
     window: PlanWindow,
-) -> _Found:
+) -> tuple[Plan, Profile, str | None]:
+    """The plan, its profile, and which models take turns."""
     jobs = room.jobs
-    num_ranks = max(ranks or default_ranks(path, jobs))
-    profile = choose_profile(path, jobs, num_ranks=num_ranks)
-    counts = ranks or range(1, profile.num_ranks + 1)
+    if nodes is None:
+        num_ranks = max(ranks or default_ranks(path, jobs))
+        profile = choose_profile(path, jobs, num_ranks=num_ranks)
+    else:
+        num_ranks, profile = nodes.num_ranks, profile_of_nodes(path, jobs, nodes)
+    on = machine(profile, jobs, num_ranks=num_ranks)
     with _progress() as progress:
-        made = make_plan(
-            jobs,
-            policies=policies or _usual_policies(num_ranks),
-            num_ranks=num_ranks,
-            rank_counts=counts,
-            profile=profile,
-            window=window,
-            progress=progress,
-            residency=room.residency,
-        )
-    made = replace(made, machine=machine(profile, jobs, num_ranks=num_ranks))
-    return made, profile, room.in_words(num_ranks)
-
-
-def _of_nodes(
-    room: SimulatedMemory, policies: Sequence[str], nodes: Nodes, path: Path | None, window: PlanWindow
-) -> _Found:
-    jobs = room.jobs
-    profile = profile_of_nodes(path, jobs, nodes)
-    with _progress() as progress:
-        made = NodePlanner(jobs, nodes, profile, window, progress).plan(policies or ON_NODES)
-    each = machine(profile, jobs, num_ranks=nodes.num_ranks)
-    made = replace(made, machine=f"{counted(nodes.number, 'node')} of {each}")
-    return made, profile, room.in_words(nodes.num_ranks)
+        about: dict[str, Any] = dict(jobs=jobs, profile=profile, window=window, progress=progress)
+        if nodes is None:
+            counts = ranks or range(1, profile.num_ranks + 1)
+            usual = policies or _usual_policies(num_ranks)
+            planner = RankPlanner(residency=room.residency, **about)
+            made = planner.plan(usual, num_ranks=num_ranks, rank_counts=counts)
+        else:
+            made = NodePlanner(nodes=nodes, **about).plan(policies or ON_NODES)
+            on = f"{counted(nodes.number, 'node')} of {on}"
+    return replace(made, machine=on), profile, room.in_words(num_ranks)
 
 
 def _most_shared(profile: Profile, nodes: Nodes) -> str | None:

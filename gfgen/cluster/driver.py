@@ -1,24 +1,217 @@
-"""The control loop over nodes: the state, policies, records and signals of a run on one machine."""
+"""The control loop over nodes: the state, policies, records and signals of a run on one machine.
+
+Its backend makes jobs of nodes from dispatches, and events from reports of nodes.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from gfgen.cluster.backend import ClusterBackend, Links, WholeJobCosts, as_whole
 from gfgen.cluster.handout import HandOut
-from gfgen.cluster.node import Cluster, Fleet
+from gfgen.cluster.node import Cluster, Fleet, JobEnded, Node, NodeJoined, NodeLost, NodeNotes, Report
+from gfgen.cluster.watchers import Watchers
+from gfgen.errors import OutputError
+from gfgen.graph import Stage, Task, Trajectory
+from gfgen.layout import ALONE, Degrees
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control, Intake
 from gfgen.runtime.control.state import State
+from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.dispatch import Dispatch, GivenUp
 from gfgen.runtime.core.events import Event, PolicyChanged, PriorityChanged
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.resume import RunStart
+from gfgen.runtime.ipc.content import Content
+from gfgen.runtime.ipc.messages import MemoryUse
+from gfgen.runtime.predict.cost import CostClass, CostModel
+from gfgen.runtime.predict.cost_table import Estimate, Provenance
 from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.processes.workers import Requests
+from gfgen.snapshot import Arrangement
+from gfgen.system.wording import counted
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Who else takes part in a run of the driver."""
+
+    inputs: Sequence[Requests] = ()
+    """Signals, and requests from outside."""
+    watchers: Watchers | None = None
+    tell: Callable[[Event], None] = lambda event: None
+    """Lets all nodes know of another policy or priority."""
+    scale: Callable[[int, Collection[str]], None] | None = None
+    """Asks for nodes for this number of open jobs; the names are those of nodes that have some."""
+
+
+class ClusterBackend:
+    """Hands jobs to the nodes of a cluster. An attempt has the number of its dispatch.
+
+    left_s: seconds from now to the deadline of a job; None without one.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        fleet: Fleet,
+        handout: HandOut,
+        *,
+        clock: Clock,
+        left_s: Callable[[str], float | None],
+        links: Links,
+    ) -> None:
+        self._cluster = cluster
+        self._fleet = fleet
+        self._handout = handout
+        self._clock = clock
+        self._left_s = left_s
+        self._inputs, self._watchers, self._tell = links.inputs, links.watchers, links.tell
+        self._scale = links.scale
+        self._jobs: dict[str, AdmittedJob] = {}
+        self._attempts: dict[int, Dispatch] = {}
+        """Those of living nodes; a report of any other comes too late."""
+        self._ready_slots: set[int] = set()
+        self.outcomes: dict[str, JobOutcome] = {}
+        """How jobs ended on their nodes, until the driver has concluded them."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self._cluster.num_ranks
+
+    def wait(self, until: float | None) -> list[Event]:
+        """What nodes report, and what is due. Returns at once if another decision may hand out more."""
+        if self._handout.wants_turn:
+            self._handout.wants_turn = False
+            until = self._clock.now_s
+        if self._scale is not None:
+            self._scale(len(self._jobs), {self._node_of(each).name for each in self._attempts.values()})
+        found = [event for each in self._inputs for event in each.take_events(self._clock.now_s)]
+        for report in self._cluster.wait(until):
+            found += self._events_of(report)
+        return [*found, *self._clock.due()]
+
+    def submit(self, dispatch: Dispatch) -> None:
+        job_id = dispatch.task.job_id
+        self._attempts[dispatch.number] = dispatch
+        job = for_node(self._jobs[job_id], left_s=self._left_s(job_id))
+        self._node_of(dispatch).start(job, attempt=dispatch.number)
+
+    def stop(self, dispatches: Sequence[Dispatch]) -> None:
+        for dispatch in dispatches:
+            if dispatch.number in self._attempts:
+                self._node_of(dispatch).cancel(dispatch.number)
+
+    def add(self, jobs: Sequence[AdmittedJob]) -> None:
+        self._jobs.update((job.job_id, job) for job in jobs)
+
+    def steer(self, event: events.PolicyChanged | events.PriorityChanged) -> None:
+        """Let nodes follow, those that have the job and those that get it later."""
+        if isinstance(event, events.PriorityChanged) and event.job_id in self._jobs:
+            self._jobs[event.job_id] = self._jobs[event.job_id].with_priority(event.priority)
+        self._tell(event)
+
+    def release(self, job_id: str) -> None:
+        self._jobs.pop(job_id, None)
+        self.outcomes.pop(job_id, None)
+
+    def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
+        raise AssertionError("nodes load models by themselves")
+
+    def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
+        """No effect: a job that a stopped run leaves starts again."""
+
+    def memory_use(self) -> Mapping[int, MemoryUse]:
+        return {}
+
+    def _node_of(self, dispatch: Dispatch) -> Node:
+        return self._fleet.nodes[self._fleet.slot_of(dispatch.layout.ranks[0])]
+
+    def _events_of(self, report: Report) -> Iterator[Event]:
+        match report:
+            case NodeJoined():
+                yield from self._joined(report)
+            case NodeLost():
+                yield from self._lost(report)
+            case NodeNotes():
+                if self._watchers is not None:
+                    self._watchers.take(report)
+            case JobEnded():
+                dispatch = self._attempts.pop(report.attempt, None)
+                if dispatch is not None:
+                    yield from self._ended(dispatch, report)
+                    return
+                logger.info("a late result of attempt %d on %s is dropped", report.attempt, report.node)
+                if report.delivery is not None:
+                    report.delivery.drop()
+
+    def _joined(self, report: NodeJoined) -> Iterator[Event]:
+        node = report.node
+        slot = self._fleet.join(node)
+        if slot is None:
+            logger.warning("node %s is not used: there is no place for it in this run", node.name)
+            return
+        logger.info("node %s joins with %s", node.name, counted(node.num_ranks, "rank"))
+        if self._watchers is not None:
+            self._watchers.join(node.name, node.num_ranks, now_s=self._clock.now_s)
+        if slot not in self._ready_slots:
+            self._ready_slots.add(slot)
+            for lane in self._fleet.lanes_of(slot):
+                yield events.RankReady(self._clock.now_s, lane, 1, 0.0)
+
+    def _lost(self, report: NodeLost) -> Iterator[Event]:
+        """Its jobs go back to the queue."""
+        slot = self._fleet.lose(report.name)
+        if slot is None:
+            return
+        lanes = self._fleet.lanes_of(slot)
+        lost = [number for number, each in self._attempts.items() if each.layout.ranks[0] in lanes]
+        jobs = f"; {counted(len(lost), 'job')} of it will start again" if lost else ""
+        logger.warning("node %s is gone: %s%s", report.name, report.reason, jobs)
+        if self._watchers is not None:
+            self._watchers.lose(report.name, report.reason, now_s=self._clock.now_s)
+        for number in lost:
+            del self._attempts[number]
+            reason = f"node {report.name} is gone: {report.reason}"
+            yield events.TaskFailed(self._clock.now_s, number, reason, lost=True)
+
+    def _ended(self, dispatch: Dispatch, report: JobEnded) -> Iterator[Event]:
+        now_s, job_id, outcome = self._clock.now_s, dispatch.task.job_id, report.outcome
+        if outcome.status == "cancelled":
+            yield events.TaskFailed(now_s, dispatch.number, "its node gave it back", void=True)
+            return
+        (lane,) = dispatch.layout.ranks
+        times = events.RankTimes(lane, now_s - outcome.busy_s, now_s)
+        yield events.TaskDone(now_s, dispatch.number, (times,))
+        try:
+            if outcome.status == "failed":
+                raise OutputError(outcome.error or "it failed on its node")
+            if report.delivery is not None:
+                outcome = report.delivery.publish()
+        except OutputError as error:
+            yield events.OutputFailed(now_s, job_id, str(error))
+            return
+        finally:
+            self.outcomes[job_id] = outcome
+        written = outcome.written or Content(0)
+        yield events.OutputWritten(
+            now_s,
+            job_id,
+            self._jobs[job_id].info.file,
+            written.size_bytes,
+            0.0,
+            sha256=written.sha256,
+            files=outcome.files,
+            made=outcome.made,
+        )
 
 
 class Driver(Control):
@@ -104,3 +297,103 @@ def start_of(fleet: Fleet, **circumstances: Any) -> RunStart:
         islands=[list(fleet.lanes_of(slot)) for slot in range(fleet.num_slots)],
         **circumstances,
     )
+
+
+# Whole jobs ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WholeJob(Trajectory):
+    """One task in place of all. It is a step to policies, because several ranks of a node can share it."""
+
+    @property
+    def num_tasks(self) -> int:
+        return 1
+
+    def task(self, index: int) -> Task:
+        if index != 0:
+            raise IndexError(f"job {self.job_id} is one task here, there is no task {index}")
+        return Task(self.job_id, 0, Stage.DENOISE)
+
+    def num_reused_from(self, index: int) -> int:
+        """None: they are parts of the one task."""
+        return 0
+
+    def num_reusable_from(self, index: int) -> int:
+        """None: the node's policy has the choice."""
+        return 0
+
+    def name_of(self, task: Task) -> str:
+        return "the job"
+
+
+def as_whole(job: AdmittedJob) -> AdmittedJob:
+    steps = job.trajectory
+    return replace(job, trajectory=WholeJob(*_parts_of(steps)))
+
+
+def for_node(job: AdmittedJob, *, left_s: float | None) -> AdmittedJob:
+    """The job as a node gets it: it arrives at once, and is due in `left_s`, whatever the node's clock says.
+
+    The driver watches over its timeout.
+    """
+    whole = job.trajectory
+    spec = replace(job.spec, arrival_s=0.0, deadline_s=left_s, deadline_at=None, timeout_s=None)
+    steps = Trajectory(*_parts_of(whole))
+    return replace(job, trajectory=steps, info=replace(job.info, spec=spec))
+
+
+def _parts_of(steps: Trajectory) -> tuple[Any, ...]:
+    return steps.job_id, steps.num_steps, steps.artifacts, steps.reused, steps.reusable
+
+
+class WholeJobCosts(CostModel):
+    """Durations of whole jobs: the sum of their tasks by the profile, then what jobs took on nodes."""
+
+    def __init__(self, profile: Profile | None = None) -> None:
+        super().__init__()
+        self._tasks = CostModel(profile)
+        self._parts: dict[CostClass, tuple[CostClass, int]] = {}
+        """Of each class of whole jobs: the class of its tasks, and their number."""
+
+    def class_of(self, job: AdmittedJob, *, batch: int = 1) -> CostClass:
+        num_steps = job.trajectory.num_steps
+        whole = self.cost_class(
+            job.spec.model or "",
+            f"{job.shape}, {num_steps} steps",
+            flops={**job.flops, Stage.DENOISE: num_steps * job.flops[Stage.DENOISE]},
+            state_bytes=job.state_bytes,
+            limits=job.limits,
+            batch=batch,
+        )
+        if whole not in self._parts:
+            self._parts[whole] = (self._tasks.class_of(job), num_steps + 3)
+        return whole
+
+    def estimate(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate:
+        """Degrees without a measurement deviate from the prediction as one rank does."""
+        known = super().estimate(cost_class, stage, degrees)
+        predicted = self._predicted(cost_class, degrees)
+        if predicted is None or known.provenance is Provenance.MEASURED:
+            return known
+        alone = cost_class.measured.get((stage, ALONE))
+        alone_predicted = self._predicted(cost_class, ALONE)
+        if alone is None or alone_predicted is None:
+            return predicted
+        return predicted.scaled(alone.value / alone_predicted.seconds, predicted.provenance)
+
+    def _predicted(self, cost_class: CostClass, degrees: Degrees) -> Estimate | None:
+        """By the profile; None if it would be a guess."""
+        tasks, num_tasks = self._parts[cost_class]
+        step = self._tasks.estimate(tasks, Stage.DENOISE, degrees)
+        if step.provenance is Provenance.GUESSED:
+            return None
+        first = Task("", 0, Stage.ENCODE)
+        seconds = self._tasks.remaining_s(tasks, first, num_tasks, degrees)
+        return Estimate(seconds, seconds, step.provenance)
+
+    def arrangement(self, cost_class: CostClass) -> Arrangement:
+        return self._tasks.arrangement(self._parts[cost_class][0])
+
+    def is_measured(self, cost_class: CostClass) -> bool:
+        return super().is_measured(cost_class) or self._tasks.is_measured(self._parts[cost_class][0])

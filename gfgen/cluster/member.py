@@ -27,7 +27,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome
-from gfgen.runtime.predict.choosers import ThreadedChooser
+from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.session.admission import Admission
 from gfgen.session.ranks import AskedRanks, Ranks, made_with
 from gfgen.session.session import Arrivals, Session, SessionOptions

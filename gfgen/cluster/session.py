@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gfgen.cluster.backend import Links
-from gfgen.cluster.driver import Driver, driver_of, start_of
+from gfgen.cluster.driver import Driver, Links, driver_of, start_of
 from gfgen.cluster.node import Fleet
 from gfgen.cluster.ray_cluster import RayCluster
 from gfgen.cluster.watchers import Watchers

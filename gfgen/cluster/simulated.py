@@ -6,8 +6,8 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from gfgen.cluster.driver import driver_of, start_of
 from gfgen.cluster.node import Fleet, JobEnded, NodeJoined, NodeLost, Report
@@ -22,24 +22,27 @@ from gfgen.runtime.core.events import JobCancelled, Wakeup
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.resume import RunStart
-from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.simulate.choosers import ImmediateChooser
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
 from gfgen.runtime.simulate.planner import (
-    FULL_TASKS,
+    ESTIMATE_SHARE,
+    EndCounter,
     Plan,
+    Planner,
     PlanOption,
-    PlanProgress,
-    PlanWindow,
-    best_first,
     option_of,
+    option_of_run,
 )
-from gfgen.runtime.simulate.profiled import profiled_times
-from gfgen.runtime.simulate.simulation import OutcomeRecorder, Simulated
+from gfgen.runtime.simulate.simulation import (
+    OutcomeRecorder,
+    Simulated,
+    SimulatedBackend,
+    SimulatedTimes,
+    profiled_times,
+)
 from gfgen.snapshot import Snapshot
-from gfgen.system.signals import DecisionTimeout
 
 MAX_NODES = 64
 LATENCY_S = 0.005
@@ -223,13 +226,8 @@ def simulate_nodes(
         observers=[kept, *observers],
     )
     summary = _with_ranks(driver.run(), [node.control.metrics.summary() for node in cluster.nodes])
-    return Simulated(
-        summary=summary,
-        policy=policy.name,
-        doubts=sorted({doubt for node in cluster.nodes for doubt in node.costs.doubts}),
-        outcomes=kept.outcomes,
-        num_ranks=num_nodes * num_ranks,
-    )
+    doubts = {doubt for node in cluster.nodes for doubt in node.costs.doubts}
+    return Simulated(summary, policy.name, doubts, kept.outcomes, num_nodes * num_ranks)
 
 
 def _with_ranks(summary: Summary, nodes: Sequence[Summary]) -> Summary:
@@ -252,81 +250,38 @@ class Nodes:
     """A part of the name of their devices, in lower case."""
 
 
-@dataclass
-class NodePlanner:
-    """Simulates or estimates the same jobs on different numbers of nodes."""
+@dataclass(kw_only=True)
+class NodePlanner(Planner):
+    """The same on different numbers of nodes."""
 
-    jobs: Sequence[AdmittedJob]
+    unit = "node"
     nodes: Nodes
-    profile: Profile
-    window: PlanWindow
-    progress: PlanProgress = lambda what, share: None
-    refused: list[str] = field(default_factory=list)
-    """Why policies are left out."""
 
     def plan(self, policies: Sequence[str]) -> Plan:
         """Every policy on all nodes, and the fewest nodes on which the policies miss nothing.
 
-        Few jobs are always simulated in full. With many jobs only the best policy on all nodes is simulated;
-        everything else is estimated. More nodes are assumed to miss no more, so half of the numbers are left
-        out at each look.
+        More nodes are assumed to miss no more, so half of the numbers are left out at each look.
 
         Raises: RunError when no policy can run the jobs.
         """
-        looks = len(policies) + math.ceil(math.log2(self.nodes.number + 1))
-        is_coarse = looks * sum(job.trajectory.num_tasks for job in self.jobs) > FULL_TASKS
-        look = self._estimated if is_coarse else self._in_full
-        here = best_first(self._options(look, policies, self.nodes.number, 1 / looks))
-        while is_coarse and here and here[0].is_estimated:
-            full = self._options(self._in_full, [here[0].policy], self.nodes.number, 0.0)
-            here = best_first([*full, *here[1:]])
-        if not here:
-            raise RunError(self.refused[0])
-        found = {self.nodes.number: here[0]}
         enough, too_few = self.nodes.number, 0
+        self.expect(len(policies) + math.ceil(math.log2(enough + 1)))
+        here = self.best_on(policies, enough)
+        found = {enough: here[0]}
         hopeful = [option.policy for option in here if option.meets_all]
         while here[0].meets_all and enough - too_few > 1:
             number = (enough + too_few) // 2
-            tried = best_first(self._options(look, hopeful, number, 1 / looks, is_first_enough=True))
-            if tried:
-                found[number] = tried[0]
-            if tried and tried[0].meets_all:
+            best = self.first_enough(hopeful, number)
+            if best is not None:
+                found[number] = best
+            if best is not None and best.meets_all:
                 enough = number
             else:
                 too_few = number
-        by_ranks = tuple(found[number] for number in sorted(found))
-        return Plan(
-            self.window,
-            len(self.jobs),
-            here,
-            by_ranks,
-            refused=tuple(dict.fromkeys(self.refused)),
-            has_writes=self.profile.has_writes,
-            ranks_per_node=self.nodes.num_ranks,
-        )
+        by_number = [found[number] for number in sorted(found)]
+        return self.made(here, by_number, ranks_per_node=self.nodes.num_ranks)
 
-    def _options(
-        self,
-        look: Callable[[str, int], PlanOption],
-        policies: Sequence[str],
-        number: int,
-        share: float,
-        *,
-        is_first_enough: bool = False,
-    ) -> list[PlanOption]:
-        """The policies that can run the jobs on this number of nodes, up to the first that misses nothing."""
-        found: list[PlanOption] = []
-        for policy in policies:
-            try:
-                found.append(look(policy, number))
-            except (RunError, DecisionTimeout) as error:
-                self.refused.append(str(error))
-            self.progress(f"{policy}, nodes: {number}", share / (len(policies) if is_first_enough else 1))
-            if is_first_enough and found and found[-1].meets_all:
-                break
-        return found
-
-    def _in_full(self, policy: str, number: int) -> PlanOption:
+    def in_full(self, policy: str, number: int) -> PlanOption:
         run = simulate_nodes(
             self.jobs,
             policy=load_policy(policy),
@@ -334,20 +289,18 @@ class NodePlanner:
             num_ranks=self.nodes.num_ranks,
             profile=self.profile,
             started_at=self.window.started_at,
+            observers=[EndCounter(self.note(policy, number))],
             max_degree=self._max_degree,
         )
-        if run.summary.policy_fault is not None:
-            raise RunError(f"policy {policy} failed: {run.summary.policy_fault}")
-        num_ranks = number * self.nodes.num_ranks
-        return option_of(run.outcomes, policy, num_ranks, self.window.by_s, doubts=run.doubts)
+        return option_of_run(run, policy, self.window.by_s)
 
-    def _estimated(self, policy: str, number: int) -> PlanOption:
+    def estimated(self, policy: str, number: int) -> PlanOption:
         """As if each node had an equal share of the jobs from the beginning."""
-        by_work = self._by_work
+        by_work, note = self._by_work, self.note(policy, number, share=ESTIMATE_SHARE)
         outcomes: list[JobOutcome] = []
         for share in filter(None, (by_work[node::number] for node in range(number))):
             snapshot = self._open(share)
-            found = estimate(share, snapshot, decides_first(load_policy(policy), snapshot))
+            found = estimate(share, snapshot, decides_first(load_policy(policy), snapshot), ended=note)
             if found is None:
                 raise RunError(f"policy {policy} failed in an estimate; 'gfgen simulate' shows the details")
             outcomes += found

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
+from bisect import bisect_right
 from operator import attrgetter
 
-from gfgen.policies.speed import chosen_task, is_past_rescue
+from gfgen.policies.speed import LostJobs, chosen_task
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _order = attrgetter("precedence", "deadline_s", "arrival_s", "remaining_s")
 """A started job stays ahead of the other jobs with its arrival and deadline. They would take turns otherwise,
 because a job that reopens comes last among equals, and all would end late."""
-_rest = attrgetter("precedence", "remaining_s", "arrival_s")
+_rest = attrgetter("precedence", "remaining_s", "arrival_s", "deadline_s")
+_precedence = attrgetter("precedence")
 
 
 def edf(snapshot: Snapshot, *, rescue: bool = True) -> list[Decision]:
@@ -39,16 +40,17 @@ def edf(snapshot: Snapshot, *, rescue: bool = True) -> list[Decision]:
 def _queue(snapshot: Snapshot, number: int, *, rescue: bool) -> list[tuple[JobView, bool]]:
     """The next jobs, and whether each is past rescue; those come last within their priority."""
     queue: list[tuple[JobView, bool]] = []
-    for _, jobs in itertools.groupby(snapshot.in_order(_order), key=attrgetter("precedence")):
-        lost = []
-        for job in jobs:
-            if len(queue) == number:
-                return queue
-            if rescue and is_past_rescue(snapshot, job):
-                lost.append(job)
-            else:
-                queue.append((job, False))
-        queue += [(job, True) for job in heapq.nsmallest(number - len(queue), lost, key=_rest)]
+    in_order, start, lost = snapshot.in_order(_order), 0, LostJobs(snapshot)
+    known = lost.known if rescue else {}
+    while start < len(in_order) and len(queue) < number:
+        end = bisect_right(in_order, in_order[start].precedence, start, key=_precedence)
+        hopeful = (job for job in in_order[start:end] if known.get(job.job_id) is not job)
+        hopeful = (job for job in hopeful if not (rescue and job in lost))
+        queue += [(job, False) for job in itertools.islice(hopeful, number - len(queue))]
+        if known and number > len(queue):
+            late = (job for job in snapshot.in_order(_rest)[start:end] if known.get(job.job_id) is job)
+            queue += [(job, True) for job in itertools.islice(late, number - len(queue))]
+        start = end
     return queue
 
 

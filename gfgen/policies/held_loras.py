@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from gfgen.graph import Stage
 from gfgen.layout import Layout
-from gfgen.policies.speed import is_past_rescue
+from gfgen.policies.speed import LostJobs
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 NOTABLE = 0.005
@@ -37,6 +37,10 @@ class _Swaps:
     """Jobs that are started now."""
     _waiting: dict[_Kind, list[JobView]] | None = field(default=None, init=False)
     """Open jobs by kind, LoRAs and whether they have begun; those to be preferred last."""
+    _lost: LostJobs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lost = LostJobs(self.snapshot)
 
     def better(self, decision: Decision) -> Decision:
         job = self.snapshot.open.get(decision.task.job_id)
@@ -72,7 +76,7 @@ class _Swaps:
         for has_begun in (True, False):
             if has_begun != (job.next_task.index > 0) and layout.degree > 1:
                 continue
-            waiting = self._by_kind().get((*_kind(self.snapshot, job), loras, has_begun), [])
+            waiting = self._by_kind().get((*self._kind(job), loras, has_begun), [])
             while waiting and waiting[-1].job_id in self.taken:
                 waiting.pop()
             if waiting and waiting[-1].arrival_s <= job.arrival_s + PATIENCE_S:
@@ -88,16 +92,15 @@ class _Swaps:
             self._waiting = {}
             for job in sorted(self.snapshot.open.values(), key=lambda job: (-job.arrival_s, job.remaining_s)):
                 has_begun = job.next_task.index > 0
-                self._waiting.setdefault((*_kind(self.snapshot, job), job.loras, has_begun), []).append(job)
+                self._waiting.setdefault((*self._kind(job), job.loras, has_begun), []).append(job)
         return self._waiting
 
+    def _kind(self, job: JobView) -> _Kind:
+        """Jobs of one kind are equal to every policy, apart from their arrival.
 
-def _kind(snapshot: Snapshot, job: JobView) -> _Kind:
-    """Jobs of one kind are equal to every policy, apart from their arrival.
-
-    Jobs that will miss their deadlines in any case are of one kind.
-    """
-    due_s = None if job.deadline_s == math.inf else job.deadline_s
-    if due_s is not None and is_past_rescue(snapshot, job):
-        due_s = -math.inf
-    return job.model, job.shape, job.num_tasks, job.precedence, job.owner, due_s
+        Jobs that will miss their deadlines in any case are of one kind.
+        """
+        due_s = None if job.deadline_s == math.inf else job.deadline_s
+        if due_s is not None and job in self._lost:
+            due_s = -math.inf
+        return job.model, job.shape, job.num_tasks, job.precedence, job.owner, due_s

@@ -12,6 +12,8 @@ from gfgen.snapshot import JobView, Snapshot
 MARGIN = 1.25
 """With this a rest leaves a fifth of the time to the deadline unused, because each wait for others at a
 boundary costs part of a step."""
+MAX_KEPT = 1000
+"""Lost jobs that are remembered, beyond twice the open ones: some have ended."""
 _SOME = tuple(range(MAX_RANKS))
 """Predictions depend on degrees alone, so any ranks will do."""
 
@@ -64,16 +66,32 @@ def _widest(uses_cfg: bool, max_sequence_degree: int, max_degree: int, num_ranks
     return power_of_two(min(step_degree, max_degree, num_ranks))
 
 
-def is_past_rescue(snapshot: Snapshot, job: JobView) -> bool:
-    """Whether the job would miss its deadline even with all ranks, no loss by sharing, and all steps given up
-    that it may give up.
+class LostJobs:
+    """Jobs that would miss their deadline even with all ranks, no loss by sharing, and all steps given up
+    that they may give up.
 
-    Optimistic, because it looks up no costs.
+    Optimistic, because it looks up no costs. A lost job stays so and is remembered: with many of them,
+    policies would spend most of their time on finding that out again.
     """
-    if snapshot.now_s + job.remaining_s <= job.due_s:
-        return False
-    least_s = job.remaining_s - job.saving_s
-    return snapshot.now_s + least_s / widest(snapshot, job) > job.due_s
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        key = (LostJobs, len(snapshot.ranks), snapshot.max_degree)
+        self.known: dict[str, JobView] = snapshot.kept.setdefault(key, {})
+        """Those found so far, by id; a job with another view is to be looked at again."""
+        if len(self.known) > MAX_KEPT + 2 * len(snapshot.open):
+            self.known.clear()
+
+    def __contains__(self, job: JobView) -> bool:
+        snapshot, due_s = self._snapshot, job.due_s
+        if self.known.get(job.job_id) is job:
+            return True
+        if snapshot.now_s + job.remaining_s <= due_s:
+            return False
+        if snapshot.now_s + (job.remaining_s - job.saving_s) / widest(snapshot, job) <= due_s:
+            return False
+        self.known[job.job_id] = job
+        return True
 
 
 def chosen_task(snapshot: Snapshot, job: JobView, layout: Layout, *, wait_s: float = 0.0) -> Task:

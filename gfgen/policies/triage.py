@@ -14,7 +14,7 @@ from gfgen.graph import Task
 from gfgen.layout import Layout
 from gfgen.policies.allotment import allot, shared_out
 from gfgen.policies.groups import GroupSize
-from gfgen.policies.speed import MARGIN, chosen_task, is_past_rescue, rest_s, widest
+from gfgen.policies.speed import MARGIN, LostJobs, chosen_task, rest_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 NUM_CONSIDERED = 256
@@ -72,6 +72,7 @@ class _Queue:
         self._cases: dict[str, _Case] = snapshot.kept.setdefault(key, {})
         if len(self._cases) > MAX_KEPT:
             self._cases.clear()
+        self._lost = LostJobs(snapshot)
         self._waits_s: dict[str, float] = {}
         self._not_saved: set[str] = set()
 
@@ -116,7 +117,7 @@ class _Queue:
                 others += itertools.islice(waiting, num_others)
                 num_others -= len(others)
             for job in busy.pop(precedence, ()):
-                if job.due_s < math.inf and not is_past_rescue(snapshot, job):
+                if job.due_s < math.inf and job not in self._lost:
                     insort(hopeful, job, key=_due)
                 else:
                     insort(others, job, key=_short)
@@ -126,10 +127,12 @@ class _Queue:
     def _hopeful(self, by_deadline: Sequence[JobView], most: int) -> list[JobView]:
         """The first of these jobs that have a deadline and may meet it."""
         now_s, num_due = self._snapshot.now_s, bisect_left(by_deadline, math.inf, key=_deadline)
+        lost, known = self._lost, self._lost.known
         hopeful = (
             job
             for job in by_deadline[:num_due]
-            if now_s + job.remaining_s <= job.due_s or not is_past_rescue(self._snapshot, job)
+            if known.get(job.job_id) is not job
+            if now_s + job.remaining_s <= job.due_s or job not in lost
         )
         return list(itertools.islice(hopeful, most))
 

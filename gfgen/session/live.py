@@ -26,7 +26,7 @@ from gfgen.graph import Stage
 from gfgen.runtime.core import events
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
-from gfgen.runtime.predict.forecast import Forecast, forecast
+from gfgen.runtime.simulate.forecast import Forecast, forecast
 from gfgen.snapshot import JobView, RunningTask, Snapshot
 
 logger = logging.getLogger(__name__)

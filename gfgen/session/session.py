@@ -36,15 +36,14 @@ from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter
 from gfgen.runtime.files.ownership import STDIN, Claims
 from gfgen.runtime.files.resume import FIRST_USE_S, GRACE_S, RunStart
 from gfgen.runtime.ipc.content import remove_leftovers
-from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.predict.profile_store import find_profile, runs_path
-from gfgen.runtime.predict.run_profile import keep_measured
+from gfgen.runtime.predict.profile_store import find_profile, keep_measured, runs_path
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend, Requests, WarmUps
+from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.session.admission import Admission, warn_of_passed_deadlines
 from gfgen.session.live import LiveRun
 from gfgen.session.ranks import Ranks, made_with, ready_pool
@@ -313,7 +312,7 @@ class Session:
         if ranks.vae_dtype == "auto" and ranks.has_graphs:
             keep_measured(
                 runs_path(ranks.profiled_as),
-                costs.classes,
+                costs.classes.values(),
                 device=ranks.profiled_as,
                 num_ranks=max(map(len, self.pool.islands)),
                 share_cores=_share_cores(ranks),

@@ -12,9 +12,7 @@ from gfgen.bench.policy_comparison import score
 from gfgen.graph import Stage
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
-from gfgen.runtime.simulate.backend import SimulatedTimes
-from gfgen.runtime.simulate.profiled import profiled_times
-from gfgen.runtime.simulate.simulation import simulate
+from gfgen.runtime.simulate.simulation import SimulatedTimes, profiled_times, simulate
 
 ALONE_S = {Stage.ENCODE: 1.0, Stage.PREPARE: 1.0, Stage.DENOISE: 10.0, Stage.DECODE: 4.0}
 JOB_S = 1 + 1 + 2 * 10 + 4

@@ -17,8 +17,7 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED
-from gfgen.runtime.simulate.profiled import profiled_times
-from gfgen.runtime.simulate.simulation import simulate
+from gfgen.runtime.simulate.simulation import profiled_times, simulate
 
 
 def outcome(job_id, *, ended_s, deadline_s=10.0, status="done"):

@@ -23,7 +23,7 @@ from gfgen.cli.shown.progress import (
     outcome_line,
 )
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome, with_view
-from gfgen.runtime.predict.forecast import forecast
+from gfgen.runtime.simulate.forecast import forecast
 
 
 class Terminal(io.TextIOWrapper):

@@ -11,9 +11,9 @@ import pytest
 from gfgen.cli.main import main
 from gfgen.graph import Stage
 from gfgen.runtime.core import admission
+from gfgen.runtime.core.metrics import ALL_TAGS
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
-from gfgen.runtime.simulate.comparison import ALL_TAGS
 
 JOBS = [
     {"id": "fox", "prompt": "a red fox", "model": "tiny-qwen-image", "size": "64x64", "steps": 3, "tag": "S"},

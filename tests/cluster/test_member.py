@@ -14,7 +14,7 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import JobCancelled, RankReady, StopRequested, TaskDone
 from gfgen.runtime.core.observer import skipped_outcome
 from gfgen.runtime.ipc.content import content_of
-from gfgen.runtime.predict.choosers import ThreadedChooser
+from gfgen.runtime.simulate.choosers import ThreadedChooser
 
 
 class Wire:

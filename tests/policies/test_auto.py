@@ -14,8 +14,8 @@ from gfgen.layout import Layout
 from gfgen.policies.auto import auto, choose_auto
 from gfgen.policies.catalog import load_policy
 from gfgen.policies.triage import triage
-from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.runtime.simulate.choosers import ImmediateChooser
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.snapshot import Choice, Outlook
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 from builders import make_job, simulate
+from hypothesis import given
+from hypothesis import strategies as st
 from test_policies import decoding, placed, snapshot, view
 
 from gfgen.graph import Stage, Task
@@ -235,3 +237,22 @@ def test_edf_leaves_jobs_past_rescue_for_last_on_one_rank():
     assert placed(edf(four_ranks(lost, *saved, free=(0, 1)))) == {"saved-0": (0,), "saved-1": (1,)}
     assert placed(edf(four_ranks(lost, *saved)))["lost"] == (2,)
     assert len(placed(edf(four_ranks(lost, *saved), rescue=False))["lost"]) == 4
+
+
+seconds = st.integers(1, 60).map(float)
+
+
+@pytest.mark.parametrize("policy", [edf, triage])
+@given(
+    jobs=st.lists(st.tuples(seconds, seconds, st.integers(-1, 1)), min_size=1, max_size=12), later_s=seconds
+)
+def test_no_decision_depends_on_which_jobs_were_found_to_be_lost(policy, jobs, later_s):
+    views = [
+        view(f"job-{n}", remaining_s=4 * work_s, deadline_s=due_s, priority=priority)
+        for n, (work_s, due_s, priority) in enumerate(jobs)
+    ]
+    first, fewer = four_ranks(*views), snapshot(*views, free=(0,), num_ranks=1, max_degree=1)
+    policy(first)
+    for picture in (first, replace(fewer, costs=first.costs), first):
+        now = replace(picture, now_s=later_s)
+        assert placed(policy(replace(now, kept=first.kept))) == placed(policy(replace(now, kept={})))

@@ -196,8 +196,8 @@ def test_a_plan_predicts_batches_as_runs_measured_them(
     def end_s(*more: ProfileRow, batch: int) -> float:
         window = planner.PlanWindow(0.0, batch=batch)
         profile = Profile("a test", "2026-11-26", "made up", 1, (*rows, *more))
-        options = {"policies": ["srtf", "fcfs"], "num_ranks": 1, "rank_counts": [1]}
-        plan = planner.make_plan(jobs, profile=profile, window=window, **options)
+        made = planner.RankPlanner(jobs=jobs, profile=profile, window=window)
+        plan = made.plan(["srtf", "fcfs"], num_ranks=1, rank_counts=[1])
         assert not plan.best.is_estimated
         assert len({round(each.end_s, 6) for each in plan.by_policy}) == 1
         return plan.best.end_s

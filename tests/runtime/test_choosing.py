@@ -6,9 +6,9 @@ from builders import make_job, simulate, simulated_control
 from gfgen.policies.auto import choose_auto
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.core.events import JobArrived, PolicyChanged, RankLost, RankReady
-from gfgen.runtime.predict import choosers
-from gfgen.runtime.predict.choosers import ImmediateChooser, ThreadedChooser
-from gfgen.runtime.predict.rollout import with_foresight
+from gfgen.runtime.simulate import choosers
+from gfgen.runtime.simulate.choosers import ImmediateChooser, ThreadedChooser
+from gfgen.runtime.simulate.rollout import with_foresight
 from gfgen.snapshot import Choice
 
 JOBS = [

@@ -1,5 +1,5 @@
+from gfgen.cli.shown.simulated import table
 from gfgen.runtime.core.metrics import Attainment, Latency, Summary
-from gfgen.runtime.simulate.comparison import numbers, table
 
 FAST = Summary(
     num_done=3,
@@ -26,8 +26,8 @@ def test_a_column_for_each_run_and_a_row_for_each_number():
 
 
 def test_programs_get_every_number():
-    entry = numbers(FAST)
+    entry = FAST.as_json()
     assert entry["deadlines"]["S"] == {"met": 2, "jobs": 2, "share": 1.0}
     assert entry["moved_s"] == 1.2
     assert entry["latency"]["p95_s"] == 20.0
-    assert numbers(FAILED)["latency"] is None
+    assert FAILED.as_json()["latency"] is None

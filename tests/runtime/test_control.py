@@ -20,7 +20,7 @@ from gfgen.runtime.core.events import (
     Wakeup,
 )
 from gfgen.runtime.core.observer import Observer
-from gfgen.runtime.simulate.backend import SimulatedBackend
+from gfgen.runtime.simulate.simulation import SimulatedBackend
 from gfgen.snapshot import Decision
 
 

@@ -87,7 +87,7 @@ def test_slow_first_steps_lift_neither_the_prediction_nor_the_least_time():
     for first_s in (0.226, 0.251, 0.206):
         for seconds in (first_s, 0.126, 0.127, 0.125):
             costs.observe(small, Stage.DENOISE, ONE, seconds)
-    expected_s, least_s = costs.expected_s(small, Stage.DENOISE, ONE)
+    expected_s, least_s = costs.ends_after_s(small, Stage.DENOISE, ONE)
     assert expected_s == pytest.approx(0.126, abs=0.001)
     assert least_s == 0.125
     assert costs.task_s(small, Stage.DENOISE, ONE) == expected_s
@@ -98,17 +98,17 @@ def test_a_lasting_change_is_followed_and_old_times_are_forgotten():
     small = cost_class(costs)
     for seconds in [0.1] * 9 + [0.2] * 5:
         costs.observe(small, Stage.DENOISE, ONE, seconds)
-    assert costs.expected_s(small, Stage.DENOISE, ONE) == (0.2, 0.1)
+    assert costs.ends_after_s(small, Stage.DENOISE, ONE) == (0.2, 0.1)
     for _ in range(4):
         costs.observe(small, Stage.DENOISE, ONE, 0.2)
-    assert costs.expected_s(small, Stage.DENOISE, ONE) == (0.2, 0.2)
+    assert costs.ends_after_s(small, Stage.DENOISE, ONE) == (0.2, 0.2)
 
 
 def test_the_least_time_on_several_ranks_is_that_of_the_first_one_to_end():
     costs = CostModel()
     small = cost_class(costs)
     costs.observe(small, Stage.DECODE, (1, 2, 1), 0.5, first_end_s=0.4)
-    assert costs.expected_s(small, Stage.DECODE, (1, 2, 1)) == (0.5, 0.4)
+    assert costs.ends_after_s(small, Stage.DECODE, (1, 2, 1)) == (0.5, 0.4)
 
 
 def test_a_step_of_a_batch_has_its_part_of_a_switch_of_loras():
@@ -201,12 +201,12 @@ def test_a_first_measurement_corrects_a_wrong_guess_of_its_model_alone():
     small, other = cost_class(costs), costs.cost_class("other", "x", flops=small_flops(), state_bytes=1)
     task = Trajectory("job", num_steps=3).task(2)
     for each in (small, other):
-        costs.rest_alone_s(each, task, 6)
+        costs.remaining_s(each, task, 6)
     costs.observe(small, Stage.DENOISE, ONE, 9.0)
     assert costs.corrected == {small}
     costs.renew(costs.corrected)
     assert not costs.changed
-    assert costs.rest_alone_s(small, task, 6) > 27
+    assert costs.remaining_s(small, task, 6) > 27
     assert (small.version, other.version) == (2, 0)
 
 
@@ -228,7 +228,7 @@ def test_a_first_use_predicts_where_nothing_else_can_until_the_first_measurement
     small, large = cost_class(costs, flops=1e15), cost_class(costs, "large", flops=2e15)
     task = Trajectory("job", num_steps=3).task(2)
     for each in (small, large):
-        costs.rest_alone_s(each, task, 6)
+        costs.remaining_s(each, task, 6)
     costs.observe_first_use(small, Stage.DENOISE, ONE, 4.0, prepared_s=0.0)
     assert costs.task_s(small, Stage.DENOISE, ONE) == 4.0
     assert costs.task_s(large, Stage.DENOISE, ONE) == pytest.approx(8.0, rel=0.01)
@@ -287,10 +287,10 @@ def test_equal_first_uses_on_one_rank_and_on_several_cancel_out():
     costs, task = CostModel(), Trajectory("job", num_steps=3).task(2)
     costs.price_first_uses(0.5, ())
     small = cost_class(costs)
-    assert costs.rest_alone_s(small, task, 6) == costs.remaining_s(small, task, 6, ONE)
+    assert costs.remaining_s(small, task, 6) == costs.remaining_s(small, task, 6, ONE)
     costs.price_first_uses(0.0, ())
     costs.renew([small])
-    assert costs.rest_alone_s(small, task, 6) == costs.remaining_s(small, task, 6, ONE)
+    assert costs.remaining_s(small, task, 6) == costs.remaining_s(small, task, 6, ONE)
 
 
 def test_what_was_warmed_up_has_no_price():

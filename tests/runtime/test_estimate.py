@@ -104,13 +104,13 @@ def test_a_policy_that_ends_later_than_its_estimate_is_not_recommended_for_it(mo
     monkeypatch.setattr(planner, "FULL_TASKS", 10)
     policies = ("fcfs", "srtf", "edf")
     first = plan_of(JOBS, policies=policies).best.policy
-    in_full = planner._Evaluator.in_full
+    in_full = planner.RankPlanner.in_full
 
-    def slow(self, policy, num_ranks):
-        found = in_full(self, policy, num_ranks)
+    def slow(self, policy, number):
+        found = in_full(self, policy, number)
         return replace(found, end_s=10 * found.end_s, late=found.late * 10) if policy == first else found
 
-    monkeypatch.setattr(planner._Evaluator, "in_full", slow)
+    monkeypatch.setattr(planner.RankPlanner, "in_full", slow)
     found = plan_of(JOBS, policies=policies)
     assert found.best.policy != first
     assert not found.best.is_estimated
@@ -132,15 +132,13 @@ def test_jobs_that_time_out_and_jobs_that_starve_are_found_by_estimates_too(monk
 def test_progress_adds_up_to_the_whole(monkeypatch, most):
     monkeypatch.setattr(planner, "FULL_TASKS", most)
     shares = []
-    planner.make_plan(
-        JOBS[:12],
-        policies=["fcfs", "srtf"],
-        num_ranks=2,
-        rank_counts=[1, 2],
+    made = planner.RankPlanner(
+        jobs=JOBS[:12],
         profile=PROFILE,
         window=planner.PlanWindow(0.0),
         progress=lambda what, share: shares.append(share),
     )
+    made.plan(["fcfs", "srtf"], num_ranks=2, rank_counts=[1, 2])
     assert math.fsum(shares) >= 0.99
 
 

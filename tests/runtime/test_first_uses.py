@@ -52,7 +52,7 @@ def learned(folder):
         dispatches |= {each[0]: each for each in turn.dispatches or ()}
     return {
         (each.model, each.shape, *key): recent.value
-        for each in costs.classes
+        for each in costs.classes.values()
         for key, recent in each.measured.items()
     }
 

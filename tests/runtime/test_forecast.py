@@ -6,7 +6,7 @@ import pytest
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.runtime.predict.forecast import predict
+from gfgen.runtime.simulate.forecast import predict
 from gfgen.snapshot import JobView, RunningTask
 
 

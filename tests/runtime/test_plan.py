@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from builders import make_job
 
+from gfgen.cli.shown import simulated as shown
 from gfgen.errors import RunError
 from gfgen.graph import Stage
 from gfgen.runtime.predict.cost import UncertainEstimate, uncertain
 from gfgen.runtime.predict.cost_table import Provenance
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
-from gfgen.runtime.simulate import plan_report
-from gfgen.runtime.simulate.planner import PlanOption, PlanWindow, _on, best_first, make_plan
+from gfgen.runtime.simulate.planner import PlanOption, PlanWindow, RankPlanner, _on, best_first
 
 STEPS = {(1, 1, 1): 10.0, (1, 2, 1): 6.0}
 PROFILE = Profile(
@@ -29,18 +29,12 @@ PROFILE = Profile(
 
 
 def plan_of(jobs, *, policies=("srtf", "fcfs"), num_ranks=2, rank_counts=(1, 2), by_s=None, profile=PROFILE):
-    return make_plan(
-        jobs,
-        policies=policies,
-        num_ranks=num_ranks,
-        rank_counts=rank_counts,
-        profile=profile,
-        window=PlanWindow(1_800_000_000.0, by_s),
-    )
+    planner = RankPlanner(jobs=jobs, profile=profile, window=PlanWindow(1_800_000_000.0, by_s))
+    return planner.plan(policies, num_ranks=num_ranks, rank_counts=rank_counts)
 
 
 def words(plan):
-    return plan_report.in_plain_words(plan, device="a test")
+    return shown.in_plain_words(plan, device="a test")
 
 
 def option(name, *, num_late=0, end_s=100.0, mean_s=10.0):
@@ -75,7 +69,7 @@ def test_what_is_late_is_named_with_how_much():
     assert lines[0].endswith("; 1 of 2 deadlines is missed.")
     assert any(line.startswith("  hopeless: due ") and line.endswith(" late") for line in lines)
     assert any(line.startswith("No number of ranks up to 2 meets everything") for line in lines)
-    assert plan_report.as_json(plan)["fewest_ranks"] is None
+    assert shown.as_json(plan)["fewest_ranks"] is None
 
 
 def test_a_job_that_times_out_fails_and_is_not_late():
@@ -87,7 +81,7 @@ def test_a_job_that_times_out_fails_and_is_not_late():
     assert any(line.startswith("  slow: at ") and "timed out 5 s" in line for line in lines)
     assert sum(line.endswith("  1 late, 1 fails") for line in lines) == 4
     assert any(line.endswith("meets everything: on 2 ranks, 1 late, 1 fails.") for line in lines)
-    best = plan_report.as_json(plan)["best"]
+    best = shown.as_json(plan)["best"]
     assert [job["job"] for job in best["late"]] == ["late"]
     assert [job["job"] for job in best["failed"]] == ["slow"]
 
@@ -143,10 +137,10 @@ def test_a_degree_that_a_policy_does_not_take_counts_as_the_next_one_that_it_doe
 def test_times_that_are_far_away_have_their_day_or_date():
     plan = plan_of([make_job("a", steps=1)])
     day_s = 86400.0
-    assert plan_report.clock_time(plan, 3600.0).count(" ") == 0
-    assert plan_report.clock_time(plan, 2 * day_s).split()[0].isalpha()
-    assert plan_report.clock_time(plan, -400 * day_s).startswith("2025-")
-    assert plan_report.clock_time(plan, 400 * day_s).startswith("2028-")
+    assert shown.clock_time(plan, 3600.0).count(" ") == 0
+    assert shown.clock_time(plan, 2 * day_s).split()[0].isalpha()
+    assert shown.clock_time(plan, -400 * day_s).startswith("2025-")
+    assert shown.clock_time(plan, 400 * day_s).startswith("2028-")
 
 
 def test_a_policy_that_starves_a_job_is_left_out_by_name(tmp_path):
@@ -175,10 +169,10 @@ def test_what_was_extrapolated_is_said():
 def test_that_the_writing_of_files_is_left_out_is_said():
     plan = plan_of([make_job("a", steps=1)])
     assert "Uncertain: the writing of files is left out." in words(plan)
-    assert plan_report.as_json(plan)["doubts"] == "the writing of files is left out"
+    assert shown.as_json(plan)["doubts"] == "the writing of files is left out"
     rows = [replace(row, write_s=0.1) if row.stage is Stage.DECODE else row for row in PROFILE.rows]
     measured = plan_of([make_job("a", steps=1)], profile=replace(PROFILE, rows=tuple(rows)))
-    assert plan_report.as_json(measured)["doubts"] is None
+    assert shown.as_json(measured)["doubts"] is None
 
 
 def test_doubts_say_which_tasks_and_of_which_models_the_rest_is():

@@ -21,12 +21,12 @@ from gfgen.runtime.core.events import JobArrived, JobCancelled, OutputWritten, T
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.resume import ResumePoint, RunStart
-from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.workers import ProcessBackend
-from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.simulate.choosers import ImmediateChooser
+from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 
 POLICIES = ["legacy", "fcfs", "fcfs,degree=2", "srtf", "srtf,degree=2", "edf", "makespan", "auto"]
 

@@ -31,7 +31,7 @@ from gfgen.runtime.core.events import (
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 from gfgen.snapshot import Decision
 
 GB = 10**9

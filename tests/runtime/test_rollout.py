@@ -8,8 +8,8 @@ from gfgen.layout import Layout
 from gfgen.policies.srtf import srtf
 from gfgen.policies.triage import triage
 from gfgen.runtime.core.events import JobArrived, RankReady
-from gfgen.runtime.predict import rollout
-from gfgen.runtime.predict.rollout import with_foresight
+from gfgen.runtime.simulate import rollout
+from gfgen.runtime.simulate.rollout import with_foresight
 from gfgen.snapshot import RunningTask
 
 
@@ -91,8 +91,10 @@ def test_of_many_jobs_those_that_run_are_looked_at_and_those_that_are_due_next()
     jobs = [make_job(f"job-{n}", deadline_s=1000.0 - n) for n in range(rollout.MAX_JOBS + 20)]
     snapshot = traffic(*jobs)
     running = RunningTask(snapshot.open["job-0"].next_task, Layout.single(0), 1.0)
-    start = rollout._start_of(replace(snapshot, running=(running,)), None)
-    assert list(start.snapshot.open) == ["job-0", *(f"job-{n}" for n in range(len(jobs) - 1, 20, -1))]
+    seen: list[list[str]] = []
+    ahead = with_foresight(replace(snapshot, running=(running,)))
+    ahead.foresee(lambda now: seen.append(list(now.open)) or [])
+    assert seen[0] == ["job-0", *(f"job-{n}" for n in range(len(jobs) - 1, 20, -1))]
     ahead = with_foresight(snapshot)
     costs = [ahead.costs.remaining_s(job.next_task, Layout.single(0)) for job in ahead.open.values()]
     assert len(costs) == len(jobs), "a policy may ask about any job that it sees"

@@ -11,7 +11,7 @@ from builders import make_job
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage
-from gfgen.runtime.predict import profile_store, run_profile, scaling
+from gfgen.runtime.predict import profile_store, scaling
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
 from gfgen.runtime.predict.profile_store import (
@@ -20,10 +20,10 @@ from gfgen.runtime.predict.profile_store import (
     find_profile,
     import_times,
     joined,
+    keep_measured,
     runs_path,
     save_profile,
 )
-from gfgen.runtime.predict.run_profile import keep_measured
 from gfgen.system.machine import cpu_name, versions
 
 ONE = (1, 1, 1)
@@ -41,7 +41,7 @@ def observed(*durations_s, shape="small"):
     cost_class = costs.class_of(make_job("a", shape=shape))
     for duration_s in durations_s:
         costs.observe(cost_class, Stage.DENOISE, ONE, duration_s)
-    return costs.classes
+    return costs.classes.values()
 
 
 def keep(path, classes, **fields):
@@ -100,7 +100,7 @@ def test_a_stored_duration_that_is_ten_times_too_long_is_healed_by_one_run():
     for _ in range(3):
         costs.observe(cost_class, Stage.DENOISE, ONE, 1.0)
     assert costs.task_s(cost_class, Stage.DENOISE, ONE) == 1.0
-    keep(runs_path(), costs.classes)
+    keep(runs_path(), costs.classes.values())
     (found,) = load_profile(runs_path()).rows
     assert (found.seconds, found.num_samples) == (1.0, 3)
 
@@ -112,7 +112,7 @@ def test_a_run_leaves_no_first_uses():
         costs.observe_first_use(cost_class, stage, ONE, 5.0, prepared_s=0.0)
         if stage is Stage.DENOISE:
             costs.observe(cost_class, stage, ONE, duration_s)
-    keep(runs_path(), costs.classes)
+    keep(runs_path(), costs.classes.values())
     (found,) = load_profile(runs_path()).rows
     assert (found.stage, found.seconds) == (Stage.DENOISE, 1.0)
 
@@ -123,7 +123,7 @@ def test_a_run_leaves_times_of_steps_in_batches_apart_from_others_and_of_all_dec
         for _ in range(3):
             costs.observe(costs.class_of(job, batch=batch), Stage.DENOISE, ONE, step_s)
             costs.observe(costs.class_of(job, batch=batch), Stage.DECODE, ONE, 0.5)
-    keep(runs_path(), costs.classes)
+    keep(runs_path(), costs.classes.values())
     found = load_profile(runs_path())
     assert sorted((each.shape, each.stage, each.num_samples) for each in found.rows) == [
         ("small", "decode", 6),
@@ -144,26 +144,26 @@ def test_a_run_leaves_the_time_to_write_a_file_with_its_decode():
     for stage, degrees in ((Stage.DENOISE, ONE), (Stage.DECODE, (1, 2, 1))):
         costs.observe(cost_class, stage, degrees, 1.0)
     costs.observe_write(cost_class, 2.0)
-    keep(runs_path(), costs.classes)
+    keep(runs_path(), costs.classes.values())
     found = load_profile(runs_path())
     assert {each.stage: each.write_s for each in found.rows} == {Stage.DENOISE: None, Stage.DECODE: 2.0}
     assert CostModel(found).class_of(job).write_s == 2.0
     costs = CostModel()
     costs.observe(costs.class_of(job), Stage.DECODE, (1, 2, 1), 1.0)
-    keep(runs_path(), costs.classes)
+    keep(runs_path(), costs.classes.values())
     assert CostModel(load_profile(runs_path())).class_of(job).write_s == 2.0, "a run that wrote no file"
 
 
 def test_a_profile_of_batches_alone_predicts_single_jobs():
     costs, job = CostModel(), make_job("a")
     costs.observe(costs.class_of(job, batch=2), Stage.DENOISE, ONE, 1.0)
-    keep(runs_path(), costs.classes)
+    keep(runs_path(), costs.classes.values())
     known = CostModel(load_profile(runs_path()))
     assert known.task_s(known.class_of(job), Stage.DENOISE, ONE) == 1.0
 
 
 def test_rows_are_bounded_and_the_oldest_go_first(monkeypatch):
-    monkeypatch.setattr(run_profile, "MAX_ROWS", 2)
+    monkeypatch.setattr(profile_store, "MAX_ROWS", 2)
     for shape in ("a", "b", "c", "b"):
         keep(runs_path(), observed(1.0, shape=shape))
     assert [each.shape for each in load_profile(runs_path()).rows] == ["c", "b"]

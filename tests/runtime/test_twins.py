@@ -44,7 +44,7 @@ def test_a_directory_is_predicted_as_the_model_that_it_holds(folder: Path) -> No
     assert first_fitting([PROFILE], [tuned], num_ranks=4) is PROFILE
     costs = CostModel(PROFILE)
     assert costs.class_of(tuned) is costs.class_of(known)
-    assert costs.known_class(str(folder), tuned.shape) is costs.class_of(tuned)
+    assert costs.classes[str(folder), tuned.shape] is costs.class_of(tuned)
 
 
 def test_a_profile_that_knows_the_directory_itself_comes_first(folder: Path) -> None:

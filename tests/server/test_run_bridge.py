@@ -25,7 +25,7 @@ from gfgen.runtime.core.events import (
     TaskDone,
 )
 from gfgen.runtime.core.observer import JobOutcome, with_view
-from gfgen.runtime.predict.choosers import ThreadedChooser
+from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.server.bridge import run_bridge as run_bridge
 from gfgen.server.bridge.run_bridge import MAX_AT_ONCE, RunBridge
 from gfgen.server.protocol.link import (

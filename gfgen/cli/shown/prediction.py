@@ -80,7 +80,7 @@ def profile_of_nodes(path: Path | None, jobs: Sequence[AdmittedJob], nodes: Node
         fit = [each for each in known if each.knows(jobs)] or known
         profile = max(fit, key=lambda each: each.num_ranks)
     else:
-        profile = (_fitting(jobs, num_ranks=nodes.num_ranks) if path is None else None) or open_profile(path)
+        profile = _opened(path, jobs, num_ranks=nodes.num_ranks)
     check_profile(profile, jobs, num_ranks=1)
     return profile
 
@@ -90,7 +90,7 @@ def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks:
 
     Raises: InputError when there is none, or when it cannot predict the jobs.
     """
-    profile = (_fitting(jobs, num_ranks=num_ranks) if path is None else None) or open_profile(path)
+    profile = _opened(path, jobs, num_ranks=num_ranks)
     check_profile(profile, jobs, num_ranks=num_ranks)
     return profile
 
@@ -166,15 +166,14 @@ def describe(profile: Profile) -> str:
     return f"the profile of {profile.device} ({profile.date})"
 
 
-def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:
-    """This machine's profile or a shipped one that has the models and enough ranks, but few more.
+def _opened(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:
+    """The profile in the file, or this machine's or a shipped one that has the models and enough ranks.
 
     If none has enough ranks, the one with the most.
     """
-    known = _known(jobs)
+    known = [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
     found = first_fitting(known, jobs, num_ranks=num_ranks)
-    with_models = (each for each in known if each.knows(jobs))
-    return found or max(with_models, key=lambda each: each.num_ranks, default=None)
+    return found or max(known, key=lambda each: each.num_ranks, default=None) or open_profile(path)
 
 
 def _known(jobs: Sequence[AdmittedJob]) -> list[Profile]:

@@ -16,7 +16,7 @@ from gfgen.layout import Layout
 from gfgen.log import FILE_ONLY
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, RunView
-from gfgen.runtime.predict.forecast import Forecast, forecast
+from gfgen.runtime.simulate.forecast import Forecast, forecast
 from gfgen.snapshot import Snapshot
 from gfgen.system.wording import counted, in_words, on_clock
 

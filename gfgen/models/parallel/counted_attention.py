@@ -54,7 +54,8 @@ def load(device: torch.device) -> None:
             x_BHLD = x_BLHD.transpose(1, 2)
             scaled_dot_product_attention(x_BHLD, x_BHLD, x_BHLD)
             if is_padding:
-                counted_attention(*[x_BLHD] * 3, torch.ones(1, dtype=torch.int32, device=device))
+                counts = torch.ones(1, dtype=torch.int32, device=device)
+                counted_attention(x_BLHD, x_BLHD, x_BLHD, counts)
 
 
 def forgo() -> None:

@@ -59,7 +59,7 @@ class Closing:
         return {kind for kind in kinds if self._is_late(*kind, now_s=now_s)}
 
     def _is_late(self, model: str, kind: str, num_tasks: int, num_reused: int, *, now_s: float) -> bool:
-        cost_class = self._costs.known_class(model, kind)
+        cost_class = self._costs.classes[model, kind]
         if not self._costs.is_measured(cost_class):
             return False
         degrees = self._degrees.get(cost_class.model, (1, 1, 1))

@@ -203,11 +203,11 @@ class JobRecord:
             return view
         spec, trajectory, limits = job.info.spec, job.trajectory, job.limits
         num_reused = trajectory.num_reused_from(task.index) if trajectory.reused else 0
-        remaining_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reused)
+        remaining_s = costs.remaining_s(cost_class, task, self.num_tasks, num_reused=num_reused)
         num_reusable, saving_s = 0, 0.0
         if trajectory.reusable:
             num_reusable = trajectory.num_reusable_from(task.index)
-            least_s = costs.rest_alone_s(cost_class, task, self.num_tasks, num_reused=num_reusable)
+            least_s = costs.remaining_s(cost_class, task, self.num_tasks, num_reused=num_reusable)
             saving_s = max(0.0, remaining_s - least_s)
         self._view_version = cost_class.version
         self._view = JobView(

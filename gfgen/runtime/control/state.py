@@ -199,7 +199,7 @@ class State:
         """Steps of a batch are predicted, and later reported, as if they ran in turn."""
         number, progress, cost_class = self.flights.last_number + 1, record.progress, record.cost_class
         degrees, source = layout.degrees, progress.holder if progress.is_held else None
-        task_s, least_s = self._costs.expected_s(cost_class, task.stage, degrees)
+        task_s, least_s = self._costs.ends_after_s(cost_class, task.stage, degrees)
         start_s = max([self.clock.turn_s, *[self.ranks.records[rank].free_at_s for rank in layout.ranks]])
         switch_s = move_s = 0.0
         if record.merges_loras(task.stage) and self.ranks.merge(layout, record.model, record.loras):
@@ -338,7 +338,7 @@ class State:
                 continue  # its input or a rank is still to come
             kind = job.cost_class, dispatch.task.stage, dispatch.layout.degrees
             began_s = max(dispatch.submitted_s, job.progress.last_ended_s, *[rank.ended_s for rank in ranks])
-            task_s, least_s = self._costs.expected_s(*kind)
+            task_s, least_s = self._costs.ends_after_s(*kind)
             end_s = began_s + dispatch.switch_s + task_s
             if self.flights.move_end(other, end_s, soonest_s=began_s + least_s):
                 for rank in ranks:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from random import Random
+from typing import Any
 
 from gfgen.runtime.core.events import Event, ModelsChanged, RankLoaded, TaskDone
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
@@ -19,6 +20,7 @@ from gfgen.system.wording import MAX_NAMED, in_words, size_in_words
 MAX_LATENCIES = 10_000
 """So many jobs' latencies are kept, 80 KB. Percentiles of more jobs are those of a random sample: of ten
 thousand, the 95th is between the 94.5th and the 95.5th of all jobs in 98 of 100 cases."""
+ALL_TAGS = "all"
 PERCENTILES_FROM = 100
 """Jobs; the 99th percentile of fewer is their maximum."""
 
@@ -139,6 +141,44 @@ class Summary:
         for use in self.memory.values():
             peaks |= Counter(use.device_peaks)
         return dict(sorted(peaks.items()))
+
+    @property
+    def attained(self) -> Mapping[str, Attainment]:
+        """Overall, and by tag if jobs have tags."""
+        if self.deadlines is None:
+            return {}
+        return {ALL_TAGS: self.deadlines, **{tag: met for tag, met in self.deadlines_by_tag.items() if tag}}
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers; times in seconds, shares from 0 to 1."""
+        return {
+            "jobs": {
+                "done": self.num_done,
+                "failed": self.num_failed,
+                "cancelled": self.num_cancelled,
+                "skipped": self.num_skipped,
+                "unfinished": self.num_unfinished,
+            },
+            "num_tasks": self.num_tasks,
+            "model_changes": {"times": self.num_model_changes, "load_s": self.load_s},
+            "makespan_s": self.makespan_s,
+            "jobs_per_min": self.jobs_per_min,
+            "latency": None if self.latency is None else asdict(self.latency),
+            "deadlines": {
+                tag: {"met": met.num_met, "jobs": met.num_jobs, "share": met.fraction}
+                for tag, met in self.attained.items()
+            },
+            "num_ranks": len(self.busy_s),
+            "utilisation": self.utilisation,
+            "waited_share": self.waited_share,
+            "moved_s": sum(self.moved_s),
+            "moved_share": self.moved_share,
+            "memory": {
+                "host_bytes": max((use.host_bytes for use in self.memory.values()), default=None),
+                "device_bytes": dict(self.device_peaks),
+            },
+            "policy_fault": self.policy_fault,
+        }
 
     def _share(self, by_rank: Sequence[float]) -> float:
         total_s = len(by_rank) * self.makespan_s

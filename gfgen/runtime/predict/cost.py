@@ -2,39 +2,37 @@
 
 Jobs of one model and shape share a `CostClass`. The estimate for a (stage, degrees) of a class is the first
 of: 1. this run's measurement; 2. the profile's time for this task, for shapes around it, or for other degrees
-(cost_table.py), times the
-   ratio of measured to profiled times in this run;
+   (cost_table.py), times the ratio of measured to profiled times in this run;
 3. the task's floating-point operations at the pace of the same model in the same stage with other shapes, or
    in its denoising steps, in this run or in the profile;
 4. a first use of such a task, or of others of its model, or a default pace.
-Every estimate has a `Provenance`. Waiting and moving are not part of a duration. Estimates are medians: one
-outlier moves none by more than the spread of the others. First uses (compiling, recording graphs) are no
-measurements. They have a price of their own, which `remaining_s` includes until such a task has run.
+Every estimate has a `Provenance`. Policies are told `task_s` of one task and `remaining_s` from a task to the
+end of its job; both change only when an estimate has changed notably, and leave out waiting and moving.
+Estimates are medians: one outlier moves none by more than the spread of the others. First uses (compiling,
+recording graphs) are no measurements. They have a price of their own, which `remaining_s` includes until such
+a task has run.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gfgen.graph import FIRST_STEP, Stage, Task
-from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
+from gfgen.layout import ALONE, MAX_RANKS, Degrees, Layout, Limits
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
-from gfgen.runtime.predict.profile_file import IN_BATCHES, Profile, interquartile_range
+from gfgen.runtime.predict.profile_file import IN_BATCHES, NO_PROFILE, Profile, interquartile_range
 from gfgen.snapshot import Arrangement
 
-_ONE: Degrees = (1, 1, 1)
 DEFAULT_FLOPS_PER_S = 2e10
 """One CPU rank without measurements; a core reaches the order of 20 GFLOP/s."""
 OVERHEAD_S = 2e-3
 """Per task, for launching from Python and publishing the state."""
-MOVE_BYTES_PER_S = 2e9
-"""Copy through shared memory on one core."""
 SWITCH_S = 0.05
 """Merging other LoRAs, until this run has done so."""
 _NUM_RECENT = 9
@@ -54,6 +52,9 @@ _CLEAR_GAIN = 0.98
 _Key = tuple[Stage, Degrees]
 _Tasks = dict[tuple[str, Degrees], float]
 """Values of the last _NUM_RECENT tasks, by `CostClass.kind` and degrees."""
+_Rest = tuple[Degrees | None, int, int, int]
+"""All that the rest of a job depends on: the degrees of its steps, its next task (2 for any step or the
+decode), tasks left, and reused steps of them."""
 
 
 class Recent:
@@ -78,6 +79,34 @@ class Recent:
 
 
 @dataclass(slots=True, eq=False)
+class ModelTimes:
+    """What tasks of one model teach about its other tasks."""
+
+    classes: list[CostClass] = field(default_factory=list)
+    paces: defaultdict[Stage, _Tasks] = field(default_factory=lambda: defaultdict(dict))
+    """Seconds per operation, on one rank."""
+    first_paces: dict[Stage, float] = field(default_factory=dict)
+    """The shortest of first uses."""
+    drifts: defaultdict[Stage, _Tasks] = field(default_factory=lambda: defaultdict(dict))
+    """Ratios of measured to profiled durations."""
+    first_uses: Recent | None = None
+    """How much longer first uses took than other tasks of their kind."""
+    switches: Recent | None = None
+    """Seconds to merge other LoRAs."""
+    writes: defaultdict[str, Recent] = field(default_factory=lambda: defaultdict(Recent))
+    """From the end of a decode to its file, by shape."""
+
+    def drift(self, stage: Stage) -> float:
+        """The ratio of measured to profiled times; 1 until there is a measurement."""
+        drifts = self.drifts[stage] or self.drifts[Stage.DENOISE]
+        return statistics.median(drifts.values()) if drifts else 1.0
+
+    def pace(self, stage: Stage) -> float | None:
+        paces = self.paces[stage] or self.paces[Stage.DENOISE]
+        return statistics.median(paces.values()) if paces else None
+
+
+@dataclass(slots=True, eq=False)
 class CostClass:
     """All jobs of one model and shape that share their steps with as many others."""
 
@@ -85,31 +114,27 @@ class CostClass:
     shape: str
     flops: Mapping[Stage, float]
     state_bytes: int
-    measured: dict[tuple[Stage, Degrees], Recent] = field(default_factory=dict)
-    first_uses: dict[_Key, tuple[float, float]] = field(default_factory=dict)
-    """The shortest duration of a first use, and how much longer it took with its preparation."""
-    warm: set[Degrees] = field(default_factory=set)
-    """Degrees that warm-ups have used before the run."""
-    published: dict[tuple[Stage, Degrees], float] = field(default_factory=dict)
-    """Estimates returned since the last notable change."""
-    alone: dict[Stage, float] = field(default_factory=dict)
-    """Estimates on one rank since the last renewal, for `rest_alone_s`."""
-    rests: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    """Results of `rest_alone_s` since then, by next task (2 for any step or the decode), tasks left,
-    and reused steps of them."""
-    rests_on: dict[tuple[Degrees, int, int, int], float] = field(default_factory=dict)
-    """Results of `remaining_s` for this version, by degrees and the same."""
-    profiled: dict[tuple[Stage, Degrees], Estimate | None] = field(default_factory=dict)
-    """The profile's estimates, looked up once."""
-    writes: Recent = field(default_factory=Recent)
-    """From the end of a decode to its file; shared by the classes of this model and shape."""
-    write_s: float = field(init=False)
-    """Their value as of the last renewal; 0 until one is known."""
-    limits: Limits = field(default_factory=Limits)
-    batch: int = 1
+    limits: Limits
+    batch: int
     """Jobs that take their steps together (control/job_record.py). A step of one of them is an equal part."""
+    shared: ModelTimes = field(repr=False)
     kind: str = field(init=False)
     """The shape, in words that tell batches of different sizes apart."""
+    measured: dict[_Key, Recent] = field(default_factory=dict)
+    first_uses: dict[_Key, tuple[float, float]] = field(default_factory=dict)
+    """The shortest duration of a first use, and how much longer it took with its preparation."""
+    warm: set[_Key] = field(default_factory=set)
+    """What warm-ups have used before the run."""
+    profiled: dict[_Key, Estimate | None] = field(default_factory=dict)
+    """The profile's estimates, looked up once."""
+    published: dict[_Key, float] = field(default_factory=dict)
+    """Estimates returned since the last notable change."""
+    alone: dict[Stage, float] = field(default_factory=dict)
+    """Estimates on one rank since the last renewal."""
+    rests: dict[_Rest, float] = field(default_factory=dict)
+    """Results of `remaining_s`: for this version, and those from `alone` since the last renewal."""
+    write_s: float = field(init=False)
+    """From the end of a decode to its file, as of the last renewal; 0 until that is known."""
     arrangement: Arrangement | None = None
     """Chosen for this version."""
     version: int = 0
@@ -118,9 +143,11 @@ class CostClass:
     def __post_init__(self) -> None:
         self.kind = _kind(self.shape, self.batch)
         self.write_s = self.writes.value
+        self.shared.classes.append(self)
 
-    def work(self, stage: Stage) -> TaskWork:
-        return TaskWork(self.flops[stage], self.state_bytes)
+    @property
+    def writes(self) -> Recent:
+        return self.shared.writes[self.shape]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -138,48 +165,38 @@ class CostModel:
     """Durations of tasks and moves, refined by every completed task."""
 
     def __init__(self, profile: Profile | None = None, *, shares_cores: bool = False) -> None:
-        self.shares_cores = shares_cores or (profile is not None and profile.shares_cores)
+        self._profile = profile or NO_PROFILE
+        self._table = CostTable(self._profile)
+        self.shares_cores = shares_cores or self._profile.shares_cores
         """Whether ranks slow each other down, so that durations depend on what else ran."""
+        self.classes: dict[tuple[str, str], CostClass] = {}
+        """By model and `CostClass.kind`; a class may have two names."""
         self.changed: set[CostClass] = set()
         """Classes of which an estimate has changed notably since their last renewal."""
         self.corrected: set[CostClass] = set()
-        """Those of them that had no measurement: `rest_alone_s` is too far off to wait for the others."""
+        """Those of them that had no measurement: their views are too far off to wait for the others."""
         self.kept: dict[Any, Any] = {}
         """As in snapshots: emptied whenever a returned estimate changes."""
-        self._table = None if profile is None else CostTable(profile)
-        self._move_s = 0.0 if profile is None else profile.move_s
-        self._move_bytes_per_s = MOVE_BYTES_PER_S if profile is None else profile.move_bytes_per_s
-        self._classes: dict[tuple[str, str], CostClass] = {}
-        self._paces: dict[tuple[str, Stage], _Tasks] = {}
-        """Seconds per operation, on one rank."""
-        self._first_paces: dict[tuple[str, Stage], float] = {}
-        """The shortest of first uses."""
-        self._drifts: dict[tuple[str, Stage], _Tasks] = {}
-        """Ratios of measured to profiled durations."""
+        self._models = defaultdict[str, ModelTimes](ModelTimes)
         self._default_first_use_s = 0.0
         self._warm: Collection[tuple[str, str, Degrees]] = ()
-        self._first_uses: dict[str, Recent] = {}
-        """By model: how much longer first uses took than other tasks of their kind."""
-        self._switches: dict[str, Recent] = {}
-        """Seconds to merge other LoRAs, by model."""
-        self._writes: dict[tuple[str, str], Recent] = {}
-        """`CostClass.writes`, by model and shape."""
-        self._doubts: set[UncertainEstimate] = set()
+        self.doubts: set[UncertainEstimate] = set()
+        """Estimates that were extrapolated or guessed when they were returned."""
 
     def class_of(self, job: AdmittedJob, *, batch: int = 1) -> CostClass:
-        key = (job.spec.model or "", _kind(job.shape, batch))
-        if key not in self._classes:
-            self._classes[key] = self.cost_class(
-                job.model_in(() if self._table is None else self._table.models),
+        name, shape = job.spec.model or "", _kind(job.shape, batch)
+        if (name, shape) not in self.classes:
+            found = self.classes[name, shape] = self.cost_class(
+                job.model_in(self._table.models),
                 job.shape,
                 flops=job.flops,
                 state_bytes=job.state_bytes,
                 limits=job.limits,
                 batch=batch,
             )
-            name, shape = job.spec.model or "", _kind(job.shape, batch)
-            self._classes[key].warm.update(way for *what, way in self._warm if what == [name, shape])
-        return self._classes[key]
+            for way in [way for *what, way in self._warm if what == [name, shape]]:
+                found.warm |= {(Stage.DENOISE, way), (Stage.DECODE, (1, math.prod(way), 1))}
+        return self.classes[name, shape]
 
     def price_first_uses(self, default_s: float, warm: Collection[tuple[str, str, Degrees]]) -> None:
         """Set `RunStart.first_use_s` and `RunStart.warm`, before there are classes."""
@@ -196,18 +213,15 @@ class CostModel:
         batch: int = 1,
     ) -> CostClass:
         """The class of jobs of this model and shape, created if new."""
-        key = (model, _kind(shape, batch))
-        if key not in self._classes:
+        key, shared = (model, _kind(shape, batch)), self._models[model]
+        if key not in self.classes:
+            if shape not in shared.writes:
+                profiled_s = self._table.write_s(model, shape, TaskWork(flops[Stage.DECODE], state_bytes))
+                if profiled_s:
+                    shared.writes[shape].add(profiled_s)
             limits = limits or Limits()
-            writes = self._writes_of(model, shape, TaskWork(flops[Stage.DECODE], state_bytes))
-            self._classes[key] = CostClass(
-                model, shape, flops, state_bytes, limits=limits, batch=batch, writes=writes
-            )
-        return self._classes[key]
-
-    def known_class(self, model: str, kind: str) -> CostClass:
-        """The existing class of this model and `CostClass.kind`."""
-        return self._classes[model, kind]
+            self.classes[key] = CostClass(model, shape, flops, state_bytes, limits, batch, shared)
+        return self.classes[key]
 
     def task_s(
         self, cost_class: CostClass, stage: Stage, degrees: Degrees, *, is_handed_out: bool = True
@@ -225,15 +239,15 @@ class CostModel:
                 return estimate.loaded_s
             published = cost_class.published[key] = estimate.loaded_s
             if estimate.provenance >= Provenance.EXTRAPOLATED:
-                self._doubts.add(
+                self.doubts.add(
                     UncertainEstimate(estimate.provenance, cost_class.model, cost_class.kind, stage, degrees)
                 )
         return published
 
-    def expected_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> tuple[float, float]:
-        """The same for predicting the end of a task, and the least time after which a rank of it is free.
+    def ends_after_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> tuple[float, float]:
+        """When a task that starts now ends, and when the first of its ranks may be free.
 
-        Every measurement counts at once.
+        Unlike in `task_s`, every measurement counts at once.
         """
         measured = cost_class.measured.get((stage, degrees))
         if measured is not None:
@@ -247,11 +261,11 @@ class CostModel:
         if measured is not None:
             return Estimate(measured.value, measured.value, Provenance.MEASURED)
         if stage is Stage.REUSE:
-            seconds = OVERHEAD_S + cost_class.state_bytes / self._move_bytes_per_s
+            seconds = OVERHEAD_S + cost_class.state_bytes / self._profile.move_bytes_per_s
             return Estimate(seconds, seconds, Provenance.EXTRAPOLATED)
-        profiled = self._profiled(cost_class, stage, degrees)
+        profiled = self._profiled(cost_class, (stage, degrees))
         if profiled is not None:
-            return profiled.scaled(self._drift(cost_class.model, stage), profiled.provenance)
+            return profiled.scaled(cost_class.shared.drift(stage), profiled.provenance)
         return self._by_pace(cost_class, stage, degrees)
 
     def spread(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
@@ -263,35 +277,23 @@ class CostModel:
         found = self.estimate(cost_class, stage, degrees)
         return max(_SPREADS[found.provenance], found.spread_s / max(found.seconds, OVERHEAD_S))
 
-    @property
-    def classes(self) -> Collection[CostClass]:
-        """All classes; a class may appear under two names."""
-        return self._classes.values()
-
-    @property
-    def doubts(self) -> Sequence[UncertainEstimate]:
-        """Estimates that were extrapolated or guessed when they were returned, the worst last."""
-        return sorted(self._doubts)
-
     def is_measured(self, cost_class: CostClass) -> bool:
         """Whether estimates rest on a measurement of this model, possibly with another shape."""
-        if self._table is not None and cost_class.model in self._table.models:
+        if cost_class.model in self._table.models or cost_class.shared.paces[Stage.DENOISE]:
             return True
-        denoise = (cost_class.model, Stage.DENOISE)
-        return denoise in self._paces or any(stage is Stage.DENOISE for stage, _ in cost_class.measured)
+        return any(stage is Stage.DENOISE for stage, _ in cost_class.measured)
 
     def has_seen(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
         """Whether such a task has run, in this run or for the profile."""
-        if (stage, degrees) in cost_class.measured:
-            return True
-        return self._table is not None and self._table.has(cost_class.model, cost_class.shape, stage, degrees)
+        is_measured = (stage, degrees) in cost_class.measured
+        return is_measured or self._table.has(cost_class.model, cost_class.shape, stage, degrees)
 
     def remaining_s(
         self,
         cost_class: CostClass,
         task: Task,
         num_tasks: int,
-        degrees: Degrees,
+        degrees: Degrees | None = None,
         *,
         num_reused: int = 0,
         is_handed_out: bool = True,
@@ -299,45 +301,39 @@ class CostModel:
         """Predicted time from `task` to the end of its job, with its steps on these degrees.
 
         num_reused: of these steps. The decode runs on as many of the same ranks as make it fastest.
+
+        Without degrees, on one rank by the estimates of the last renewal. All views of equal jobs then agree.
+        If the rest of a started job came from newer and longer estimates, jobs that have not started would
+        overtake it.
         """
-        key = (degrees, min(task.index, 2), num_tasks - task.index, num_reused)
-        if (rest_s := cost_class.rests_on.get(key)) is not None:
+        index = task.index
+        key = (degrees, index if index < FIRST_STEP else FIRST_STEP, num_tasks - index, num_reused)
+        if (rest_s := cost_class.rests.get(key)) is not None:
             return rest_s
-        bands = 1 if degrees == _ONE else self.arrangement(cost_class).decodes[math.prod(degrees) - 1]
-        own = {Stage.DENOISE: degrees, Stage.REUSE: degrees, Stage.DECODE: (1, bands, 1)}
+        on = degrees or ALONE
+        bands = 1 if on == ALONE else self.arrangement(cost_class).decodes[math.prod(on) - 1]
+        own = {Stage.DENOISE: on, Stage.REUSE: on, Stage.DECODE: (1, bands, 1)}
 
         def stage_s(stage: Stage) -> float:
-            return self.task_s(cost_class, stage, own.get(stage, _ONE), is_handed_out=is_handed_out)
+            if degrees is not None:
+                return self.task_s(cost_class, stage, own.get(stage, ALONE), is_handed_out=is_handed_out)
+            if stage not in cost_class.alone:
+                cost_class.alone[stage] = self.task_s(cost_class, stage, ALONE)
+            return cost_class.alone[stage]
 
-        rest_s = self._rest_s(stage_s, task, num_tasks, num_reused=num_reused)
+        if num_tasks == 1:  # a whole job, as a driver of nodes sees it
+            rest_s = stage_s(Stage.DENOISE)
+        else:
+            num_steps = min(num_tasks - task.index - 1, num_tasks - 3) - num_reused
+            rest_s = num_steps * stage_s(Stage.DENOISE)
+            rest_s += num_reused * stage_s(Stage.REUSE) if num_reused else 0.0
+            rest_s += stage_s(Stage.DECODE)
+            for stage in (Stage.PREPARE, Stage.ENCODE)[: max(0, 2 - task.index)]:
+                rest_s += stage_s(stage)
         rest_s += self.first_use_s(cost_class, Stage.DECODE, own[Stage.DECODE])
         if task.index < num_tasks - 1:
-            rest_s += self.first_use_s(cost_class, Stage.DENOISE, degrees)
+            rest_s += self.first_use_s(cost_class, Stage.DENOISE, on)
         if is_handed_out:
-            cost_class.rests_on[key] = rest_s
-        return rest_s
-
-    def rest_alone_s(
-        self, cost_class: CostClass, task: Task, num_tasks: int, *, num_reused: int = 0
-    ) -> float:
-        """The same on one rank, by the estimates of the last renewal.
-
-        All views of equal jobs then agree. If the rest of a started job came from newer and longer estimates,
-        jobs that have not started would overtake it.
-        """
-        # All that `remaining_s` depends on.
-        key = (min(task.index, FIRST_STEP), num_tasks - task.index, num_reused)
-        rest_s = cost_class.rests.get(key)
-        if rest_s is None:
-
-            def stage_s(stage: Stage) -> float:
-                if stage not in cost_class.alone:
-                    cost_class.alone[stage] = self.task_s(cost_class, stage, _ONE)
-                return cost_class.alone[stage]
-
-            rest_s = self._rest_s(stage_s, task, num_tasks, num_reused=num_reused)
-            stages = (Stage.DENOISE, Stage.DECODE)[task.index == num_tasks - 1 :]
-            rest_s += sum(self.first_use_s(cost_class, stage, _ONE) for stage in stages)
             cost_class.rests[key] = rest_s
         return rest_s
 
@@ -346,123 +342,58 @@ class CostModel:
         key, default_s = (stage, degrees), self._default_first_use_s
         if not default_s or stage not in (Stage.DENOISE, Stage.DECODE):
             return 0.0
-        if key in cost_class.measured or key in cost_class.first_uses:
+        if key in cost_class.measured or key in cost_class.first_uses or key in cost_class.warm:
             return 0.0
-        ways = (way if stage is Stage.DENOISE else (1, math.prod(way), 1) for way in cost_class.warm)
-        if degrees in ways:
-            return 0.0
-        learned = self._first_uses.get(cost_class.model)
+        learned = cost_class.shared.first_uses
         return (default_s if learned is None else learned.value) / cost_class.batch
 
-    def _rest_s(
-        self, stage_s: Callable[[Stage], float], task: Task, num_tasks: int, *, num_reused: int
-    ) -> float:
-        """The sum of the tasks from `task` on, by the time of each stage."""
-        num_steps = min(num_tasks - task.index - 1, num_tasks - 3) - num_reused
-        total_s = num_steps * stage_s(Stage.DENOISE)
-        if num_reused:
-            total_s += num_reused * stage_s(Stage.REUSE)
-        total_s += stage_s(Stage.DECODE)
-        if task.index < FIRST_STEP:
-            total_s += stage_s(Stage.PREPARE)
-        if task.index < 1:
-            total_s += stage_s(Stage.ENCODE)
-        return total_s
-
     def renew(self, classes: Iterable[CostClass]) -> None:
-        """Let `rest_alone_s` use the present estimates of these classes."""
-        for each in list(classes):
-            self._rise(each)
+        """Let the views of these classes have the present estimates."""
+        classes = list(classes)
+        self._rise(classes)
+        for each in classes:
             each.alone.clear()
             each.rests.clear()
             each.write_s = each.writes.value
             self.changed.discard(each)
             self.corrected.discard(each)
 
-    def _rise(self, cost_class: CostClass) -> None:
-        """Begin another version of a class."""
-        cost_class.version += 1
-        cost_class.arrangement = None
-        cost_class.rests_on.clear()
+    def _rise(self, classes: Collection[CostClass]) -> None:
+        """Begin another version of these classes."""
+        for each in classes:
+            each.version += 1
+            each.arrangement = None
+            each.rests = {key: rest_s for key, rest_s in each.rests.items() if key[0] is None}
+        self.changed.update(classes)
         self.kept.clear()
 
     def arrangement(self, cost_class: CostClass) -> Arrangement:
         """The best predicted use of ranks by tasks of this class; changes only with its version."""
+
+        def known_s(stage: Stage, degrees: Degrees) -> float:
+            """An estimate from tasks of the same degrees; infinite if there are none."""
+            is_measured = (stage, degrees) in cost_class.measured
+            if is_measured or self._table.has_degrees(cost_class.model, stage, degrees):
+                return self.estimate(cost_class, stage, degrees).loaded_s
+            return math.inf
+
         if cost_class.arrangement is None:
-            steps = [self._best_way(cost_class, number) for number in range(1, MAX_RANKS + 1)]
-            decodes = tuple(self._best_numbers(cost_class))
-            cost_class.arrangement = Arrangement(steps=tuple(steps), decodes=decodes)
+            limits, numbers = cost_class.limits, range(1, MAX_RANKS + 1)
+            steps = tuple([_best_way(limits.ways(number), known_s) for number in numbers])
+            decodes = tuple(_best_numbers(limits.max_decode_degree, known_s))
+            cost_class.arrangement = Arrangement(steps, decodes)
         return cost_class.arrangement
-
-    def _best_way(self, cost_class: CostClass, num_ranks: int) -> Degrees:
-        """The usual degrees of a step on this many ranks, or clearly faster ones."""
-        usual, *others = cost_class.limits.ways(num_ranks)
-        if not others:
-            return usual
-        best, best_s = usual, _CLEAR_GAIN * self._known_s(cost_class, Stage.DENOISE, usual)
-        for degrees in others:
-            seconds = self._known_s(cost_class, Stage.DENOISE, degrees)
-            if seconds < best_s < math.inf:
-                best, best_s = degrees, seconds
-        return best
-
-    def _best_numbers(self, cost_class: CostClass) -> Iterator[int]:
-        """For 1 rank, 2 ranks and so on: how many of them a decode uses; fewer if those are known to be as
-        fast."""
-        chosen, best, best_s = 1, 1, math.inf
-        for number in range(1, MAX_RANKS + 1):
-            if number <= cost_class.limits.max_decode_degree:
-                seconds = self._known_s(cost_class, Stage.DECODE, (1, number, 1))
-                if seconds < best_s:
-                    best, best_s = number, seconds
-                chosen = best if seconds < math.inf else number
-            yield chosen
-
-    def _known_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
-        """An estimate from tasks of the same degrees; infinite if there are none."""
-        if (stage, degrees) in cost_class.measured or self._has_degrees(cost_class, stage, degrees):
-            return self.estimate(cost_class, stage, degrees).loaded_s
-        return math.inf
 
     def move_s(self, cost_class: CostClass, source: Layout | None, layout: Layout) -> float:
         """Predicted time to move a job's state to a layout; 0 if it is already there."""
         if source is None or source == layout or set(layout.ranks).issubset(source.ranks):
             return 0.0
-        return self._move_s + cost_class.state_bytes / self._move_bytes_per_s
+        return self._profile.move_s + cost_class.state_bytes / self._profile.move_bytes_per_s
 
     def switch_s(self, cost_class: CostClass) -> float:
         """Predicted time to merge other LoRAs into a model."""
-        recent = self._switches.get(cost_class.model)
-        return SWITCH_S if recent is None else recent.value
-
-    def observe_switch(
-        self, cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: float
-    ) -> None:
-        """Learn from a completed task that merged other LoRAs first."""
-        usual = cost_class.measured.get((stage, degrees))
-        if usual is None:
-            switch_s = self.switch_s(cost_class) / cost_class.batch
-            self.observe(cost_class, stage, degrees, max(0.0, duration_s - switch_s))
-        else:
-            switch_s = max(0.0, duration_s - usual.value) * cost_class.batch
-            self._switches.setdefault(cost_class.model, Recent()).add(switch_s)
-
-    def observe_write(self, cost_class: CostClass, duration_s: float) -> None:
-        """Learn from a file that was written."""
-        cost_class.writes.add(duration_s)
-        cost_class.writes.samples.append(duration_s)
-        for each in self._of_model(cost_class.model):
-            if each.writes is cost_class.writes and _is_notable(each.writes.value, each.write_s):
-                self.changed.add(each)
-
-    def _writes_of(self, model: str, shape: str, decode: TaskWork) -> Recent:
-        """Of all classes of this model and shape: at first the profile's time, if it has one."""
-        if (model, shape) not in self._writes:
-            writes = self._writes[model, shape] = Recent()
-            profiled_s = 0.0 if self._table is None else self._table.write_s(model, shape, decode)
-            if profiled_s:
-                writes.add(profiled_s)
-        return self._writes[model, shape]
+        learned = cost_class.shared.switches
+        return SWITCH_S if learned is None else learned.value
 
     def observe(
         self,
@@ -474,9 +405,9 @@ class CostModel:
         first_end_s: float | None = None,
     ) -> None:
         """Learn from a completed task; `first_end_s` is when the first of its ranks was free, if earlier."""
-        key, model, task = (stage, degrees), cost_class.model, (cost_class.kind, degrees)
-        profiled = None if self._table is None else self._profiled(cost_class, stage, degrees)
-        measured, price_s = cost_class.measured.get(key), self.first_use_s(cost_class, stage, degrees)
+        key, shared, task = (stage, degrees), cost_class.shared, (cost_class.kind, degrees)
+        profiled, price_s = self._profiled(cost_class, key), self.first_use_s(cost_class, stage, degrees)
+        measured = cost_class.measured.get(key)
         is_first = measured is None
         if measured is None:
             if (first_use := cost_class.first_uses.get(key)) is not None:
@@ -486,109 +417,125 @@ class CostModel:
                 measured.add(profiled.loaded_s, max(0.0, profiled.seconds - profiled.spread_s))
         measured.add(duration_s, first_end_s)
         measured.samples.append(duration_s)
-        if profiled is not None and self._shows_drift(cost_class, stage, degrees, profiled):
-            _note(self._drifts.setdefault((model, stage), {}), task, measured.value / profiled.loaded_s)
+        if profiled is not None and profiled.loaded_s > 0:
+            # Only then a deviation is due to the machine, and not to a batch or to degrees.
+            is_alike = cost_class.batch == 1 or profiled.provenance is Provenance.PROFILED
+            if is_alike and self._table.has_degrees(cost_class.model, *key):
+                _note(shared.drifts[stage], task, measured.value / profiled.loaded_s)
         if (pace := _pace(cost_class, stage, degrees, measured.value)) is not None:
-            _note(self._paces.setdefault((model, stage), {}), task, pace)
+            _note(shared.paces[stage], task, pace)
         self._note_learned(cost_class, key, measured.value, is_first=is_first, price_s=price_s)
+
+    def observe_switch(
+        self, cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: float
+    ) -> None:
+        """Learn from a completed task that merged other LoRAs first."""
+        usual, shared = cost_class.measured.get((stage, degrees)), cost_class.shared
+        if usual is None:
+            switch_s = self.switch_s(cost_class) / cost_class.batch
+            self.observe(cost_class, stage, degrees, max(0.0, duration_s - switch_s))
+        else:
+            shared.switches = shared.switches or Recent()
+            shared.switches.add(max(0.0, duration_s - usual.value) * cost_class.batch)
 
     def observe_first_use(
         self, cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: float, *, prepared_s: float
     ) -> None:
         """Learn what a first use costs; its duration predicts others only if nothing else can."""
-        key, model = (stage, degrees), cost_class.model
-        price_s, before = self.first_use_s(cost_class, stage, degrees), cost_class.first_uses.get(key)
+        key, paces = (stage, degrees), cost_class.shared.first_paces
+        price_s, before = self.first_use_s(cost_class, *key), cost_class.first_uses.get(key)
         if before is None or duration_s < before[0]:
             cost_class.first_uses[key] = (duration_s, prepared_s)
             if (pace := _pace(cost_class, stage, degrees, duration_s)) is not None:
-                self._first_paces[model, stage] = min(pace, self._first_paces.get((model, stage), pace))
+                paces[stage] = min(pace, paces.get(stage, pace))
         if (measured := cost_class.measured.get(key)) is not None:
             self._learn_price(cost_class, duration_s + prepared_s - measured.value)
-        estimate_s = self.estimate(cost_class, stage, degrees).loaded_s
+        estimate_s = self.estimate(cost_class, *key).loaded_s
         self._note_learned(cost_class, key, estimate_s, is_first=before is None, price_s=price_s)
+
+    def observe_write(self, cost_class: CostClass, duration_s: float) -> None:
+        """Learn from a file that was written."""
+        writes = cost_class.writes
+        writes.add(duration_s)
+        writes.samples.append(duration_s)
+        alike = (each for each in cost_class.shared.classes if each.shape == cost_class.shape)
+        self.changed.update(each for each in alike if _is_notable(writes.value, each.write_s))
 
     def _learn_price(self, cost_class: CostClass, extra_s: float) -> None:
         if self._default_first_use_s:
-            model = cost_class.model
-            self._first_uses.setdefault(model, Recent()).add(max(0.0, extra_s) * cost_class.batch)
-            self._correct(self._of_model(model))
+            shared = cost_class.shared
+            shared.first_uses = shared.first_uses or Recent()
+            shared.first_uses.add(max(0.0, extra_s) * cost_class.batch)
+            self._rise(shared.classes)
+            self.corrected.update(shared.classes)
 
     def _note_learned(
         self, cost_class: CostClass, key: _Key, estimate_s: float, *, is_first: bool, price_s: float
     ) -> None:
         """Let estimates change that are wrong now; `price_s` was that of a first use before this task."""
-        published = cost_class.published.get(key)
+        published, alike = cost_class.published.get(key), cost_class.shared.classes
         if published is not None and _is_notable(estimate_s, published):
-            for other in self._of_model(cost_class.model):
-                other.published.clear()
-                self._rise(other)
-                self.changed.add(other)
-        if is_first:
-            self._note_corrected(cost_class.model)
-        if price_s:
-            self._correct([cost_class])
-
-    def _correct(self, classes: Collection[CostClass]) -> None:
-        """Renew these classes at the next decision."""
-        for each in classes:
-            self._rise(each)
-        self.changed.update(classes)
-        self.corrected.update(classes)
-
-    def _of_model(self, model: str) -> set[CostClass]:
-        return {each for each in self._classes.values() if each.model == model}
-
-    def _note_corrected(self, model: str) -> None:
-        """After a first measurement: find the classes of which `rest_alone_s` is notably wrong."""
-        for each in self._of_model(model):
-            if any(
-                _is_notable(self.estimate(each, stage, _ONE).loaded_s, alone_s)
-                for stage, alone_s in each.alone.items()
-            ):
+            for each in alike:
+                each.published.clear()
+            self._rise(alike)
+        for each in alike if is_first else ():
+            found = ((self.estimate(each, stage, ALONE), before_s) for stage, before_s in each.alone.items())
+            if any(_is_notable(estimate.loaded_s, before_s) for estimate, before_s in found):
                 self.changed.add(each)
                 self.corrected.add(each)
+        if price_s:
+            self._rise([cost_class])
+            self.corrected.add(cost_class)
 
-    def _profiled(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate | None:
-        if self._table is None or stage is Stage.REUSE:
-            return None
-        key = (stage, degrees)
+    def _profiled(self, cost_class: CostClass, key: _Key) -> Estimate | None:
         if key not in cost_class.profiled:
+            stage, degrees = key
             # A table without steps of such a batch takes those of the same work: of single jobs.
             shape = cost_class.kind if stage is Stage.DENOISE else cost_class.shape
-            work = cost_class.work(stage)
-            cost_class.profiled[key] = self._table.task(cost_class.model, shape, stage, degrees, work)
+            work = TaskWork(cost_class.flops[stage], cost_class.state_bytes)
+            found = self._table.task(cost_class.model, shape, stage, degrees, work)
+            cost_class.profiled[key] = None if stage is Stage.REUSE else found
         return cost_class.profiled[key]
-
-    def _has_degrees(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
-        """Whether the profile has these degrees."""
-        return self._table is not None and self._table.has_degrees(cost_class.model, stage, degrees)
-
-    def _shows_drift(self, cost_class: CostClass, stage: Stage, degrees: Degrees, profiled: Estimate) -> bool:
-        """Whether a deviation from the profile is due to the machine, and not to degrees or a batch."""
-        is_alike = cost_class.batch == 1 or profiled.provenance is Provenance.PROFILED
-        return is_alike and profiled.loaded_s > 0 and self._has_degrees(cost_class, stage, degrees)
-
-    def _drift(self, model: str, stage: Stage) -> float:
-        """The ratio of measured to profiled times; 1 until there is a measurement."""
-        drifts = self._drifts.get((model, stage)) or self._drifts.get((model, Stage.DENOISE))
-        return statistics.median(drifts.values()) if drifts else 1.0
 
     def _by_pace(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate:
         """From other tasks of the model. A first use bounds the estimate, and replaces a guess."""
-        model, provenance = cost_class.model, Provenance.EXTRAPOLATED
+        shared, provenance = cost_class.shared, Provenance.EXTRAPOLATED
         first_s, _ = cost_class.first_uses.get((stage, degrees), (math.inf, 0.0))
-        paces = self._paces.get((model, stage)) or self._paces.get((model, Stage.DENOISE))
-        pace = statistics.median(paces.values()) if paces else None
-        if pace is None and self._table is not None:
-            pace = self._table.pace(model)
+        pace = shared.pace(stage)
+        if pace is None:
+            pace = self._table.pace(cost_class.model)
         if pace is None:
             provenance = Provenance.GUESSED
             if first_s < math.inf:
                 return Estimate(first_s, first_s, provenance)
-            found = (self._first_paces.get((model, each)) for each in (stage, Stage.DENOISE))
+            found = (shared.first_paces.get(each) for each in (stage, Stage.DENOISE))
             pace = next(filter(None, found), 1 / DEFAULT_FLOPS_PER_S)
         seconds = cost_class.flops[stage] * pace / speed_up(math.prod(degrees)) + OVERHEAD_S
         return Estimate(min(seconds, first_s), min(seconds, first_s), provenance)
+
+
+def _best_way(ways: Sequence[Degrees], known_s: Callable[[Stage, Degrees], float]) -> Degrees:
+    """The usual degrees of a step, which are the first, or clearly faster ones."""
+    best, *others = ways
+    best_s = _CLEAR_GAIN * known_s(Stage.DENOISE, best) if others else 0.0
+    for degrees in others:
+        seconds = known_s(Stage.DENOISE, degrees)
+        if seconds < best_s < math.inf:
+            best, best_s = degrees, seconds
+    return best
+
+
+def _best_numbers(most: int, known_s: Callable[[Stage, Degrees], float]) -> Iterator[int]:
+    """For 1 rank, 2 ranks and so on: how many of them a decode uses, which can use `most`; fewer if those are
+    known to be as fast."""
+    chosen, best, best_s = 1, 1, math.inf
+    for number in range(1, MAX_RANKS + 1):
+        if number <= most:
+            seconds = known_s(Stage.DECODE, (1, number, 1))
+            if seconds < best_s:
+                best, best_s = number, seconds
+            chosen = best if seconds < math.inf else number
+        yield chosen
 
 
 def _note(values: _Tasks, task: tuple[str, Degrees], value: float) -> None:
@@ -615,13 +562,13 @@ def _is_notable(seconds: float, before_s: float) -> bool:
     return abs(seconds - before_s) > _NOTABLE * before_s
 
 
-def uncertain(doubts: Sequence[UncertainEstimate], *, has_writes: bool) -> str | None:
+def uncertain(doubts: Collection[UncertainEstimate], *, has_writes: bool) -> str | None:
     """Describe in one line the uncertain estimates of a prediction; None if there are none.
 
     has_writes: whether the profile has times for writing files.
     """
     by_kind: dict[Provenance, dict[tuple[str, str], list[UncertainEstimate]]] = {}
-    for doubt in doubts:
+    for doubt in sorted(doubts):
         shapes = by_kind.setdefault(doubt.provenance, {})
         shapes.setdefault((doubt.model, doubt.shape), []).append(doubt)
     parts = []

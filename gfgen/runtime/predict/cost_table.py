@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from gfgen.graph import Stage
-from gfgen.layout import Degrees
+from gfgen.layout import ALONE, Degrees
 from gfgen.runtime.predict.profile_file import IN_BATCHES, Profile, ProfileRow
 
-_ONE: Degrees = (1, 1, 1)
 PARALLEL_EFFICIENCY = 0.9
 """Assumed share of the ideal speed-up of a degree without measurements."""
 
@@ -70,7 +69,7 @@ class CostTable:
     """A profile's times for any shape and degrees."""
 
     def __init__(self, profile: Profile) -> None:
-        self._exact = {(row.model, row.shape, row.stage, row.degrees): row for row in profile.rows}
+        self._exact = {row.task: row for row in profile.rows}
         self._rows: dict[tuple[str, Stage], dict[Degrees, list[ProfileRow]]] = defaultdict(dict)
         for row in profile.rows:
             single, is_in_batch, _ = row.shape.partition(IN_BATCHES)
@@ -90,14 +89,14 @@ class CostTable:
     def task(self, model: str, shape: str, stage: Stage, degrees: Degrees, work: TaskWork) -> Estimate | None:
         """The duration of a task; None if no similar task was measured."""
         if (row := self._exact.get((model, shape, stage, degrees))) is not None:
-            return Estimate(row.seconds, _loaded_s(row), Provenance.PROFILED, row.spread_s)
+            return Estimate(row.seconds, row.under_load_s, Provenance.PROFILED, row.spread_s)
         by_degrees = self._rows.get((model, stage))
         if not by_degrees:
             return None
         base = degrees
         if degrees not in by_degrees:
             base = min(by_degrees, key=lambda other: _distance(other, degrees))
-        rows, alone = by_degrees[base], by_degrees.get(_ONE, ())
+        rows, alone = by_degrees[base], by_degrees.get(ALONE, ())
         found = _below(rows, alone, shape, work) or _over_shapes(rows, shape, work)
         if base == degrees:
             return found
@@ -106,8 +105,8 @@ class CostTable:
 
     def pace(self, model: str) -> float | None:
         """Seconds per operation of the model's steps on one rank; None if that is unknown."""
-        rows = self._rows.get((model, Stage.DENOISE), {}).get(_ONE, ())
-        paces = [_loaded_s(row) / row.flops for row in rows if row.flops > 0]
+        rows = self._rows.get((model, Stage.DENOISE), {}).get(ALONE, ())
+        paces = [row.under_load_s / row.flops for row in rows if row.flops > 0]
         return statistics.median(paces) if paces else None
 
     def write_s(self, model: str, shape: str, work: TaskWork) -> float:
@@ -142,7 +141,7 @@ class CostTable:
         for degrees, rows in by_degrees.items():
             num_ranks = math.prod(degrees)
             for row in rows:
-                alone = self._exact.get((model, row.shape, stage, _ONE))
+                alone = self._exact.get((model, row.shape, stage, ALONE))
                 if num_ranks > 1 and alone is not None and alone.seconds > 0:
                     share = (num_ranks * row.seconds / alone.seconds - 1) / (num_ranks - 1)
                     shares[row.shape] = max(shares.get(row.shape, (0, 0.0)), (num_ranks, max(0.0, share)))
@@ -167,7 +166,7 @@ def _distance(other: Degrees, degrees: Degrees) -> tuple[float, float, Degrees]:
 
 def _over_shapes(rows: Sequence[ProfileRow], shape: str, work: TaskWork) -> Estimate:
     seconds, provenance = _value_over_shapes(rows, shape, work, value=lambda row: row.seconds)
-    loaded_s, _ = _value_over_shapes(rows, shape, work, value=_loaded_s)
+    loaded_s, _ = _value_over_shapes(rows, shape, work, value=lambda row: row.under_load_s)
     spread_s, _ = _value_over_shapes(rows, shape, work, value=lambda row: row.spread_s)
     return Estimate(seconds, loaded_s, provenance, spread_s)
 
@@ -185,7 +184,7 @@ def _below(
     if not points or x >= points[0][0] or any(row.shape == shape for row in rows):
         return None
     smallest = next(row for row in rows if points[0][0] in (row.flops, row.state_bytes))
-    if smallest.degrees == _ONE or not alone:
+    if smallest.degrees == ALONE or not alone:
         return None
     there = _over_shapes(alone, smallest.shape, TaskWork(smallest.flops, smallest.state_bytes))
     if not there.seconds or not there.loaded_s:
@@ -193,12 +192,8 @@ def _below(
     here = _over_shapes(alone, shape, work)
     share = max(1 / math.prod(smallest.degrees), smallest.seconds / there.seconds)
     seconds, spread_s = here.seconds * share, here.spread_s * share
-    loaded_s = max(seconds, here.loaded_s * _loaded_s(smallest) / there.loaded_s)
+    loaded_s = max(seconds, here.loaded_s * smallest.under_load_s / there.loaded_s)
     return Estimate(seconds, loaded_s, Provenance.EXTRAPOLATED, spread_s)
-
-
-def _loaded_s(row: ProfileRow) -> float:
-    return row.seconds if row.loaded_s is None else row.loaded_s
 
 
 def _value_over_shapes(

@@ -16,10 +16,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from gfgen.errors import InputError
@@ -36,6 +38,8 @@ _MAX_NAMED = 3
 """Limit for models or shapes in one line."""
 IN_BATCHES = " in batches of "
 """Before the number of jobs, at the end of a row's shape, for steps that jobs share."""
+TaskKey = tuple[str, str, Stage, Degrees]
+"""Model, shape, stage and degrees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,15 @@ class ProfileRow:
     """For a decode: from its end to the renamed file, with an idle writer."""
     basis: str = "measured"
     """One of BASES."""
+
+    @property
+    def under_load_s(self) -> float:
+        """While all other ranks are busy."""
+        return self.seconds if self.loaded_s is None else self.loaded_s
+
+    @property
+    def task(self) -> TaskKey:
+        return self.model, self.shape, self.stage, self.degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +133,9 @@ class Profile:
         return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
+NO_PROFILE = Profile(device="", date="", source="", num_ranks=1, rows=())
+
+
 def interquartile_range(values: Collection[float]) -> float:
     if len(values) < 2:
         return 0.0
@@ -130,6 +146,17 @@ def interquartile_range(values: Collection[float]) -> float:
 def _known(content: dict[str, Any]) -> dict[str, Any]:
     """Without null values and the default basis."""
     return {k: v for k, v in content.items() if v is not None and (k, v) != ("basis", "measured")}
+
+
+def write_whole(text: str, path: Path) -> None:
+    """Write the whole file or nothing. Raises: OSError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        partial.write_text(text)
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def load_profile(path: Path) -> Profile:
@@ -183,16 +210,9 @@ def _some(names: Sequence[str]) -> str:
 
 def profile_of(content: object) -> Profile:
     """The profile in a file's JSON. Raises: ValueError that says what is wrong with it."""
-    head = dict(_fields_of(Profile, content, also=("format",)))
+    head = _checked(Profile, content, also=("format",))
     if head.pop("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")
-    for name in ("device", "date", "source"):
-        _check_text(head, name)
-    for name in ("move_s", "write_s", "dispatch_s"):
-        _check_number(head, name, least=0.0)
-    _check_number(head, "num_ranks", least=1, most=MAX_RANKS, kind=int)
-    _check_number(head, "move_bytes_per_s", least=1.0)
-    _check_number(head, "calibration_s", least=1e-6, is_optional=True)
     if not isinstance(head.get("versions", {}), dict):
         raise ValueError(f"versions = {head['versions']!r} are no names with their versions")
     rows = head.pop("rows")
@@ -208,13 +228,7 @@ def profile_of(content: object) -> Profile:
 
 
 def _row_of(content: object) -> ProfileRow:
-    row = _fields_of(ProfileRow, content)
-    for name in ("model", "shape"):
-        _check_text(row, name)
-    for name in ("seconds", "spread_s", "loaded_s", "write_s"):
-        _check_number(row, name, least=0.0, most=MAX_SECONDS, is_optional=name in ("loaded_s", "write_s"))
-    for name, kind, least in (("flops", float, 0), ("state_bytes", int, 0), ("num_samples", int, 1)):
-        _check_number(row, name, least=least, kind=kind)
+    row = _checked(ProfileRow, content)
     if row.get("basis", "measured") not in BASES:
         raise ValueError(f"basis = {row['basis']!r}: one of {', '.join(BASES)} is accepted")
     degrees = row["degrees"]
@@ -224,44 +238,49 @@ def _row_of(content: object) -> ProfileRow:
     return ProfileRow(**{**row, "stage": Stage(row["stage"]), "degrees": tuple(degrees)})
 
 
-def _fields_of(kind: type, content: object, *, also: Sequence[str] = ()) -> Mapping[str, Any]:
-    """The JSON object, after checking that it has all required fields and no unknown ones."""
+_NUMBERS: Mapping[str, Any] = {
+    "int": (int,),
+    "float": (int, float),
+    "float | None": (int, float, NoneType),
+}
+"""By annotation."""
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "num_ranks": (1, MAX_RANKS),
+    "num_samples": (1, math.inf),
+    "move_bytes_per_s": (1, math.inf),
+    "calibration_s": (1e-6, math.inf),
+    **dict.fromkeys(("seconds", "spread_s", "loaded_s", "write_s"), (0, MAX_SECONDS)),
+}
+"""Of numbers that may not be anything from 0."""
+
+
+def _checked(kind: type, content: object, *, also: Sequence[str] = ()) -> dict[str, Any]:
+    """The JSON object: it has all required fields and no unknown ones, and its texts and numbers are such."""
     if not isinstance(content, dict):
         raise ValueError(f"{type(content).__name__} in place of an object with fields")
     known = [*also, *(entry.name for entry in fields(kind))]
     for name in content:
         if name not in known:
             raise ValueError(f"{name!r} is not a field; {', '.join(known)} are")
-    needed = [
-        entry.name for entry in fields(kind) if entry.default is MISSING and entry.default_factory is MISSING
-    ]
-    for name in (*also, *needed):
+    for name in also:
         if name not in content:
             raise ValueError(f"{name} is missing")
-    return content
+    for entry in fields(kind):
+        if entry.name in content:
+            _check(entry.name, content[entry.name], str(entry.type))
+        elif entry.default is MISSING and entry.default_factory is MISSING:
+            raise ValueError(f"{entry.name} is missing")
+    return dict(content)
 
 
-def _check_text(content: Mapping[str, Any], name: str) -> None:
-    if not isinstance(content[name], str):
-        raise ValueError(f"{name} = {content[name]!r} is no text")
-
-
-def _check_number(
-    content: Mapping[str, Any],
-    name: str,
-    *,
-    least: float,
-    most: float = math.inf,
-    kind: type = float,
-    is_optional: bool = False,
-) -> None:
-    """Check a number against these bounds, if it is there."""
-    value = content.get(name)
-    if name not in content or (value is None and is_optional):
+def _check(name: str, value: Any, kind: str) -> None:
+    if kind == "str" and not isinstance(value, str):
+        raise ValueError(f"{name} = {value!r} is no text")
+    if kind not in _NUMBERS or (value is None and NoneType in _NUMBERS[kind]):
         return
-    accepted = int if kind is int else int | float
-    if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value):
-        raise ValueError(f"{name} = {value!r} is no {'whole ' if kind is int else ''}number")
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS[kind]) or not math.isfinite(value):
+        raise ValueError(f"{name} = {value!r} is no {'whole ' if kind == 'int' else ''}number")
+    least, most = _BOUNDS.get(name, (0, math.inf))
     if value < least:
         raise ValueError(f"{name} = {value!r} is below {least:g}")
     if value > most:

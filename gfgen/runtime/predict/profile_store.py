@@ -12,18 +12,31 @@ For a GPU without a shipped profile, those of another GPU are scaled by what bot
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
-import os
+import statistics
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from gfgen.errors import InputError
+from gfgen.graph import Stage
 from gfgen.models.families import registry
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.predict.profile_file import FORMAT, Profile, ProfileRow, load_profile, profile_of
+from gfgen.runtime.predict.cost import CostClass
+from gfgen.runtime.predict.profile_file import (
+    FORMAT,
+    Profile,
+    ProfileRow,
+    TaskKey,
+    interquartile_range,
+    load_profile,
+    profile_of,
+    write_whole,
+)
 from gfgen.runtime.predict.scaling import calibrated_speed, of_another_gpu, scaled_profile, speed_by_runs
 from gfgen.system.machine import cache_dir, cpu_name, file_stem, versions
 
@@ -37,6 +50,12 @@ BY_RUNS = "runs"
 """The source of a profile that runs measured, which has only task times."""
 MIN_SAMPLES = 3
 """Samples that a row of runs needs, because one or two may be outliers."""
+MAX_ROWS = 500
+"""About 150 KB; the rows with the oldest measurements are dropped first."""
+MAX_WEIGHT = 64
+"""The most samples that earlier measurements count as, so that a row follows the machine."""
+FAR_APART = 2.0
+"""Medians of one task that differ by more than this factor are not measurements of the same."""
 
 
 def default_path(device: str | None = None, *, kind: str = "") -> Path:
@@ -74,15 +93,14 @@ def joined(profiles: Sequence[Profile]) -> Profile:
 
     A row of runs with few samples is left out if a later profile has the model.
     """
-    rows: dict[object, ProfileRow] = {}
+    rows: dict[TaskKey, ProfileRow] = {}
     for profile in reversed(profiles):
         known = {row.model for row in rows.values()}
         for row in profile.rows:
-            key = (row.model, row.shape, row.stage, row.degrees)
             if row.basis == "runs" and row.num_samples < MIN_SAMPLES and row.model in known:
                 continue
-            before = rows.get(key)
-            rows[key] = row if before is None or row.write_s else replace(row, write_s=before.write_s)
+            before = rows.get(row.task)
+            rows[row.task] = row if before is None or row.write_s else replace(row, write_s=before.write_s)
     first = profiles[0]
     times = next((profile for profile in profiles if profile.source != BY_RUNS), first)
     return replace(
@@ -167,7 +185,7 @@ def save_profile(profile: Profile, path: Path) -> Profile:
         profile = _with_rows_of(profile, path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_profile(profile, path)
+        write_whole(profile.as_json(), path)
     except OSError as error:
         raise InputError(f"--output {path}: cannot be written ({error.strerror})") from None
     return profile
@@ -186,7 +204,7 @@ def export_times(path: Path) -> Sequence[Profile]:
         _exported(path)
     content = {"gfgen_times": FORMAT, "profiles": [json.loads(each.as_json()) for each in profiles]}
     try:
-        _write(json.dumps(content), path)
+        write_whole(json.dumps(content), path)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
     return profiles
@@ -222,24 +240,6 @@ def _exported(path: Path) -> Sequence[Profile]:
         raise InputError(f"{path}: no file of 'gfgen cache export', or damaged ({error})") from None
 
 
-def write_profile(profile: Profile, path: Path) -> None:
-    """Write the whole file or nothing.
-
-    Raises: OSError.
-    """
-    _write(profile.as_json(), path)
-
-
-def _write(text: str, path: Path) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        partial.write_text(text)
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-
-
 def check_replaceable(path: Path) -> None:
     """Raises: InputError if the file exists and is not a profile of any format, since it would be lost."""
     if not path.is_file():
@@ -267,3 +267,97 @@ def _with_rows_of(profile: Profile, path: Path) -> Profile:
     measured = {(row.model, row.shape) for row in profile.rows}
     kept = [row for row in before.rows if (row.model, row.shape) not in measured]
     return replace(profile, rows=(*kept, *profile.rows))
+
+
+# What runs measure ---------------------------------------------------------------------
+
+
+def keep_measured(
+    path: Path, classes: Iterable[CostClass], *, device: str, num_ranks: int, share_cores: bool
+) -> None:
+    """Merge a run's measurements into the file; several runs may do so at once.
+
+    share_cores: ranks slow each other down, so durations are those under load.
+    """
+    rows = list(_rows(classes, share_cores=share_cores))
+    if not rows:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_name(f".{path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            today = time.strftime("%Y-%m-%d")
+            profile = Profile(device, today, BY_RUNS, num_ranks, tuple(rows), versions=versions())
+            write_whole(_merged(path, profile).as_json(), path)
+    except (OSError, InputError) as error:
+        logger.warning("this run's measurements are not kept for plans: %s", error)
+
+
+def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[ProfileRow]:
+    found: dict[TaskKey, tuple[CostClass, list[float]]] = {}
+    for each in dict.fromkeys(classes):
+        for (stage, degrees), recent in each.measured.items():
+            if stage is not Stage.REUSE:  # profiles have computed tasks only
+                shape = each.kind if stage is Stage.DENOISE else each.shape
+                found.setdefault((each.model, shape, stage, degrees), (each, []))[1].extend(recent.samples)
+    for (model, shape, stage, degrees), (cost_class, samples) in found.items():
+        seconds = round(statistics.median(samples), 6)
+        writes = cost_class.writes.samples if stage is Stage.DECODE else ()
+        yield ProfileRow(
+            model=model,
+            shape=shape,
+            stage=stage,
+            degrees=degrees,
+            seconds=seconds,
+            spread_s=round(interquartile_range(samples), 6),
+            num_samples=len(samples),
+            loaded_s=seconds if share_cores else None,
+            flops=cost_class.flops[stage],
+            state_bytes=cost_class.state_bytes,
+            write_s=round(statistics.median(writes), 6) if writes else None,
+            basis="runs",
+        )
+
+
+def _merged(path: Path, profile: Profile) -> Profile:
+    """The profile merged with the rows of the file; equal tasks get the mean, weighted by samples.
+
+    Raises: InputError if the file is not a profile.
+    """
+    if not path.is_file():
+        return profile
+    before = load_profile(path)
+    if (before.device, before.versions) != (profile.device, profile.versions):
+        logger.info("%s is for another device or other versions: replacing it", path)
+        return profile
+    rows = {row.task: row for row in before.rows}
+    for row in profile.rows:
+        old = rows.pop(row.task, None)
+        rows[row.task] = row if old is None else _mean(old, row)
+    return replace(
+        profile,
+        rows=tuple(rows.values())[-MAX_ROWS:],
+        num_ranks=max(before.num_ranks, profile.num_ranks),
+    )
+
+
+def _mean(old: ProfileRow, new: ProfileRow) -> ProfileRow:
+    """Their mean. If they are far apart, one is wrong, or the machine has changed: the new one if it has some
+    samples, or else the old one with half of its weight.
+    """
+    if new.write_s is None:
+        new = replace(new, write_s=old.write_s)
+    if max(old.seconds, new.seconds) > FAR_APART * min(old.seconds, new.seconds):
+        if new.num_samples >= min(MIN_SAMPLES, old.num_samples):
+            return new
+        return replace(old, num_samples=old.num_samples // 2)
+    weight = min(old.num_samples, MAX_WEIGHT)
+    share = new.num_samples / (weight + new.num_samples)
+    seconds = round(old.seconds + (new.seconds - old.seconds) * share, 6)
+    return replace(
+        new,
+        seconds=seconds,
+        spread_s=round(old.spread_s + (new.spread_s - old.spread_s) * share, 6),
+        num_samples=weight + new.num_samples,
+        loaded_s=None if new.loaded_s is None else seconds,
+    )

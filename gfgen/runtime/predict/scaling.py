@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.graph import Stage
-from gfgen.layout import Degrees
+from gfgen.layout import ALONE, Degrees
 from gfgen.runtime.predict.cost_table import CostTable, TaskWork, speed_up
-from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow, write_whole
 from gfgen.system.lifeline import module_command, module_environment
 from gfgen.system.machine import cache_dir, cpu_name, file_stem, versions
 
@@ -78,7 +78,7 @@ def _tflops(device: str) -> float:
 
 def _degrees_of(stage: Stage) -> Sequence[Degrees]:
     """The degrees in which ranks share a task of this stage."""
-    alone, bands = [(1, 1, 1)], [(1, number, 1) for number in range(2, USUAL_RANKS + 1)]
+    alone, bands = [ALONE], [(1, number, 1) for number in range(2, USUAL_RANKS + 1)]
     branches = [(2, number, 1) for number in range(1, USUAL_RANKS // 2 + 1)]
     return {Stage.DENOISE: [*alone, *bands, *branches], Stage.DECODE: [*alone, *bands]}.get(stage, alone)
 
@@ -169,8 +169,6 @@ def _keep(path: Path, content: dict[str, Any]) -> None:
     """Write the calibration; if that fails, the next command measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-        partial.write_text(json.dumps(content))
-        partial.rename(path)
+        write_whole(json.dumps(content), path)
     except OSError as error:
         logger.info("the calibration is not kept: %s", error)

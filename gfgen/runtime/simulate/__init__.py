@@ -1,1 +1,1 @@
-"""Whole runs in virtual time."""
+"""Runs in virtual time: whole ones, looks ahead, plans and forecasts."""

@@ -18,10 +18,10 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import JobArrived, RankReady
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.resume import RunStart
-from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.predict.rollout import rollout_ends
+from gfgen.runtime.simulate.choosers import ImmediateChooser
+from gfgen.runtime.simulate.rollout import rollout_ends
 from gfgen.snapshot import Decision, Policy, Snapshot
 from gfgen.system.signals import DECISION_LIMIT_S, DecisionTimeout, within
 
@@ -135,8 +135,13 @@ def estimate(
     None if the policy fails or leaves jobs waiting; a simulation shows the details.
     Raises: DecisionTimeout if the policy does not return.
     """
+
+    def in_time(now: Snapshot) -> Sequence[Decision]:
+        """The policy's decisions; it is interrupted if it does not return."""
+        return within(DECISION_LIMIT_S, lambda now: list(policy(now)), now)
+
     try:
-        ends_s = rollout_ends(snapshot, _in_time(policy), ended=ended)
+        ends_s = rollout_ends(snapshot, in_time, ended=ended)
     except (KeyboardInterrupt, DecisionTimeout):
         raise
     except BaseException:  # a policy may be the user's own, and call sys.exit()
@@ -148,26 +153,10 @@ def estimate(
     return sorted(outcomes, key=lambda outcome: outcome.ended_s)
 
 
-def _in_time(policy: Policy) -> Policy:
-    """The same policy, interrupted if it does not return."""
-
-    def decide(snapshot: Snapshot) -> Sequence[Decision]:
-        return list(policy(snapshot))
-
-    return lambda snapshot: within(DECISION_LIMIT_S, decide, snapshot)
-
-
 def _outcome(job: AdmittedJob, ended_s: float, deadline_s: float) -> JobOutcome:
     arrival_s, timeout_s = job.spec.arrival_s, job.spec.timeout_s
-    is_out = timeout_s is not None and ended_s > arrival_s + timeout_s
-    return JobOutcome(
-        info=job.info,
-        status="failed" if is_out else "done",
-        arrival_s=arrival_s,
-        started_s=None,
-        ended_s=arrival_s + timeout_s if is_out and timeout_s is not None else ended_s,
-        deadline_s=None if deadline_s == math.inf else deadline_s,
-        busy_s=0.0,
-        layouts=(),
-        error=timed_out_after(timeout_s) if is_out and timeout_s is not None else None,
-    )
+    due_s = None if deadline_s == math.inf else deadline_s
+    done = JobOutcome(job.info, "done", arrival_s, None, ended_s, due_s, busy_s=0.0, layouts=())
+    if timeout_s is None or ended_s <= arrival_s + timeout_s:
+        return done
+    return replace(done, status="failed", ended_s=arrival_s + timeout_s, error=timed_out_after(timeout_s))

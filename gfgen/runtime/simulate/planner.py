@@ -8,9 +8,11 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import ClassVar
 
 from gfgen.errors import PolicyError, RunError
 from gfgen.policies.auto import SAME_END
@@ -22,7 +24,7 @@ from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.predict.cost import UncertainEstimate
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open, seldom_asked
-from gfgen.runtime.simulate.simulation import simulate
+from gfgen.runtime.simulate.simulation import Simulated, simulate
 from gfgen.snapshot import Policy, Snapshot
 from gfgen.system.signals import DecisionTimeout
 from gfgen.system.wording import counted
@@ -70,7 +72,7 @@ class PlanOption:
     """Of the jobs that are done, in order."""
     num_deadlines: int
     num_deadlines_missed: int
-    doubts: Sequence[UncertainEstimate] = ()
+    doubts: Collection[UncertainEstimate] = ()
     is_estimated: bool = False
     """By a coarse rollout; otherwise every task was simulated."""
 
@@ -134,88 +136,13 @@ class Plan:
         return next((option for option in self.by_ranks if option.meets_all), None)
 
     @property
-    def doubts(self) -> Sequence[UncertainEstimate]:
+    def doubts(self) -> Collection[UncertainEstimate]:
         """Times in this plan that were extrapolated or guessed."""
-        return sorted({doubt for option in (*self.by_policy, *self.by_ranks) for doubt in option.doubts})
+        return {doubt for option in (*self.by_policy, *self.by_ranks) for doubt in option.doubts}
 
 
 PlanProgress = Callable[[str, float], None]
 """Called with what is being evaluated, and the share of all work done since the last call."""
-
-
-def make_plan(
-    jobs: Sequence[AdmittedJob],
-    *,
-    policies: Sequence[str],
-    num_ranks: int,
-    rank_counts: Sequence[int],
-    profile: Profile,
-    window: PlanWindow,
-    progress: PlanProgress = lambda what, share: None,
-    residency: Callable[[int], Residency | None] = lambda _: None,
-) -> Plan:
-    """Evaluate every policy on `num_ranks`, and the best one on each of `rank_counts`.
-
-    Few jobs are always simulated in full. With many jobs everything is estimated, except for the best policy
-    on `num_ranks`: the first of the table after its own simulation. A degree that a policy does not accept on
-    that many ranks is lowered to the next one that it accepts, which the log says. If the best policy misses
-    something on another number of ranks, the next ones are tried there until one does not.
-    `residency` returns what lets models take turns on a number of ranks; then nothing is estimated.
-
-    Raises: RunError when no policy can run the jobs.
-    """
-    called = {policy: _on(policy, num_ranks) for policy in policies}
-    for asked, name in called.items():
-        if name != asked:
-            logger.warning("policy %s: on %s it is %s", asked, counted(num_ranks, "rank"), name)
-    names = list(dict.fromkeys(called.values()))
-    num_looks = len(names) + len([count for count in rank_counts if count != num_ranks])
-    num_tasks = sum(job.trajectory.num_tasks for job in jobs)
-    is_coarse = num_looks > 1 and num_looks * num_tasks > FULL_TASKS and residency(num_ranks) is None
-    evaluator = _Evaluator(jobs, profile, window, residency, progress, is_coarse=is_coarse)
-    evaluator.expect(num_looks)
-    here = best_first(list(evaluator.at(names, num_ranks)))
-    while is_coarse and here and here[0].is_estimated:
-        full = evaluator.in_full(here[0].policy, num_ranks)
-        here = best_first([*([full] if full else []), *here[1:]])
-    if not here:
-        raise RunError(evaluator.refused[0])
-    return Plan(
-        window,
-        len(jobs),
-        here,
-        tuple(_by_ranks(evaluator, here, rank_counts)),
-        refused=tuple(dict.fromkeys(evaluator.refused)),
-        has_writes=profile.has_writes,
-    )
-
-
-def _by_ranks(
-    evaluator: _Evaluator, here: Sequence[PlanOption], rank_counts: Sequence[int]
-) -> Iterator[PlanOption]:
-    """The best policy on each number of ranks, the smallest number first.
-
-    Once every policy misses something on a number of ranks, or the work does not fit, smaller numbers are not
-    searched further.
-    """
-    found: dict[int, PlanOption] = {}
-    is_hopeful = here[0].meets_all
-    for count in sorted(rank_counts, reverse=True):
-        if count == here[0].num_ranks:
-            found[count] = here[0]
-            continue
-        is_searched = (is_hopeful or count > here[0].num_ranks) and evaluator.may_fit(count)
-        names = dict.fromkeys(_on(each.policy, count) for each in here)
-        tried: list[PlanOption] = []
-        for option in evaluator.at(names, count):
-            tried.append(option)
-            if option.meets_all or not is_searched:
-                break
-        if tried:
-            found[count] = best_first(tried)[0]
-        if count < here[0].num_ranks:
-            is_hopeful = is_hopeful and bool(tried) and found[count].meets_all
-    return (found[count] for count in sorted(found))
 
 
 def best_first(options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
@@ -258,59 +185,153 @@ def _with_degree_up_to(most: int, policy: str) -> str:
     return re.sub(r"\bdegree=(\d+)", lambda found: f"degree={min(int(found[1]), most)}", policy)
 
 
-@dataclass(slots=True)
-class _Evaluator:
+@dataclass(kw_only=True)
+class Planner(ABC):
+    """Simulates or estimates the same jobs under policies on different numbers of ranks, or of nodes.
+
+    Few jobs are always simulated in full. With many jobs everything is estimated, except for the best policy
+    on the given number: the first of the table after its own simulation.
+    """
+
+    unit: ClassVar[str] = "rank"
     jobs: Sequence[AdmittedJob]
     profile: Profile
     window: PlanWindow
-    residency: Callable[[int], Residency | None]
-    progress: PlanProgress
-    is_coarse: bool
+    progress: PlanProgress = lambda what, share: None
+    is_coarse: bool = False
+    """Whether it estimates."""
     refused: list[str] = field(default_factory=list)
     """Why policies are left out."""
     _total: float = 1.0
     """All work, in units of one full simulation."""
+
+    @abstractmethod
+    def in_full(self, policy: str, number: int) -> PlanOption:
+        """The option with every task simulated. Raises: RunError if the policy cannot run the jobs."""
+
+    @abstractmethod
+    def estimated(self, policy: str, number: int) -> PlanOption | None:
+        """The estimated option; None if only a simulation can tell. Raises: RunError, DecisionTimeout."""
+
+    def expect(self, num_looks: int, *, may_estimate: bool = True) -> None:
+        """Set the number of options that will be evaluated, which decides whether they are estimated."""
+        num_tasks = sum(job.trajectory.num_tasks for job in self.jobs)
+        self.is_coarse = may_estimate and num_looks > 1 and num_looks * num_tasks > FULL_TASKS
+        self._total = 1 + num_looks * ESTIMATE_SHARE if self.is_coarse else num_looks
+
+    def best_on(self, policies: Iterable[str], number: int) -> tuple[PlanOption, ...]:
+        """The options, the best first. Raises: RunError when no policy can run the jobs."""
+        here = best_first(list(self._options(policies, number)))
+        while here and here[0].is_estimated:
+            here = best_first([*self._options([here[0].policy], number, in_full=True), *here[1:]])
+        if not here:
+            raise RunError(self.refused[0])
+        return here
+
+    def first_enough(
+        self, policies: Iterable[str], number: int, *, is_searched: bool = True
+    ) -> PlanOption | None:
+        """The first option that misses nothing, or the best one; only the first if it is not searched."""
+        tried: list[PlanOption] = []
+        for option in self._options(policies, number):
+            tried.append(option)
+            if option.meets_all or not is_searched:
+                break
+        return best_first(tried)[0] if tried else None
+
+    def made(
+        self, here: tuple[PlanOption, ...], others: Iterable[PlanOption], ranks_per_node: int | None = None
+    ) -> Plan:
+        return Plan(
+            self.window,
+            len(self.jobs),
+            here,
+            tuple(others),
+            refused=tuple(dict.fromkeys(self.refused)),
+            has_writes=self.profile.has_writes,
+            ranks_per_node=ranks_per_node,
+        )
+
+    def note(self, policy: str, number: int, *, share: float = 1.0) -> Callable[[], None]:
+        """A function that reports one more ended job as progress. share: of a full simulation."""
+        what = f"{policy} on {counted(number, self.unit)}"
+        return functools.partial(self.progress, what, share / self._total / len(self.jobs))
+
+    def _options(
+        self, policies: Iterable[str], number: int, *, in_full: bool = False
+    ) -> Iterator[PlanOption]:
+        for policy in policies:
+            try:
+                found = None if in_full or not self.is_coarse else self.estimated(policy, number)
+                yield found or self.in_full(policy, number)
+            except DecisionTimeout as error:
+                self.refused.append(f"policy {policy}: {error}")
+            except RunError as error:
+                self.refused.append(str(error))
+
+
+@dataclass(kw_only=True)
+class RankPlanner(Planner):
+    """On numbers of ranks."""
+
+    residency: Callable[[int], Residency | None] = lambda _: None
+    """What lets models take turns on a number of ranks; then nothing is estimated."""
     _snapshots: dict[int, Snapshot] = field(default_factory=dict)
     _estimates: dict[object, Sequence[JobOutcome] | None] = field(default_factory=dict)
 
-    def expect(self, number: int) -> None:
-        """Set the number of plans that will be evaluated, for the progress bar."""
-        self._total = 1 + number * ESTIMATE_SHARE if self.is_coarse else number
+    def plan(self, policies: Sequence[str], *, num_ranks: int, rank_counts: Sequence[int]) -> Plan:
+        """Every policy on `num_ranks`, and the best one on each of `rank_counts`.
 
-    def at(self, policies: Iterable[str], num_ranks: int) -> Iterator[PlanOption]:
-        """Each policy's option, estimated if the evaluator is coarse."""
-        for policy in policies:
-            try:
-                found = self._estimated(policy, num_ranks) if self.is_coarse else None
-            except DecisionTimeout as error:
-                self.refused.append(f"policy {policy}: {error}")
-                continue
-            found = found or self.in_full(policy, num_ranks)
-            if found:
-                yield found
+        A degree that a policy does not accept on that many ranks is lowered to the next one that it accepts,
+        which the log says. If the best policy misses something on another number of ranks, the next ones are
+        tried there until one does not. Once every policy misses something on a number of ranks, or the work
+        does not fit, smaller numbers are not searched further.
 
-    def in_full(self, policy: str, num_ranks: int) -> PlanOption | None:
-        """The option with every task simulated; None if the policy cannot run the jobs."""
+        Raises: RunError when no policy can run the jobs.
+        """
+        called = {policy: _on(policy, num_ranks) for policy in policies}
+        for asked, name in called.items():
+            if name != asked:
+                logger.warning("policy %s: on %s it is %s", asked, counted(num_ranks, "rank"), name)
+        names, others = dict.fromkeys(called.values()), {*rank_counts} - {num_ranks}
+        self.expect(len(names) + len(others), may_estimate=self.residency(num_ranks) is None)
+        here = self.best_on(names, num_ranks)
+        found: dict[int, PlanOption | None] = {num_ranks: here[0]} if num_ranks in rank_counts else {}
+        is_hopeful = here[0].meets_all
+        for count in sorted(others, reverse=True):
+            is_searched = (is_hopeful or count > num_ranks) and self.may_fit(count)
+            there = dict.fromkeys(_on(each.policy, count) for each in here)
+            best = found[count] = self.first_enough(there, count, is_searched=is_searched)
+            if count < num_ranks:
+                is_hopeful = is_hopeful and best is not None and best.meets_all
+        return self.made(here, [best for _, best in sorted(found.items()) if best is not None])
+
+    def in_full(self, policy: str, number: int) -> PlanOption:
         load = seldom_asked if self.is_coarse else load_policy
-        try:
-            run = simulate(
-                self.jobs,
-                policy=load(policy),
-                load=load,
-                num_ranks=num_ranks,
-                profile=self.profile,
-                started_at=self.window.started_at,
-                batch=self.window.batch,
-                residency=self.residency(num_ranks),
-                observers=[_EndCounter(self._note(policy, num_ranks, share=1.0))],
-            )
-        except RunError as error:
-            self.refused.append(str(error))
+        run = simulate(
+            self.jobs,
+            policy=load(policy),
+            load=load,
+            num_ranks=number,
+            profile=self.profile,
+            started_at=self.window.started_at,
+            batch=self.window.batch,
+            residency=self.residency(number),
+            observers=[EndCounter(self.note(policy, number))],
+        )
+        return option_of_run(run, policy, self.window.by_s)
+
+    def estimated(self, policy: str, number: int) -> PlanOption | None:
+        snapshot = self._snapshot(number)
+        decide = decides_first(load_policy(policy), snapshot)
+        key = (number, *_as_called(decide))
+        if key not in self._estimates:
+            note = self.note(policy, number, share=ESTIMATE_SHARE)
+            self._estimates[key] = estimate(self.jobs, snapshot, decide, ended=note)
+        outcomes = self._estimates[key]
+        if outcomes is None:
             return None
-        if run.summary.policy_fault is not None:
-            self.refused.append(f"policy {policy} failed: {run.summary.policy_fault}")
-            return None
-        return option_of(run.outcomes, policy, num_ranks, self.window.by_s, doubts=run.doubts)
+        return option_of(outcomes, policy, number, self.window.by_s, is_estimated=True)
 
     def may_fit(self, num_ranks: int) -> bool:
         """Whether the ranks have the time for the work that is due by each deadline."""
@@ -333,26 +354,8 @@ class _Evaluator:
             )
         return self._snapshots[num_ranks]
 
-    def _estimated(self, policy: str, num_ranks: int) -> PlanOption | None:
-        """The estimated option; None if only a simulation can tell."""
-        snapshot = self._snapshot(num_ranks)
-        decide = decides_first(load_policy(policy), snapshot)
-        key = (num_ranks, *_as_called(decide))
-        if key not in self._estimates:
-            note = self._note(policy, num_ranks, share=ESTIMATE_SHARE)
-            self._estimates[key] = estimate(self.jobs, snapshot, decide, ended=note)
-        outcomes = self._estimates[key]
-        if outcomes is None:
-            return None
-        return option_of(outcomes, policy, num_ranks, self.window.by_s, is_estimated=True)
 
-    def _note(self, policy: str, num_ranks: int, *, share: float) -> Callable[[], None]:
-        """A function that reports one more ended job as progress."""
-        what = f"{policy} on {counted(num_ranks, 'rank')}"
-        return functools.partial(self.progress, what, share / self._total / len(self.jobs))
-
-
-class _EndCounter(Observer):
+class EndCounter(Observer):
     def __init__(self, note: Callable[[], None]) -> None:
         self._note = note
 
@@ -366,13 +369,20 @@ def _as_called(policy: Policy) -> tuple[object, ...]:
     return getattr(policy, "func", policy), *[(each.name, each.default) for each in parameters]
 
 
+def option_of_run(run: Simulated, policy: str, by_s: float | None) -> PlanOption:
+    """Raises: RunError if the policy failed."""
+    if run.summary.policy_fault is not None:
+        raise RunError(f"policy {policy} failed: {run.summary.policy_fault}")
+    return option_of(run.outcomes, policy, run.num_ranks, by_s, doubts=run.doubts)
+
+
 def option_of(
     outcomes: Sequence[JobOutcome],
     policy: str,
     num_ranks: int,
     by_s: float | None,
     *,
-    doubts: Sequence[UncertainEstimate] = (),
+    doubts: Collection[UncertainEstimate] = (),
     is_estimated: bool = False,
 ) -> PlanOption:
     done = [outcome for outcome in outcomes if outcome.status == "done"]

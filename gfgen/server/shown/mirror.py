@@ -17,7 +17,7 @@ from gfgen.layout import Layout
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.predict.forecast import predict
+from gfgen.runtime.simulate.forecast import predict
 from gfgen.server.protocol import schemas, server_schemas
 from gfgen.server.protocol.link import (
     LoopTimings,

@@ -7,7 +7,7 @@ import threading
 import time
 
 from gfgen.errors import in_one_line
-from gfgen.runtime.predict.rollout import with_foresight
+from gfgen.runtime.simulate.rollout import with_foresight
 from gfgen.snapshot import Choice, Choose, Snapshot
 
 logger = logging.getLogger(__name__)

@@ -1,16 +1,21 @@
-"""A plan as text: the answer first, then late and failed jobs, then the alternatives."""
+"""Plans and simulated runs as text.
+
+A plan has the answer first, then late and failed jobs, then the alternatives.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
+from gfgen.runtime.core.metrics import ALL_TAGS, Attainment, Latency, Summary
 from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.simulate.planner import FailedJob, LateJob, Plan, PlanOption
 from gfgen.system.wording import in_words
 
+NONE = "-"
 MAX_LINES, MAX_NAMED = 5, 5
 """Jobs with a line each, and further jobs named in one line."""
 BAR_CHARS = 30
@@ -193,3 +198,57 @@ def _before(plan: Plan, margin_s: float) -> str:
 
 def _all_jobs(number: int) -> str:
     return "the job is" if number == 1 else f"all {number} jobs are"
+
+
+# Simulated runs side by side ----------------------------------------------------------
+
+
+def table(runs: Sequence[tuple[str, Summary]]) -> list[str]:
+    """The lines of a table with a column for each named run."""
+    summaries = [summary for _, summary in runs]
+    rows = [("", *(name for name, _ in runs))]
+    rows += [(name, *map(cell, summaries)) for name, cell in _ROWS.items()]
+    if any(summary.num_failed for summary in summaries):
+        rows.append(("jobs failed", *(str(summary.num_failed) for summary in summaries)))
+    if any(summary.num_model_changes for summary in summaries):
+        rows.append(("model changes", *map(_changes, summaries)))
+    tags = sorted({tag for summary in summaries for tag in summary.attained} - {ALL_TAGS})
+    for tag in ([ALL_TAGS] if any(summary.deadlines for summary in summaries) else []) + tags:
+        name = "deadlines met" if tag == ALL_TAGS else f"  {tag}"
+        rows.append((name, *(_met(summary.attained.get(tag)) for summary in summaries)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(runs) + 1)]
+    return [_line(row, widths) for row in rows]
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *cells = row
+    parts = [
+        first.ljust(widths[0]),
+        *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)),
+    ]
+    return "  ".join(parts).rstrip()
+
+
+def _met(attained: Attainment | None) -> str:
+    return NONE if attained is None else f"{attained.num_met}/{attained.num_jobs} {attained.fraction:.0%}"
+
+
+def _changes(summary: Summary) -> str:
+    """The number of model changes, and their time on each rank."""
+    return f"{summary.num_model_changes} in {in_words(summary.load_s)}" if summary.num_model_changes else NONE
+
+
+def _latency(name: str, latency: Latency | None) -> str:
+    return NONE if latency is None else in_words(getattr(latency, name))
+
+
+_ROWS: dict[str, Callable[[Summary], str]] = {
+    "makespan": lambda summary: in_words(summary.makespan_s),
+    "jobs a minute": lambda summary: f"{summary.jobs_per_min:,.2f}",
+    "latency, mean": lambda summary: _latency("mean_s", summary.latency),
+    "latency, P50": lambda summary: _latency("p50_s", summary.latency),
+    "latency, P95": lambda summary: _latency("p95_s", summary.latency),
+    "latency, P99": lambda summary: _latency("p99_s", summary.latency),
+    "ranks busy": lambda summary: f"{summary.utilisation:.0%}",
+    "moving state": lambda summary: f"{in_words(sum(summary.moved_s))} {summary.moved_share:.1%}",
+}
