@@ -73,8 +73,18 @@ def at(line: int) -> str:
 
 
 def listed(problems: Sequence[Problem], *, limit: int = MAX_PROBLEMS_SHOWN) -> list[str]:
-    """A line for each of the first `limit` problems, the number of the others, and every note once."""
-    lines = [str(problem) for problem in problems[:limit]]
+    """A line for each of the first `limit` problems, the number of the others, and every note once.
+
+    What a field accepts is said once, too; later lines have only the hint of each value.
+    """
+    lines, said = [], set()
+    for problem in problems[:limit]:
+        accepted, _, hint = problem.accepted.rpartition("; ")
+        kind = (problem.field, accepted or hint)
+        if problem.field and problem.value is not None and kind in said:
+            problem = replace(problem, accepted=hint if accepted else "as above")
+        said.add(kind)
+        lines.append(str(problem))
     if (num_others := len(problems) - limit) > 0:
         lines.append(f"and {num_others:,} more problem{'s' if num_others != 1 else ''}")
     return [*lines, *dict.fromkeys(problem.note for problem in problems if problem.note)]

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_job
+from builders import make_job, simulated_control
 
 from gfgen.errors import InputError, JobError
 from gfgen.job.reader import ParsedJobs, read_jobs
 from gfgen.job.shared import parse_overrides
 from gfgen.job.spec import JobSpec, default_seed, file_names, filled, output_name, spec_hash
+from gfgen.models.geometry.model import CONFIGS, weightless_geometry
+from gfgen.runtime.core.admission import ResolvedModel, admit
+from gfgen.runtime.files.journal import Journal
 from gfgen.runtime.files.ownership import with_dates
 
 
@@ -105,12 +108,64 @@ def test_placeholders_of_a_name_are_filled_in(tmp_path):
     lines = [
         {"id": "fox", "prompt": "a", "output": template, "tag": "night/../1 \u00fc"},
         {"id": "owl", "prompt": "b", "output": template, "seed": 3},
-        {"id": "hen", "prompt": "c", "output": "{other}{id.png"},
     ]
-    fox, owl, hen = read(tmp_path, *lines).specs
+    fox, owl = read(tmp_path, *lines).specs
     assert fox.output == f"night-..-1/fox-{default_seed('fox')}.webp"
     assert owl.output == "untagged/owl-3.webp"
-    assert hen.output == "{other}{id.png"
+
+
+def test_prompts_models_numbers_and_positions_are_filled_in(tmp_path):
+    line = {
+        "prompt": "A red fox, at dawn",
+        "size": "64x64",
+        "output": "{model}/{index:04}-{seed:03}-{prompt}.png",
+    }
+    lines = [
+        {**line, "model": "org/Tiny.1", "seed": 5},
+        {**line, "seed": 6},
+        {**line, "seed": 7, "model": "/a/b/"},
+    ]
+    jobs, problems = admitted(read(tmp_path, *lines).specs)
+    assert problems == ()
+    assert [job.info.file for job in jobs] == [
+        "Tiny.1/0001-005-a-red-fox-at-dawn.png",
+        "tiny-qwen-image/0002-006-a-red-fox-at-dawn.png",
+        "b/0003-007-a-red-fox-at-dawn.png",
+    ]
+
+
+def admitted(specs):
+    geometry = weightless_geometry(CONFIGS / "tiny-qwen-image")
+    found = lambda name: ResolvedModel(name, CONFIGS / "tiny-qwen-image", geometry)  # noqa: E731
+    return admit(specs, default_model="tiny-qwen-image", find_model=found)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["{nmae}", "{", "}", "{}", "{id:4}", "{index:x}", "{index:0}", "{a/b}", "{ID}"]
+)
+def test_braces_that_are_no_placeholder_are_refused_with_those_that_are(tmp_path, wrong):
+    (problem,) = read(tmp_path, {"prompt": "a", "output": f"x{wrong}.png"}).problems
+    known = "{id}, {index}, {seed}, {tag}, {prompt}, {model}, {date}, {time}, nor {index:04}"
+    assert f"; {wrong} is none of {known}" in str(problem)
+
+
+def test_a_position_counts_each_job_of_its_file_also_faulty_ones(tmp_path):
+    line = {"prompt": "a", "output": "{index}.png"}
+    parsed = read(tmp_path, line, {"prompt": ""}, {**line, "num_images": 2})
+    assert [(spec.output, spec.place) for spec in parsed.specs] == [
+        ("{index}.png", 1), ("{index}.png", 3), ("{index}.png", 4),
+    ]  # fmt: skip
+
+
+def test_a_position_changes_neither_id_nor_hash(tmp_path):
+    line = {"prompt": "a", "output": "{index}.png"}
+    (alone,), (_, second) = read(tmp_path, line).specs, read(tmp_path, {"prompt": "b"}, line).specs
+    assert (alone.id, spec_hash(alone)) == (second.id, spec_hash(second))
+
+
+def test_a_name_that_gets_too_long_is_found_before_it_is_written(tmp_path):
+    (problem,) = read(tmp_path, {"id": "x" * 110, "prompt": "a", "output": "{id}-{id}.png"}).problems
+    assert "with its placeholders filled in, at most 200 bytes, not 225" in str(problem)
 
 
 def test_jobs_without_an_id_can_have_a_template(tmp_path):
@@ -146,7 +201,8 @@ def test_defaults_and_options_share_names_that_have_the_id(tmp_path):
     assert spec.output == "S/fox.png"
     (problem,) = read(tmp_path, {"defaults": {"output": "{tag}.png"}}).problems[:1]
     assert "each job needs its own" in str(problem)
-    assert parse_overrides([("--set", "output=all/{id}.png")]) == {"output": "all/{id}.png"}
+    for name in ("all/{id}.png", "{index:03}.png"):
+        assert parse_overrides([("--set", f"output={name}")]) == {"output": name}
     with pytest.raises(InputError, match="each job needs its own"):
         parse_overrides([("--set", "output=a.png")])
     with pytest.raises(InputError, match=r"control characters"):
@@ -156,6 +212,79 @@ def test_defaults_and_options_share_names_that_have_the_id(tmp_path):
 def test_variations_number_the_id_alone(tmp_path):
     line = {"id": "fox", "prompt": "a", "num_images": 2, "output": "all/{id}.png"}
     assert [spec.output for spec in read(tmp_path, line).specs] == ["all/fox-1.png", "all/fox-2.png"]
+
+
+def jobs_of(tmp_path, *lines, default="tiny-qwen-image"):
+    jobs, problems = admitted(read(tmp_path, *lines).specs)
+    assert problems == ()
+    return jobs
+
+
+def files(jobs, folder, **options):
+    return [job.info.file for job in with_dates(jobs, output_dir=folder, **options)]
+
+
+def finish(folder, job, **changes):
+    (job,) = with_dates([job], output_dir=folder)
+    line = {"version": 1, "id": job.job_id, "status": "done", "file": job.info.file, "seed": job.spec.seed}
+    with (folder / "manifest.jsonl").open("a") as file:
+        file.write(json.dumps(line | {"spec_hash": job.info.spec_hash} | changes) + "\n")
+
+
+def test_a_finished_job_keeps_its_number_and_a_new_one_takes_none_that_is_used(tmp_path):
+    lines = [{"prompt": each, "size": "64x64", "output": "{index:02}.png"} for each in ("fox", "owl", "elk")]
+    fox, owl, elk = jobs_of(tmp_path, *lines)
+    for job in (fox, owl):
+        finish(tmp_path, job)
+    assert files([fox, owl, elk], tmp_path) == ["01.png", "02.png", "03.png"]
+    hen = {**lines[0], "prompt": "hen"}
+    assert files(jobs_of(tmp_path, hen, *lines), tmp_path) == ["03.png", "01.png", "02.png", "04.png"]
+    assert files(jobs_of(tmp_path, hen), tmp_path) == ["03.png"], "files of jobs that are gone stay, too"
+    finish(tmp_path, fox, outputs=[{"file": "01-1.png"}], file="01-1.png")
+    assert files([fox], tmp_path) == ["01.png"], "the name of several pictures, without a number"
+
+
+def test_the_time_is_that_of_the_first_start_in_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    jobs = jobs_of(tmp_path, *[{"prompt": each, "output": "{time}-{id}.png"} for each in ("fox", "owl")])
+    ids = [job.job_id for job in jobs]
+    assert files(jobs, tmp_path, named_at=3723.0) == [f"01-02-03-{each}.png" for each in ids]
+    header = {"gfgen_journal": 2, "started_at": 9.0, "named_at": 3661.0}
+    (tmp_path / "journal.jsonl").write_text(json.dumps(header) + "\n")
+    assert files(jobs, tmp_path, named_at=3723.0) == [f"01-01-01-{each}.png" for each in ids]
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_a_random_seed_is_drawn_once_and_later_runs_find_it(tmp_path):
+    (job,) = jobs_of(tmp_path, {"prompt": "a", "size": "64x64", "seed": -1, "output": "{seed}.png"})
+    first, second = (with_dates([job], output_dir=tmp_path)[0] for _ in range(2))
+    assert first.spec.seed != second.spec.seed
+    assert (first.info.file, first.info.spec_hash) == (f"{first.spec.seed}.png", job.info.spec_hash)
+    assert with_dates([first], output_dir=tmp_path) == [first], "it is drawn once"
+    journal = Journal(tmp_path / "journal.jsonl", header={"started_at": 0.0})
+    control, _ = simulated_control([first], journal=journal)
+    control.run()
+    journal.close()
+    assert with_dates([job], output_dir=tmp_path)[0].spec.seed == first.spec.seed
+    (tmp_path / "journal.jsonl").unlink()
+    finish(tmp_path, second)
+    assert with_dates([job], output_dir=tmp_path)[0].spec.seed == second.spec.seed
+
+
+def test_the_seed_is_in_the_journal_before_the_first_step(tmp_path):
+    (job,) = with_dates(jobs_of(tmp_path, {"prompt": "a", "size": "64x64", "seed": -1}), output_dir=tmp_path)
+    journal = Journal(tmp_path / "journal.jsonl", header={"started_at": 0.0})
+    control, recorder = simulated_control([job], journal=journal)
+    control.begin()
+    while not recorder.dispatches:
+        control.turn()
+    (arrival,) = [
+        line for line in (tmp_path / "journal.jsonl").read_text().splitlines() if "JobArrived" in line
+    ]
+    assert json.loads(arrival)["seed"] == job.spec.seed
+    journal.close()
 
 
 def test_a_date_is_that_of_the_first_recorded_arrival(tmp_path, monkeypatch):

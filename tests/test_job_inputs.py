@@ -115,6 +115,43 @@ def test_cells_are_numbers_texts_and_variations_and_empty_ones_say_nothing(tmp_p
     assert parsed.specs[-1].width is None
 
 
+@pytest.mark.parametrize("text", ["1.23457E+11", "1e3", "1E+16", "-2.0e1"])
+def test_a_whole_number_with_an_exponent_has_lost_digits(tmp_path, text):
+    for name, content in (
+        ("a.csv", f"prompt,seed\na,{text}\n"),
+        ("a.jsonl", f'{{"prompt": "a", "seed": {text}}}'),
+    ):
+        (problem,) = read(tmp_path, name, content).problems
+        assert "write all digits; an exponent leaves some out (in Excel, format the column as text)" in str(
+            problem
+        )
+    assert read(tmp_path, "b.csv", "prompt,guidance_scale\na,1.5e1\n").specs[0].guidance_scale == 15
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ";"), ("a.txt", "\t")])
+def test_tables_of_excel_are_read_as_it_writes_them(tmp_path, encoding, name, delimiter):
+    rows = [("Prompt", "SEED", "Negative Prompt"), ("ein schöner Fuchs", "7", "grün")]
+    text = "".join(delimiter.join(row) + "\r\n" for row in rows)
+    mark = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}.get(encoding, b"")
+    parsed = read(tmp_path, name, mark + text.encode(encoding))
+    assert parsed.problems == ()
+    assert [(each.prompt, each.seed, each.negative_prompt) for each in parsed.specs] == [
+        (*rows[1][:1], 7, "grün")
+    ]
+
+
+def test_utf16_that_is_cut_off_is_a_problem(tmp_path):
+    (problem,) = read(tmp_path, "a.csv", "prompt\na fox\n".encode("utf-16")[:-1]).problems
+    assert "the file is not whole UTF-16; save it again, as UTF-8" in str(problem)
+
+
+@pytest.mark.parametrize("number", ["3,5", "1,000", "1,000,000", "-3,5"])
+def test_a_decimal_comma_is_refused_with_the_cure(tmp_path, number):
+    (problem,) = read(tmp_path, "a.csv", f"prompt;guidance_scale\na;{number}\n").problems
+    assert "a number from 0 to 100; write a decimal point, and no separators of thousands" in str(problem)
+
+
 def test_a_row_may_extend_over_lines_and_knows_its_first(tmp_path):
     parsed = read(tmp_path, "a.csv", 'prompt,steps\n"a\nfox",4\n\nan owl,x\n')
     assert [(spec.prompt, spec.line) for spec in parsed.specs] == [("a\nfox", 2)]
@@ -129,7 +166,12 @@ def test_a_row_may_extend_over_lines_and_knows_its_first(tmp_path):
             "line 1: the header names promt, which is not a field; did you mean prompt?",
         ),
         ("prompt,prompt\na,b", "line 1: the header names a field twice"),
-        ("prompt,steps\na, b,4", "line 2: 3 cells, but the header has 2"),
+        (
+            "prompt,steps\na, b,4",
+            "line 2: 3 cells, but the header has 2; write texts with a delimiter in quotes",
+        ),
+        ("prompt,frames,size\na,1,64x64\na gree", "line 3: 1 cell, but the header has 3; complete the row"),
+        ("prompt,frames,size\n\na fox,1\n", "line 3: 2 cells, but the header has 3"),
         ('prompt,steps\n"a,4', "line 2: not CSV"),
     ],
 )

@@ -117,7 +117,7 @@ def test_defaults_may_vary(tmp_path):
     [
         ({"seeds": "8..1"}, 'line 1: seeds = "8..1": a range like'),
         ({"seeds": "0..100000"}, "at most 100,000 seeds"),
-        ({"seeds": [-1]}, "line 1: seed = -1: a whole number"),
+        ({"seeds": [-2]}, "line 1: seed = -2: a whole number"),
         ({"seeds": [1], "seed": 2}, "give only one of"),
         ({"num_images": 0}, "line 1: num_images = 0: a whole number"),
         ({"vary": {"stpes": [1]}}, "vary.stpes: not a field that can vary; did you mean steps?"),

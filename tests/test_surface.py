@@ -395,7 +395,7 @@ def test_events_of_the_journal():
         for kind in vars(events).values()
         if inspect.isclass(kind) and issubclass(kind, events.Event) and kind is not events.Event
     } == {
-        "JobArrived": ["time_s", "job_id", "spec_hash"],
+        "JobArrived": ["time_s", "job_id", "spec_hash", "seed"],
         "JobTimedOut": ["time_s", "job_id"],
         "JobCancelled": ["time_s", "job_id"],
         "PriorityChanged": ["time_s", "job_id", "priority"],
@@ -412,6 +412,7 @@ def test_events_of_the_journal():
         "ModelsChanged": ["time_s", "models", "load_s", "reason"],
         "RankLoaded": ["time_s", "rank", "load_s"],
         "LoadFailed": ["time_s", "models", "reason"],
+        "SpaceLeft": ["time_s", "free_bytes"],
         "StopRequested": ["time_s", "signal_number"],
         "ClosingTime": ["time_s"],
         "GraceOver": ["time_s"],

@@ -27,6 +27,7 @@ from gfgen.cli.compare_runs import jobs_with, load_compared, on_workers, predict
 from gfgen.cli.options import (
     RANKS,
     FiniteRange,
+    NamedPath,
     RankOptions,
     flag,
     group,
@@ -85,7 +86,7 @@ def bench() -> None:
 @click.option(
     "--tune", is_flag=True, help="First find and store the fastest kernel per size for this device."
 )
-@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
+@click.option("--output", type=NamedPath(), help="Folder for .json and .md.")
 def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
     """Group-free collectives compared with NCCL on the GPUs of this machine."""
     from gfgen.bench import gfc as collectives
@@ -147,9 +148,7 @@ class Workload:
 )
 @click.option("--ranks", type=RANKS, default=SIMULATED_RANKS, show_default=True, help="Number of ranks.")
 @click.option("--minutes", type=FiniteRange(0.01), help="Instead of --jobs: time span of the arrivals.")
-@click.option(
-    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [standard output]"
-)
+@click.option("--output", "-o", type=NamedPath(dir_okay=False), help="File to write. [standard output]")
 @takes(given=Workload)
 def workload(
     *, name: Name, model: str, ranks: int, minutes: float | None, output: Path | None, given: Workload
@@ -199,7 +198,7 @@ class Arguments:
         "A compare.json of the same workload, whose runs are included and not repeated.",
         "--with",
         multiple=True,
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=NamedPath(exists=True, dir_okay=False),
     )
     is_simulated: bool = flag("Simulate with a profile.", "--simulate")
     slack: float | None = option(
@@ -210,7 +209,7 @@ class Arguments:
     output: Path = option(
         "Folder for compare.json, .md and .png.",
         "-o",
-        type=click.Path(file_okay=False, path_type=Path),
+        type=NamedPath(file_okay=False),
         default=Path("outputs/compare"),
     )
     workload: Workload = group(Workload)

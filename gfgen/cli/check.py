@@ -29,6 +29,7 @@ from gfgen.runtime.simulate.simulation import simulate
 from gfgen.session.admission import AdmittedSource, judge, warn_of_passed_deadlines
 from gfgen.session.memory import GpuMemory, HostMemory
 from gfgen.session.ranks import Ranks, differences, made_with
+from gfgen.system.machine import free_bytes
 from gfgen.system.signals import DecisionTimeout
 from gfgen.system.wording import counted, in_words, size_in_words
 
@@ -51,8 +52,10 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
         warn_of_passed_deadlines(todo, now=now)
         memory = _memory(todo, admission.memory) if cluster is None else None
         prediction = _prediction(todo, options, now=now)
+        sizes = sum(job.file_bytes for job in todo), free_bytes(options.output_dir)
+        space = dict(zip(("files_bytes", "free_bytes"), sizes, strict=True)) if todo else {}
         nodes = {} if cluster is None else cluster.started()
-    report = _Report(source, options, claims, found, memory, prediction, logged, nodes)
+    report = _Report(source, options, claims, found, memory, space, prediction, logged, nodes)
     text = json.dumps(report.as_json(), indent=1) if options.logs.log_json else "\n".join(report.lines())
     click.echo(text)
     return 2 if found.problems and not (options.skip_invalid and found.jobs) else 0
@@ -195,16 +198,16 @@ class _Report:
     claims: Claims
     found: AdmittedSource
     memory: _Memory | None
+    space: Mapping[str, int]
     prediction: _Prediction | None
     logged: Sequence[tuple[str, str]]
     nodes: Mapping[str, Ranks]
 
     def lines(self) -> Iterator[str]:
         counts, (changed, again) = self._counts(), self._made_again()
-        jobs, num_problems = counted(len(self.found.parsed.specs), "job"), len(self.found.problems)
-        problems = counted(num_problems, "problem") if num_problems else "no problem"
-        yield f"{self.source.name}: {jobs}, {problems}"
-        yield from (f"  {line}" for line in listed(self.found.problems))
+        jobs, problems = counted(len(self.found.parsed.specs), "job"), self.found.problems
+        yield f"{self.source.name}: {jobs}, {counted(len(problems), 'problem') if problems else 'no problem'}"
+        yield from (f"  {line}" for line in listed(problems, limit=len(problems)))
         shown = [f"{count:,} {WORDS.get(name, name)}" for name, count in counts.items() if count]
         yield f"jobs      {', '.join(shown) or 'none'}"
         if changed:
@@ -219,6 +222,10 @@ class _Report:
             yield f"node      {name}: {ranks.description}"
         if self.memory is not None:
             yield f"memory    {self.memory.in_words()}"
+        if self.space:
+            needed, left = self.space.values()
+            lack = f": {size_in_words(needed - left)} may be missing" if needed > left else ""
+            yield f"space     files take up to {size_in_words(needed)}; {size_in_words(left)} is free{lack}"
         if self.prediction is not None:
             yield f"time      {self.prediction.in_words()}"
         for level, text in self.logged:
@@ -243,6 +250,7 @@ class _Report:
             },
             "nodes": {name: ranks.description for name, ranks in self.nodes.items()},
             "memory": None if self.memory is None else asdict(self.memory),
+            "space": self.space,
             "prediction": None if self.prediction is None else asdict(self.prediction),
             "notes": [text for level, text in self.logged if level == "INFO"],
             "warnings": [text for level, text in self.logged if level != "INFO"],

@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from gfgen.cli.options import A_MODEL
+from gfgen.cli.options import A_MODEL, NamedPath
 from gfgen.errors import InputError, RunError
 from gfgen.errors import nearest as nearest_name
 from gfgen.gfc import native
@@ -254,7 +254,7 @@ def clear(names: tuple[str, ...], *, yes: bool, as_json: bool) -> None:
 
 
 @cache.command("export")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=NamedPath(dir_okay=False))
 def export_command(file: Path) -> None:
     """Write the task times that were measured here to FILE, for other machines with such GPUs.
 
@@ -265,7 +265,7 @@ def export_command(file: Path) -> None:
 
 
 @cache.command("import")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", type=NamedPath(exists=True, dir_okay=False))
 def import_command(file: Path) -> None:
     """Take the task times of FILE, which 'gfgen cache export' wrote, unless those here are as new."""
     for profile, reason in import_times(file):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gfgen.cli.options import A_MODEL, TRUST_CODE, Named
+from gfgen.cli.options import A_MODEL, TRUST_CODE, Named, NamedPath
 from gfgen.errors import InputError, JobFileError, ModelError
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import JobSpec
@@ -81,7 +81,7 @@ def _pipelines() -> dict[str, tuple[str, str]]:
 
 
 @models.command("make-tiny")
-@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("directory", type=NamedPath(file_okay=False))
 @click.argument("names", nargs=-1, type=Named(*TINY_NAMES))
 def make_tiny(directory: Path, names: tuple[str, ...]) -> None:
     """Write small pipelines with random weights to DIRECTORY: all of them, or NAMES.
@@ -177,9 +177,8 @@ def _weights(checkpoint: Path) -> dict[str, int]:
 
 def _told(facts: Mapping[str, Any]) -> str:
     tried, degrees = facts["tried"], facts["ranks_per_step"]
-    size = f"{tried['width']}x{tried['height']}" + (
-        f"x{tried['frames']}" if facts["output"] == "video" else ""
-    )
+    size = f"{tried['width']}x{tried['height']}" if tried["width"] else "its own size"
+    size += f"x{tried['frames']}" if facts["output"] == "video" else ""
     steps = f"{counted(tried['steps'], 'step')} at {size} on {facts['device']}"
     if facts["in_steps"]:
         result = f"yes; {steps} give the bits of the pipeline's own call"

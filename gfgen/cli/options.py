@@ -47,7 +47,7 @@ class FiniteRange(click.FloatRange):
 
 
 class NamedPath(click.Path):
-    """Refuses the empty path, which a script with an unset variable gives."""
+    """Refuses the empty path, which a script with an unset variable gives; expands ~ at the beginning."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(path_type=Path, **options)
@@ -55,7 +55,7 @@ class NamedPath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("it is empty; name a path", param, ctx)
-        return super().convert(value, param, ctx)
+        return super().convert(os.path.expanduser(value), param, ctx)
 
 
 class Duration(click.ParamType[float]):
@@ -79,12 +79,15 @@ class RunOnly(click.Option):
 
 
 class Named(click.ParamType[str]):
-    """Any text. Shells complete it to one of these names or, where none begins so, to a file."""
+    """Any text; ~ is expanded. Shells complete it to one of these names or, if none begins so, to a file."""
 
     name = "text"
 
     def __init__(self, *names: str) -> None:
         self._names = names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return os.path.expanduser(str(super().convert(value, param, ctx)))
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -214,7 +217,7 @@ profile_option = functools.partial(
     option,
     "Profile with task times. [this machine's, or one shipped with gfgen]",
     "--profile",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NamedPath(dir_okay=False),
 )
 lookahead_option = functools.partial(
     option,
@@ -309,6 +312,12 @@ class RankOptions(AskedRanks):
         if self.gpus is not None:
             _show_only(self.gpus)
         ranks = self.here(cpu_ranks=cpu_ranks)
+        if self.gpus is not None and not ranks.are_on_gpus:
+            raise InputError(
+                f"--gpus {self.gpus}: no usable GPU ('gfgen doctor' says why); leave it out for the CPU"
+            )
+        if self.gpus is not None and self.ranks is None and len(ranks.devices.gpus) <= self.gpus.count(","):
+            logger.warning("--gpus %s: only %d of them can be used", self.gpus, len(ranks.devices.gpus))
         if not ranks.are_on_gpus:
             _tell_of_graphs("on CPU ranks, which launch no kernels")
         elif ranks.is_offloaded:

@@ -19,7 +19,17 @@ import click
 from gfgen.bench import profiling
 from gfgen.bench.profiling import Measurement, Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
-from gfgen.cli.options import A_MODEL, RANKS, Named, RankOptions, configure_log, group, option, takes
+from gfgen.cli.options import (
+    A_MODEL,
+    RANKS,
+    Named,
+    NamedPath,
+    RankOptions,
+    configure_log,
+    group,
+    option,
+    takes,
+)
 from gfgen.cli.shown.prediction import known_here
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.reader import JobSource
@@ -80,7 +90,7 @@ _LOADING_S = 15.0
 @click.option(
     "--output",
     "-o",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NamedPath(dir_okay=False),
     help="File for the profile. [where 'gfgen run' finds it]",
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be measured and how long it takes.")

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import click
 
-from gfgen.cli.options import configure_log
+from gfgen.cli.options import NamedPath, configure_log
 from gfgen.cli.shown.picture import find_traces, plot_runs
 from gfgen.cli.shown.plot_timeline import plot_timeline
 from gfgen.errors import InputError
@@ -31,15 +31,19 @@ THUMBNAIL_SIDE = 320
 MAX_THUMBNAILS = 3_000
 """About 30 MB of HTML; later jobs have a link alone."""
 MAX_SLOWEST = 3
+PAUSE_S = 300.0
+"""A longer time without jobs parts two timelines."""
+BAR_WIDTH, CHAR_WIDTH, TICK_WIDTH, MAX_WIDTH = 64, 7, 120, 60_000
+"""Pixels of an average bar, a character of its name, the axis between two ticks, and of a timeline."""
 STATUSES = ("failed", "cancelled", "done")
 
 
 @click.command()
-@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=NamedPath())
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path),
+    type=NamedPath(),
     help="File for the picture: .png, .svg or .pdf. [timeline.png or comparison.png]",
 )
 @click.option("--title", help="Title of the picture. [from the traces]")
@@ -58,12 +62,10 @@ def plot(*, traces: tuple[Path, ...], output: Path | None, title: str | None) ->
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder", metavar="DIR", type=NamedPath(exists=True, file_okay=False))
 @click.option("--html", "as_html", is_flag=True, help="Write a page with a gallery to DIR/report.html.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.option(
-    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Another file for the page."
-)
+@click.option("--output", "-o", type=NamedPath(dir_okay=False), help="Another file for the page.")
 def report(*, folder: Path, as_html: bool, as_json: bool, output: Path | None) -> None:
     """Report on the output folder DIR of runs: what was made, when, how long it took, and what failed.
 
@@ -280,23 +282,42 @@ def _thumbnail(path: Path) -> str | None:
 
 
 def _timeline(jobs: Sequence[JobReport]) -> str:
-    """A bar per job from its first task to its file, in the order of their starts."""
-    shown = sorted((job for job in jobs if job.ended_at > job.started_at), key=lambda job: job.started_at)
-    if not shown:
-        return ""
-    first = shown[0].started_at
-    scale = 1000 / max(1e-3, max(job.ended_at for job in shown) - first)
-    height = max(2.0, min(14.0, 600 / len(shown)))
-    bars = "".join(
-        f'<rect class="{html.escape(job.status)}" x="{(job.started_at - first) * scale:.1f}" '
-        f'y="{place * height:.1f}" width="{max(1.0, (job.ended_at - job.started_at) * scale):.1f}" '
-        f'height="{0.8 * height:.1f}"><title>{html.escape(job.job_id)}: {_clock(job.started_at)}, '
-        f"{in_words(job.ended_at - job.started_at)}</title></rect>"
-        for place, job in enumerate(shown)
-    )
+    """Lanes of bars, each from a job's first task to its file; a timeline for each time without a pause."""
+    stretches: list[list[JobReport]] = []
+    last = 0.0
+    for job in sorted((job for job in jobs if job.ended_at > job.started_at), key=lambda job: job.started_at):
+        stretches += [[]] if job.started_at > last + PAUSE_S else []
+        stretches[-1].append(job)
+        last = max(last, job.ended_at)
+    return "".join(map(_lanes, stretches))
+
+
+def _lanes(jobs: Sequence[JobReport]) -> str:
+    ends: list[float] = []
+    places = []
+    for job in jobs:  # the manifest has whole seconds
+        lane = next((lane for lane, end in enumerate(ends) if end <= job.started_at + 1), len(ends))
+        ends[lane : lane + 1] = [job.ended_at]
+        places.append(lane)
+    first = jobs[0].started_at
+    width = max(1000, min(MAX_WIDTH, BAR_WIDTH * len(jobs) // len(ends)))
+    scale, bars = width / (max(ends) - first), []
+    for job, lane in zip(jobs, places, strict=True):
+        x, size = (job.started_at - first) * scale, max(1.0, (job.ended_at - job.started_at) * scale - 1)
+        name = html.escape(job.job_id[: int(size / CHAR_WIDTH)])
+        spent = f"{_clock(job.started_at)}, {in_words(job.ended_at - job.started_at)}"
+        bars.append(
+            f'<g><title>{html.escape(job.job_id)}: {spent}</title><rect class="{html.escape(job.status)}" '
+            f'x="{x:.1f}" y="{20 + 18 * lane}" width="{size:.1f}" height="16"/>'
+            f'<text x="{x + 2:.1f}" y="{32 + 18 * lane}">{name}</text></g>'
+        )
+    for x in range(0, width, TICK_WIDTH):
+        moment = time.strftime("%H:%M:%S", time.localtime(first + x / scale))
+        bars.append(f'<path d="M{x} 0v{20 + 18 * len(ends)}"/><text x="{x + 3}" y="12">{moment}</text>')
+    area = f'width="{width}" height="{20 + 18 * len(ends)}"'
     return (
-        f'<svg viewBox="0 0 1000 {len(shown) * height:.0f}" role="img" '
-        f'aria-label="one bar for each job, from its first task to its file">{bars}</svg>'
+        f'<p>{_clock(first)}</p><div class="lanes"><svg {area} role="img" '
+        f'aria-label="one bar for each job, from its first task to its file">{"".join(bars)}</svg></div>'
     )
 
 
@@ -307,7 +328,8 @@ _PAGE = """<!doctype html>
 :root {{ color-scheme: light dark; }}
 body {{ font: 14px/1.4 system-ui, sans-serif; margin: 2rem auto; max-width: 1400px; padding: 0 1rem; }}
 pre {{ white-space: pre-wrap; }}
-svg {{ width: 100%; max-height: 240px; }}
+.lanes {{ overflow: auto; max-height: 60vh; }}
+svg text {{ font-size: 11px; fill: currentColor; }} svg path {{ stroke: #8886; }}
 rect {{ fill: #4a8; }} rect.failed, rect.cancelled {{ fill: #c44; }}
 main {{ display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(220px, 1fr)); }}
 article {{ border: 1px solid #8884; border-radius: 8px; overflow: hidden; overflow-wrap: anywhere; }}

@@ -169,8 +169,9 @@ def run(given: Arguments) -> int:
                 assert watch is not None
                 summary = watch_folder(session, watch, options)
             else:
-                admitted, done, problems = admit_jobs(source, session.admission, options)
-                summary = run_jobs(session, admitted, options, done=done)
+                admitted, claims, problems = admit_jobs(source, session.admission, options)
+                options = replace(options, forced_from=claims.forced_from)
+                summary = run_jobs(session, admitted, options, done=claims.done_ids)
     _end_hooks(summary, options, status="failed" if summary.num_failed else "done")
     _report(summary, options)
     return 1 if summary.num_failed or summary.num_cancelled or problems else 0
@@ -200,6 +201,7 @@ def _options_of(
         on_file=hook,
         on_done=given.on_done,
         hook_timeout_s=given.hook_timeout,
+        waits_for_space=given.watch is not None,
         closes_at=None if given.until is None else closing_at(given.until, now=time.time()),
         job_bounds=JobBounds(step_s=given.max_step_time),
         logs=given.logs,
@@ -280,6 +282,7 @@ def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary
         admit=session.admission,
         skip_invalid=options.skip_invalid,
         overwrite=options.overwrite,
+        named_at=options.named_at,
     )
     with contextlib.closing(inbox):
         first = inbox.look()
@@ -308,7 +311,7 @@ def _run(
     arrivals = None if inbox is None else Arrivals(inbox, observers=[inbox], watched=inbox.folder)
     observers = [*_observers(options), *watchers]
     try:
-        summary = session.run(todo, observers=observers, skipped=skipped, arrivals=arrivals)
+        summary = session.run(todo, options=options, observers=observers, skipped=skipped, arrivals=arrivals)
     except GfgenError:  # such as a full disk, or no rank that is left
         _end_hooks(before or Summary(num_unfinished=len(todo)), options, status="failed")
         raise

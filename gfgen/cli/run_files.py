@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,20 +100,21 @@ def claims_of(source: JobSource, options: RunOptions) -> Claims:
         overwrite=options.overwrite,
         force=options.force,
         only_failed=options.failed,
+        named_at=options.named_at,
     )
 
 
 def admit_jobs(
     source: JobSource, admission: Admission, options: RunOptions
-) -> tuple[Sequence[AdmittedJob], Collection[str], Sequence[Problem]]:
-    """The jobs of a source, the ids of the finished ones, and the problems of the others.
+) -> tuple[Sequence[AdmittedJob], Claims, Sequence[Problem]]:
+    """The jobs of a source, those that are finished among the claims, and the problems of the others.
 
     Raises: as `judge` and `jobs_to_run`.
     """
     claims = claims_of(source, options)
     found = judge(source, admission, claims=claims, has_bar=has_bar(options))
     admitted, problems = jobs_to_run(found, skip_invalid=options.skip_invalid)
-    return admitted, claims.done_ids, problems
+    return admitted, claims, problems
 
 
 def session_of(options: SessionOptions, cluster: RayCluster | None) -> Session:

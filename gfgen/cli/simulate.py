@@ -19,6 +19,7 @@ from tqdm import tqdm
 from gfgen.cli.options import (
     A_POLICY,
     JobOptions,
+    NamedPath,
     batch_option,
     configure_log,
     flag,
@@ -114,7 +115,7 @@ class Arguments:
     output: Path | None = option(
         "Folder for the simulated manifests and traces.",
         "-o",
-        type=click.Path(file_okay=False, path_type=Path),
+        type=NamedPath(file_okay=False),
     )
     as_json: bool = flag("Print JSON instead of the table.", "--json")
 

@@ -146,7 +146,7 @@ class RayNode:
     def _answer(self, call: Any, done: str) -> Any:
         """What a call returns that may take long; the actor must show that it lives meanwhile.
 
-        Raises: WorkerError if the call takes MODELS_S, or what Ray raises of an actor that is gone or silent.
+        Raises: InputError if the call takes MODELS_S, or what Ray raises of an actor that is gone or silent.
         """
         ray, until_s = self._cluster.ray, time.monotonic() + MODELS_S
         while True:
@@ -154,7 +154,7 @@ class RayNode:
                 return ray.get(call, timeout=POLL_S)
             except ray.exceptions.GetTimeoutError:
                 if time.monotonic() > until_s:
-                    raise WorkerError(f"it has not {done} for {MODELS_S:g} s") from None
+                    raise InputError(f"it has not {done} for {MODELS_S:g} s") from None
             ray.get(self.actor.time.remote(), timeout=SILENCE_S)
 
     def start(self, job: AdmittedJob, *, attempt: int) -> None:

@@ -9,18 +9,20 @@ this table (server/protocol/schemas.py).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta, tzinfo
 from typing import Any
 
 from gfgen.errors import Problem, nearest
 from gfgen.job.images import IMAGE_FORMATS, VIDEO_FORMATS, ImageError, ImageReader, LoraError
-from gfgen.job.spec import ENDINGS, FORMAT_NAMES, PLACEHOLDER
+from gfgen.job.spec import ENDINGS, FORMAT_NAMES, NUM_SEEDS, PLACEHOLDER, RANDOM_SEED, wrong_braces
 
 MIN_SIDE, MAX_SIDE = 16, 8192
 """Pixels of a side; the largest is six times what the models were trained on."""
@@ -28,7 +30,7 @@ MAX_FRAMES = 4093
 """The capacity of Wan's rotary table: the first frame, and 4 for each of 1,023 more latent frames."""
 MAX_STEPS = 1000
 """More than the training timesteps would repeat some of them."""
-MAX_FPS = 240
+MIN_FPS, MAX_FPS = 0.1, 240
 MAX_SCALE = 100
 """Guidance scales; 1 turns guidance off, and pictures burn out above 20."""
 MAX_SHIFT = 100
@@ -61,9 +63,13 @@ MAX_LORAS = 16
 MAX_LORA_SCALE = 100
 LORA_NAMES = ("path", "file", "name", "scale", "target")
 NUMBER_ALONE = re.compile(rf" *-?{NUMBER} *")
-DURATION = re.compile(rf"(?:{NUMBER}d)? *(?:{NUMBER}h)? *(?:{NUMBER}m)? *(?:{NUMBER}s)?")
-UNITS_S = (86_400, 3_600, 60, 1)
-INSTANT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}.*")
+UNITS_S = {"d(?:ays?)?": 86_400, "h(?:(?:ou)?rs?)?": 3_600, "m(?:in(?:ute)?s?)?": 60, "s(?:ec(?:ond)?s?)?": 1}
+DURATION = re.compile(",? *".join(f"(?:{NUMBER} *{unit})?" for unit in UNITS_S))
+CLOCK_FORMATS = ("%H:%M", "%H:%M:%S", "%I:%M %p", "%I:%M%p", "%I %p", "%I%p")
+ZONED = re.compile(r"(.*[0-9]) *([+-][0-9]{2}:?[0-9]{2}|[A-Za-z][A-Za-z0-9_/+-]*)")
+MAX_TIME_CHARS = 80
+FRACTION = re.compile(r" *([0-9]{1,9}) */ *([1-9][0-9]{0,8}) *")
+WITH_COMMA = re.compile(r" *[+-]?[0-9]+(,[0-9]+)+ *")
 SIZE = re.compile(r"([0-9]{1,9}) *[xX] *([0-9]{1,9})")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 ID = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
@@ -74,14 +80,22 @@ TIME = {"anyOf": [{"type": "number"}, STRING]}
 REUSE = {"anyOf": [{"type": "number", "minimum": 0, "maximum": MAX_REUSE}, {"enum": ["never", IF_LATE]}]}
 
 OTHER_NAMES = {
-    "cfg_scale": "guidance_scale",
-    "image_path": "image",
-    "max_area": "size",
-    "name": "id",
-    "num_frames": "frames",
-    "num_inference_steps": "steps",
-    "resolution": "size",
-    "text": "prompt",
+    other: name
+    for name, others in {
+        "frames": "num_frames length",
+        "guidance_scale": "cfg cfg_scale guidance",
+        "image": "image_path init_image input_image",
+        "model": "checkpoint ckpt",
+        "negative_prompt": "negative neg",
+        "num_images": "n batch_size batch_count n_iter num_images_per_prompt",
+        "prompt": "text caption",
+        "scheduler": "sampler sampler_name",
+        "size": "max_area resolution w h",
+        "steps": "num_inference_steps",
+        "fps": "frame_rate",
+        "id": "name",
+    }.items()
+    for other in others.split()
 }
 """Names of fields in other tools, where the spelling alone does not lead to ours."""
 
@@ -94,6 +108,10 @@ class Repeated:
 
     def __repr__(self) -> str:
         return REPEATED
+
+
+class Exponential(float):
+    """A number that was written with an exponent, as Excel writes long ones: digits may be missing."""
 
 
 class Refused(Exception):
@@ -155,6 +173,10 @@ def _range(name: str, low: float, high: float, *, is_whole: bool = False) -> Fie
 
     def parse(value: object) -> int | float:
         number = _number(value)
+        if is_whole and isinstance(number, Exponential):
+            raise Refused(
+                "write all digits; an exponent leaves some out (in Excel, format the column as text)"
+            )
         if not low <= number <= high:
             raise Refused("")
         if not is_whole:
@@ -181,20 +203,73 @@ def _duration(name: str, *, may_be_zero: bool) -> Field:
 
 
 def _parse_deadline(value: object) -> float | datetime:
-    """Seconds after the arrival, or a time; without a zone it is this machine's local time."""
-    if isinstance(value, str) and INSTANT.fullmatch(value):
-        try:
-            moment = datetime.fromisoformat(value)
-            moment.timestamp()
-        except (ValueError, OverflowError, OSError):
-            raise Refused("this time does not exist") from None
-        if not MIN_YEAR <= moment.year <= MAX_YEAR:
-            raise Refused(f"a year from {MIN_YEAR} to {MAX_YEAR}")
+    """Seconds after the arrival, or a moment."""
+    if isinstance(value, str) and (moment := parse_moment(value, now=time.time())) is not None:
         return moment
     seconds = _seconds(value)
     if seconds == 0:
         raise Refused("")
     return seconds
+
+
+def parse_moment(text: str, *, now: float) -> datetime | None:
+    """The moment of a time of day (the next one), of a date (its end) or of both; None for other texts.
+
+    Without a zone it is this machine's local time. `now` is Unix time.
+
+    Raises: Refused for an unknown zone and for years out of range.
+    """
+    text = text.strip()
+    if len(text) > MAX_TIME_CHARS:
+        return None
+    try:
+        moment = _moment(text, now, None)
+        if moment is None and (split := ZONED.fullmatch(text)) and _moment(split[1], now, None):
+            moment = _moment(split[1], now, _zone(split[2]))
+    except OverflowError:
+        moment = datetime.max
+    if moment is not None and not MIN_YEAR <= moment.year <= MAX_YEAR:
+        raise Refused(f"a year from {MIN_YEAR} to {MAX_YEAR}")
+    return moment
+
+
+def _moment(text: str, now: float, zone: tzinfo | None) -> datetime | None:
+    today = datetime.fromtimestamp(now, zone)
+    for form in CLOCK_FORMATS:
+        with contextlib.suppress(ValueError):
+            at = datetime.strptime(text, form).time()
+            days = (today.date() + timedelta(days=number) for number in range(3))
+            moments = (datetime.combine(day, at, zone) for day in days)
+            return next(moment for moment in moments if moment.timestamp() > now)
+    if "-" not in text:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    if len(text) <= len("2026-12-01"):
+        moment += timedelta(days=1)
+    return moment if zone is None else moment.replace(tzinfo=zone)
+
+
+def _zone(name: str) -> tzinfo:
+    if name[0] in "+-" or name in "Zz":
+        return datetime.strptime(name.upper(), "%z").tzinfo  # type: ignore[return-value]
+    from zoneinfo import ZoneInfo  # 5 ms that only such times pay
+
+    for spelled in (name, name.upper(), name.title()):
+        with contextlib.suppress(KeyError, ValueError, OSError):
+            return ZoneInfo(spelled)
+    raise Refused(f"instead of {name}, a zone such as Europe/Berlin, CET, UTC or +01:00")
+
+
+def _parse_fps(value: object) -> float:
+    if isinstance(value, str) and (match := FRACTION.fullmatch(value)):
+        value = int(match[1]) / int(match[2])
+    number = _number(value)
+    if not MIN_FPS <= number <= MAX_FPS:
+        raise Refused("")
+    return int(number) if float(number).is_integer() else float(number)
 
 
 def _parse_size(value: object) -> tuple[int, int]:
@@ -216,8 +291,10 @@ def _parse_id(value: object) -> str:
 
 def _parse_output(value: object) -> str:
     name = _string(value)
+    if (wrong := wrong_braces(name)) is not None:
+        raise Refused(wrong)
     if "\\" in name or ("/" in name and not PLACEHOLDER.search(name)):
-        raise Refused("without a folder, or with {id}, {seed}, {tag} or {date} in the name")
+        raise Refused("without a folder, or with a placeholder such as {id} in the name")
     parts = name.split("/")
     if not all(part.isprintable() and part == part.strip() and not part.startswith(".") for part in parts):
         raise Refused("without control characters, a leading dot, or spaces at its ends")
@@ -337,10 +414,12 @@ def _parse_one_lora(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 DEADLINE_ACCEPTED = (
     'seconds after the arrival (more than 0, at most 365 days), a text like "90s", "1h30m" or "2d", '
-    'or a time like "2026-11-20T18:00" or "2026-11-20T18:00+01:00"'
+    'or a time like "06:00", "2026-11-20T18:00", "2026-11-20T18:00+01:00" or "18:00 Europe/Berlin", '
+    "or a date, which means its end"
 )
 ID_ACCEPTED = f'1 to {MAX_ID_CHARS} characters in quotes, from A-Z a-z 0-9 . _ -, and no leading "."'
 SIZE_ACCEPTED = f'a text like "832x480", each side from {MIN_SIDE} to {MAX_SIDE:,}'
+FPS_ACCEPTED = f'a number from {MIN_FPS:g} to {MAX_FPS}, or a fraction like "24000/1001"'
 OUTPUT_ACCEPTED = (
     f"a file name of at most {MAX_OUTPUT_BYTES} bytes that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
 )
@@ -372,14 +451,14 @@ FIELDS: dict[str, Field] = {
         _range("width", MIN_SIDE, MAX_SIDE, is_whole=True),
         _range("height", MIN_SIDE, MAX_SIDE, is_whole=True),
         _range("frames", 1, MAX_FRAMES, is_whole=True),
-        _range("fps", 1, MAX_FPS, is_whole=True),
+        Field("fps", FPS_ACCEPTED, _parse_fps, {"type": "number", "minimum": MIN_FPS, "maximum": MAX_FPS}),
         _range("steps", 1, MAX_STEPS, is_whole=True),
         _range("guidance_scale", 0, MAX_SCALE),
         _range("guidance_scale_2", 0, MAX_SCALE),
         _range("boundary_ratio", 0, 1),
         _range("flow_shift", 0.01, MAX_SHIFT),
         _range("true_cfg_scale", 0, MAX_SCALE),
-        _range("seed", 0, 2**63 - 1, is_whole=True),
+        _range("seed", RANDOM_SEED, NUM_SEEDS - 1, is_whole=True),
         _label("image", MAX_PATH_CHARS, f"the path of a picture ({', '.join(IMAGE_FORMATS)})"),
         _object("args", ARGS_ACCEPTED, _parse_plain),
         _object("files", FILES_ACCEPTED, _parse_paths),
@@ -470,13 +549,13 @@ def suggestion(name: str, fields: Collection[str]) -> str | None:
     """A question that names the field that an unknown name resembles."""
     spelled = name[:40].strip().lower().replace("-", "_")
     meant = OTHER_NAMES.get(spelled)
-    near = meant if meant in fields else nearest(spelled, fields)
+    near = meant if meant in fields or meant == "num_images" else nearest(spelled, fields)
     return f"did you mean {near}?" if near else None
 
 
 def _unknown_fields(unknown: Sequence[str]) -> Iterator[Problem]:
     for name in unknown[:MAX_UNKNOWN_REPORTED]:
-        hint = "did you mean num_images?" if name.strip().lower() == "n" else suggestion(name, FIELDS)
+        hint = suggestion(name, FIELDS)
         if name == "defaults":
             hint = 'the first line of a file may be {"defaults": {...}}, with nothing else on it'
         accepted = f"not a field; {hint}" if hint else "not a field"
@@ -601,6 +680,8 @@ def _number(value: object) -> int | float:
     """A JSON number, or NaN or infinity, which no range contains; no bool, and no number in quotes."""
     if isinstance(value, str) and NUMBER_ALONE.fullmatch(value):
         raise Refused("write it without quotes")
+    if isinstance(value, str) and WITH_COMMA.fullmatch(value):
+        raise Refused("write a decimal point, and no separators of thousands")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise Refused("")
     return value
@@ -609,10 +690,12 @@ def _number(value: object) -> int | float:
 def _seconds(value: object) -> float:
     """Seconds of a number or of a text like "1h30m", from 0 to MAX_DURATION_S."""
     if isinstance(value, str) and not NUMBER_ALONE.fullmatch(value):
-        match = DURATION.fullmatch(value.strip().lower())
+        match = DURATION.fullmatch(value.strip().lower()[:MAX_TIME_CHARS])
         if not match or not any(match.groups()):
             raise Refused("")
-        seconds = sum(float(part or 0) * unit for part, unit in zip(match.groups(), UNITS_S, strict=True))
+        seconds = sum(
+            float(part or 0) * unit for part, unit in zip(match.groups(), UNITS_S.values(), strict=True)
+        )
     elif isinstance(value, str):
         raise Refused('write it without quotes, or with a unit ("s", "m", "h", "d")')
     else:

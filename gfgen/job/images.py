@@ -112,7 +112,7 @@ def _read(path: Path, *, max_bytes: int) -> bytes:
             raise ImageError(f"{path} does not exist")
         # A pipe or a device could block or never end.
         if not path.is_file():
-            raise ImageError(f"{path} is not a file")
+            raise ImageError(f"{path} {'is a folder and ' if path.is_dir() else ''}is not a file")
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
@@ -151,6 +151,10 @@ USUAL_NAME = "pytorch_lora_weights.safetensors"
 """What diffusers calls the only file of a folder."""
 MARKS = ("lora", "lokr")
 """In names of a LoRA's tensors, in every format that diffusers converts."""
+
+
+PICKLES = (".ckpt", ".pt", ".pth", ".bin")
+NO_PICKLE = "is a pickle, which can run code when it is read; convert it to .safetensors"
 
 
 class LoraError(ValueError):
@@ -235,6 +239,8 @@ def _check_file(path: Path) -> str:
         raise LoraError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")
     if path.stat().st_size > MAX_LORA_BYTES:
         raise LoraError(f"{path} has more than {MAX_LORA_BYTES // 2**30} GiB")
+    if path.suffix.lower() in PICKLES:
+        raise LoraError(f"{path} {NO_PICKLE}")
     try:
         with safe_open(path, framework="np") as tensors:
             names = list(tensors.keys())

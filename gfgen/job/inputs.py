@@ -5,6 +5,7 @@ bytes -> text -> kind -> entries: (its line or number, the object of a job, or i
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 
 from gfgen.errors import Problem
 from gfgen.job.fields import FIELDS, Repeated, plain_name, printable, shown, suggestion
-from gfgen.job.shared import VARIATION_FIELDS, value_of
+from gfgen.job.shared import VARIATION_FIELDS, number_of, value_of
 
 MAX_FILE_BYTES = 2**28
 """Of a file, which is read into memory."""
@@ -86,15 +87,17 @@ def entries_of(stream: BinaryIO, *, suffix: str) -> tuple[str, Iterator[Entry]]:
     The entries raise ReadingEnded.
     """
     content = stream.read(MAX_FILE_BYTES + 1)
-    text = content.decode("utf-8-sig", "surrogateescape")
+    is_utf16, text = content.startswith(UTF16_MARKS), ""
+    with contextlib.suppress(UnicodeDecodeError):
+        text = content.decode("utf-16" if is_utf16 else "utf-8-sig", "surrogateescape")
     first = _COMMENTS.match(text).end()  # type: ignore[union-attr]
     kind = _kind_of(text[first:].partition("\n")[0].strip(), suffix.lower())
     return kind, _entries(content, text, _READERS[kind])
 
 
 def _entries(content: bytes, text: str, read: Callable[[str], Iterator[Entry]]) -> Iterator[Entry]:
-    if content.startswith(UTF16_MARKS):
-        raise ReadingEnded(1, "the file is UTF-16; save it as UTF-8")
+    if content.startswith(UTF16_MARKS) and not text:
+        raise ReadingEnded(1, "the file is not whole UTF-16; save it again, as UTF-8")
     if len(content) > MAX_FILE_BYTES:
         raise ReadingEnded(1, f"the file has more than {MAX_FILE_BYTES:,} bytes; split it")
     yield from read(text)
@@ -137,9 +140,15 @@ def _delimiter(header: str) -> str | None:
 
 def _names(header: str, delimiter: str) -> list[str]:
     try:
-        return [name.strip() for name in next(csv.reader([header], delimiter=delimiter), [])]
+        return [_field_name(name.strip()) for name in next(csv.reader([header], delimiter=delimiter), [])]
     except csv.Error:  # a carriage return inside of the line, or a cell of more than 131,072 characters
         return []
+
+
+def _field_name(name: str) -> str:
+    """The field that a header means, whatever its case; another text stays as it is."""
+    plain = re.sub("[ -]", "_", name.lower())
+    return plain if plain in FIELDS or plain in VARIATION_FIELDS else name
 
 
 def _json_lines(text: str) -> Iterator[Entry]:
@@ -221,17 +230,19 @@ def _table(text: str) -> Iterator[Entry]:
         )
     _check_header(names, num_before + 1)
     lines = io.StringIO(text[first:], newline="")
-    rows = csv.DictReader(lines, names, restkey="", restval="", delimiter=delimiter, strict=True)
+    rows = csv.DictReader(lines, names, restkey="", delimiter=delimiter, strict=True)
     try:
         next(rows)  # the header
         for row in rows:
             more = row.pop("", [])
-            cells = [*row.values(), *more]
+            cells = [cell for cell in (*row.values(), *more) if cell is not None]
             number = num_before + rows.line_num - sum(cell.count("\n") for cell in cells)
-            if any(cell.strip() for cell in more):
-                count = f"{len(cells)} cells, but the header has {len(names)}"
-                yield number, Problem(number, None, None, f"{count}; write texts with a delimiter in quotes")
-            elif given := {name: text for name, cell in row.items() if (text := cell.strip())}:
+            given = {name: text for name, cell in row.items() if (text := (cell or "").strip())}
+            if any(cell.strip() for cell in more) or (given and len(cells) < len(names)):
+                cure = "write texts with a delimiter in quotes" if more else "complete the row"
+                count = f"{len(cells)} cell{'s'[: len(cells) - 1]}, but the header has {len(names)}"
+                yield number, Problem(number, None, None, f"{count}; {cure}")
+            elif given:
                 yield number, {name: value_of(name, text) for name, text in given.items()}
     except csv.Error as error:
         raise ReadingEnded(num_before + rows.reader.line_num, f"not CSV ({error})") from None
@@ -254,7 +265,7 @@ def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return decoded
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_parse_object)
+_DECODER = json.JSONDecoder(object_pairs_hook=_parse_object, parse_float=number_of)
 _READERS: Mapping[str, Callable[[str], Iterator[Entry]]] = {
     JSON_LINES: _json_lines,
     PROMPTS: _prompts,

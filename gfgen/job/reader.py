@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, TypeVar
 
 from gfgen.errors import InputError, JobError, Problem, at
-from gfgen.job.fields import FIELDS, parse_fields, shown
+from gfgen.job.fields import FIELDS, MAX_OUTPUT_BYTES, parse_fields, shown
 from gfgen.job.images import ImageReader
 from gfgen.job.inputs import (
     EXAMPLE,
@@ -35,7 +35,7 @@ from gfgen.job.inputs import (
     entries_of,
 )
 from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over, variations
-from gfgen.job.spec import JobSpec, default_id, file_names, name_key, numbered_names, with_own_name
+from gfgen.job.spec import JobSpec, default_id, file_names, filled, name_key, numbered_names, with_own_name
 
 MAX_PROBLEMS = 1_000
 BAR_FROM = 10_000
@@ -245,6 +245,8 @@ class _JobList:
     problems: list[Problem] = field(default_factory=list)
     occurrences: Counter[str] = field(default_factory=Counter)
     num_varied: int = 0
+    place: int = 0
+    """Of the last job in its file, faulty ones included."""
     id_takers: dict[str, int] = field(default_factory=dict)
     """By id: the line that uses it."""
     file_takers: dict[str, int] = field(default_factory=dict)
@@ -253,7 +255,7 @@ class _JobList:
         self, entries: Iterable[Entry], source: str, *, folder: Path, images: ImageReader | None = None
     ) -> None:
         self.images, self.folder = images or ImageReader(folder), folder if images is None else None
-        self.defaults = {}
+        self.defaults, self.place = {}, 0
         num_before = len(self.specs) + len(self.problems)
         try:
             for place, (line, entry) in enumerate(entries):
@@ -273,6 +275,7 @@ class _JobList:
             )
         if isinstance(entry, Problem):
             self.problems.append(entry)
+            self.place += 1
         elif is_first and is_defaults(entry):
             self._take_defaults(line, entry["defaults"])
         else:
@@ -316,6 +319,9 @@ class _JobList:
 
     def _parse(self, line: int, mapping: Mapping[str, object]) -> tuple[JobSpec | None, Sequence[Problem]]:
         values, problems = parse_fields(mapping, images=self.images)
+        self.place += 1
+        if "{index" in values.get("output", ""):
+            values["place"] = self.place
         if not problems and "id" not in values:
             values["id"] = self._next_id(values)
         # Names of a faulty line count as used, so that this report shows its clashes, too.
@@ -344,6 +350,11 @@ class _JobList:
                 return
         if job_id is None and output is None:
             return
+        if output is not None:
+            output = filled(output, index=self.place)
+            if (longest := max(len(part.encode()) for part in output.split("/"))) > MAX_OUTPUT_BYTES:
+                accepted = f"with its placeholders filled in, at most {MAX_OUTPUT_BYTES} bytes, not {longest}"
+                yield Problem(line, "output", shown(output), accepted)
         field_name, value = ("id", job_id) if output is None else ("output", output)
         names = file_names(job_id or "", output, values.get("format"))
         for name in numbered_names(names, values.get("args")):

@@ -11,26 +11,27 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError, JobError, Problem
 from gfgen.job.fields import (
     FIELDS,
-    MAX_YEAR,
-    MIN_YEAR,
+    Exponential,
     Refused,
     parse_duration,
     parse_fields,
+    parse_moment,
     plain_name,
     shown,
     suggestion,
 )
 from gfgen.job.images import NoImages
+from gfgen.job.spec import later_seed
 
 OWN_FIELDS = ("id", "output")
 VARIATION_FIELDS = ("vary", "seeds", "num_images")
@@ -43,7 +44,7 @@ MAX_JOBS = 100_000
 """Of a file, and of a line with variations."""
 MAX_LIST_BYTES = 2**24
 CHOICE = re.compile(r"\{([^{}]*)\}")
-SEED_RANGE = re.compile(r" *([0-9]{1,19}) *\.\. *([0-9]{1,19}) *")
+SEED_RANGE = re.compile(r" *([0-9]{1,20}) *\.\. *([0-9]{1,20}) *")
 TEXTS = ("prompt", "negative_prompt")
 
 
@@ -53,7 +54,7 @@ def is_defaults(mapping: Mapping[str, object]) -> bool:
 
 def is_template(name: str, value: object) -> bool:
     """Whether the value of `output` gives each job its own name."""
-    return name == "output" and isinstance(value, str) and "{id}" in value
+    return name == "output" and isinstance(value, str) and re.search(r"\{(id|index)[:}]", value) is not None
 
 
 def has_one_side(names: Set[str]) -> bool:
@@ -164,11 +165,9 @@ def value_of(name: str, text: Any) -> Any:
 
 
 def number_of(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
+    for kind in (int, Exponential if "e" in text.lower() else float):
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
 
 
@@ -206,15 +205,16 @@ def _jobs(
             job["seed"] = _later_seed(job["seed"], image)
         if is_numbered and isinstance(job.get("id"), str):
             job["id"] += f"-{position}"
-        if is_numbered and isinstance(job.get("output"), str) and "{id}" not in job["output"]:
-            stem, dot, suffix = job["output"].rpartition(".")
+        output = job.get("output")
+        if is_numbered and isinstance(output, str) and not is_template("output", output):
+            stem, dot, suffix = output.rpartition(".")
             job["output"] = f"{stem}-{position}{dot}{suffix}"
         yield over(plain, job)
 
 
 def _later_seed(seed: object, image: int) -> object:
     try:
-        return (FIELDS["seed"].parse(seed) + image) % 2**63  # type: ignore[operator]
+        return later_seed(FIELDS["seed"].parse(seed), image)  # type: ignore[arg-type]
     except Refused:
         return seed  # the job's own check reports it
 
@@ -290,7 +290,7 @@ def _choices(name: str, inside: str, folder: Path | None) -> list[str]:
         return inside.split("|") if "|" in inside else [f"{{{inside}}}"]
     if folder is None:
         raise _refused(name, f"{{{inside}}}", "lists in files are not accepted over HTTP; write {a|b}")
-    path = folder / inside[1:]
+    path = folder / os.path.expanduser(inside[1:])
     try:
         if not path.is_file():  # a pipe could block
             raise _refused(name, f"{{{inside}}}", f"there is no file {path}")
@@ -311,7 +311,6 @@ def _refused(name: str, value: object, accepted: str) -> JobError:
     return JobError(Problem(None, name, shown(value), accepted))
 
 
-_CLOCK_FORMATS = ("%H:%M", "%H:%M:%S")
 _ACCEPTED = 'a time of day like "06:00", a time like "2026-11-21T06:00", or a duration like "8h" is accepted'
 
 
@@ -320,37 +319,15 @@ def closing_at(text: str, *, now: float, option: str = "--until") -> float:
 
     Raises: InputError for what is no time, and for a time that has passed.
     """
-    moment = _time_of_day(text, now) or _date_and_time(text)
+    try:
+        moment = parse_moment(text, now=now)
+    except Refused as refused:
+        raise InputError(f"{option} {text!r}: {refused} is accepted") from None
     if moment is None:
         duration_s = parse_duration(text)
         if not duration_s:
             raise InputError(f"{option} {text!r}: {_ACCEPTED}")
         return now + duration_s
-    if not MIN_YEAR <= moment.year <= MAX_YEAR:
-        raise InputError(f"{option} {text!r}: a year from {MIN_YEAR} to {MAX_YEAR} is accepted")
     if moment.timestamp() <= now:
         raise InputError(f"{option} {text!r}: has passed; {_ACCEPTED}")
     return moment.timestamp()
-
-
-def _time_of_day(text: str, now: float) -> datetime | None:
-    today = datetime.fromtimestamp(now)
-    for form in _CLOCK_FORMATS:
-        try:
-            at = datetime.strptime(text.strip(), form).time()
-        except ValueError:
-            continue
-        moment = datetime.combine(today.date(), at)
-        if moment.timestamp() <= now:
-            moment = datetime.combine(today.date() + timedelta(days=1), at)
-        return moment
-    return None
-
-
-def _date_and_time(text: str) -> datetime | None:
-    """A date without a time of day is refused: 2026-11-21 could mean its begin or its end."""
-    try:
-        moment = datetime.fromisoformat(text.strip())
-    except ValueError:
-        return None
-    return moment if ":" in text else None

@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import subprocess
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,15 @@ ENDINGS = tuple(
 ENCODERS = {"h265": "libx265", "av1": "libsvtav1"}
 WITHOUT_QUALITY = ("png", "gif")
 
-PLACEHOLDER = re.compile(r"\{(id|seed|tag|date)\}")
-DATE = "{date}"
-"""Replaced at admission to a folder, by the date of the job's first arrival."""
+PLACEHOLDER = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
+"""In names of outputs: a name, and perhaps a format."""
+PLACEHOLDERS = ("id", "index", "seed", "tag", "prompt", "model", "date", "time")
+"""Admission fills in the index and the default model; the folder knows date, time and random seeds
+(ownership.py)."""
+WIDTH = re.compile(r"0?([1-9][0-9]?)d?")
+RANDOM_SEED = -1
+"""Asks for a seed that is drawn once."""
+NUM_SEEDS = 2**64
 
 HASHED_FIELDS = (
     *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
@@ -74,7 +81,7 @@ class JobSpec:
     width: int | None = None
     height: int | None = None
     frames: int | None = None
-    fps: int | None = None
+    fps: float | None = None
     steps: int | None = None
     guidance_scale: float | None = None
     guidance_scale_2: float | None = None
@@ -116,12 +123,19 @@ class JobSpec:
     owner: str | None = None
     """Name of the API key that the job came with; none in a job file."""
     output: str | None = None
-    """File name in the output folder; {date} in it stands for the date of the first arrival."""
+    """File name in the output folder, perhaps with placeholders that only admission can fill in."""
     format: str | None = None
     """Such as "webp"; None: that of the name, or PNG or MP4."""
     quality: int | None = None
+    place: int | None = None
+    """Position in its job file, from 1, if `output` has {index}; no part of the job's identity."""
     line: int | None = None
     """Line of the job file it came from; no part of the job's identity."""
+
+    @property
+    def size_text(self) -> str:
+        """Such as "832x480"; auto if only the model knows it."""
+        return "auto" if self.width is None else f"{self.width}x{self.height}"
 
 
 def spec_hash(spec: JobSpec, *, has_random_weights: bool = False) -> str:
@@ -160,6 +174,16 @@ def default_id(said: Mapping[str, Any]) -> str:
 def default_seed(job_id: str) -> int:
     """A seed of 32 bits that depends on the id alone, the same on every machine."""
     return int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:4], "big")
+
+
+def drawn(seed: int | None) -> int | None:
+    """A seed in place of RANDOM_SEED; others are as they are."""
+    return 1 + secrets.randbelow(2**32 - 1) if seed == RANDOM_SEED else seed
+
+
+def later_seed(seed: int, number: int) -> int:
+    """That of a later picture; each picture has a random seed of its own."""
+    return seed if seed == RANDOM_SEED else (seed + number) % NUM_SEEDS
 
 
 def with_defaults(spec: JobSpec, *, model: str) -> JobSpec:
@@ -251,11 +275,42 @@ def lack_of(name: str) -> str | None:
     return None
 
 
-def filled(template: str, *, job_id: str, seed: int, tag: str | None) -> str:
-    """The name of an output without its placeholders, except for the date."""
-    plain_tag = re.sub(r"[^A-Za-z0-9._-]+", "-", tag or "").strip("-.") or "untagged"
-    values = {"id": job_id, "seed": str(seed), "tag": plain_tag, "date": DATE}
-    return PLACEHOLDER.sub(lambda found: values[found[1]], template)
+def wrong_braces(template: str) -> str | None:
+    """What is wrong with braces that are no placeholder, and what is accepted; None if nothing is."""
+    numbers, left = ("index", "seed"), PLACEHOLDER.sub("", template)
+    found = [
+        each[0]
+        for each in PLACEHOLDER.finditer(template)
+        if each[1] not in PLACEHOLDERS or (each[2] and not (each[1] in numbers and WIDTH.fullmatch(each[2])))
+    ]
+    found += [char for char in left if char in "{}"]
+    known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+    return f"{found[0]} is none of {known}, nor {{index:04}} or the like" if found else None
+
+
+def filled(template: str, *, job_id: str | None = None, **values: str | int | None) -> str:
+    """The name of an output with these values of placeholders in it; the other placeholders stay."""
+    values["id"] = job_id
+
+    def text_of(found: re.Match[str]) -> str:
+        value, width = values.get(found[1]), WIDTH.fullmatch(found[2] or "")
+        if value is None or value == RANDOM_SEED:
+            return found[0]
+        return _AS_PART.get(found[1], str)(value).zfill(int(width[1]) if width else 0)
+
+    return PLACEHOLDER.sub(text_of, template)
+
+
+def _plain_part(text: str, otherwise: str) -> str:
+    """A text as a part of a file's name, never a path."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or otherwise
+
+
+_AS_PART: Mapping[str, Callable[[Any], str]] = {
+    "tag": lambda text: _plain_part(text, "untagged"),
+    "model": lambda text: _plain_part(text.rstrip("/").rpartition("/")[2], "model"),
+    "prompt": lambda text: slug(text),
+}
 
 
 def num_pictures(args: Mapping[str, Any] | None) -> int:
@@ -272,11 +327,16 @@ def numbered_name(name: str, number: int) -> str:
 
 
 def with_own_name(values: dict[str, Any]) -> None:
-    """Replace the placeholders of `output`, once the job has its id."""
+    """Replace the placeholders of `output` that do not depend on the folder, once the job has its id."""
     if (output := values.get("output")) is not None:
         seed = values.get("seed")
-        seed = default_seed(values["id"]) if seed is None else seed
-        values["output"] = filled(output, job_id=values["id"], seed=seed, tag=values.get("tag"))
+        values["output"] = filled(
+            output,
+            **{name: values.get(name) for name in ("model", "prompt")},
+            job_id=values["id"],
+            seed=default_seed(values["id"]) if seed is None else seed,
+            tag=values.get("tag") or "",
+        )
 
 
 def file_names(spec_id: str, output: str | None, format_: str | None = None) -> tuple[str, ...]:

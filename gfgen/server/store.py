@@ -98,7 +98,7 @@ class JobFacts:
     """Name of its output, chosen by the server."""
     num_tasks: int
     frames: int | None = None
-    fps: int | None = None
+    fps: float | None = None
     priority: int = 0
     tag: str | None = None
     batch_id: str | None = None

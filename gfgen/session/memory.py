@@ -408,7 +408,7 @@ def split(
 
 def _too_large(job: AdmittedJob, need: int, available: int, where: str) -> Problem:
     spec = job.spec
-    size = f"{spec.width}x{spec.height}" + (f", {spec.frames} frames" if (spec.frames or 1) > 1 else "")
+    size = spec.size_text + (f", {spec.frames} frames" if (spec.frames or 1) > 1 else "")
     less = "a smaller size, fewer frames or fewer --ranks" if (spec.frames or 1) > 1 else "a smaller size"
     sizes = f"at least {size_in_words(need)} {where} needed, {size_in_words(available)} available"
     return Problem(spec.line, "size", size, f"{sizes}; {less} would help")

@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -48,6 +50,7 @@ from gfgen.session.admission import Admission, warn_of_passed_deadlines
 from gfgen.session.live import LiveRun
 from gfgen.session.ranks import Ranks, made_with, ready_pool
 from gfgen.session.warming import choose_kernels, warm_up, warm_ups_of
+from gfgen.system.machine import free_bytes
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -76,6 +79,10 @@ class SessionOptions:
     """Writes a journal and a manifest into the output folder."""
     waits_for_space: bool = False
     """A job that finishes on a full disk waits for room; otherwise it fails."""
+    named_at: float = field(default_factory=time.time)
+    """Unix time of {time} in names, unless the folder had an earlier run."""
+    forced_from: int | None = None
+    """See `Claims.forced_from`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +163,8 @@ class Session:
         """
         text = "\n".join(json.dumps(line) for line in lines)
         parsed = read_job_stream(io.BytesIO(text.encode()), source="the jobs", folder=Path())
-        claims = Claims(output_dir=self.options.output_dir, job_file=self.options.job_file)
+        options = self.options
+        claims = Claims(output_dir=options.output_dir, job_file=options.job_file, named_at=options.named_at)
         admitted, problems = self.admission(parsed.specs)
         claimed, taken = claims.claim(admitted)
         if found := (*parsed.problems, *problems, *taken):
@@ -279,6 +287,7 @@ class Session:
     ) -> Control:
         """The control loop; `records` are options of `Control`. `stack` is closed after the run."""
         options, arrivals, ranks = setup.options, setup.arrivals, setup.options.ranks
+        has_files = options.keeps_records or options.waits_for_space  # else another run writes them
         costs = CostModel(setup.profile, shares_cores=_share_cores(ranks))
         own_chooser = stack.enter_context(contextlib.closing(ThreadedChooser(options.policy.choose)))
         backend = ProcessBackend(
@@ -302,6 +311,7 @@ class Session:
                 intake=arrivals.intake,
                 chooser=arrivals.chooser or own_chooser,
                 residency=self.residency,
+                free_bytes=partial(free_bytes, options.output_dir) if has_files else None,
                 on_turn=arrivals.on_turn,
             ),
             **records,
@@ -362,6 +372,7 @@ class Session:
             policy=options.policy.name,
             profile=None if setup.profile is None else setup.profile.hash,
             job_file=options.job_file,
+            claimed={"named_at": options.named_at, "forced_from": options.forced_from},
         )
         journal = Journal(options.output_dir / JOURNAL_NAME, header=header)
         stack.callback(journal.close)

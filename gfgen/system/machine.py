@@ -52,6 +52,12 @@ def key_versions() -> Mapping[str, str]:
     return {name: found[name] for name in ("gfgen", "torch", "diffusers", "transformers") if name in found}
 
 
+def free_bytes(folder: Path) -> int:
+    """Of the disk on which a folder is, or will be made."""
+    disk = os.statvfs(next(each for each in (folder, *folder.absolute().parents) if each.exists()))
+    return disk.f_bavail * disk.f_frsize
+
+
 def cache_dir() -> Path:
     """Where gfgen keeps what it makes for itself: $GFGEN_CACHE, or gfgen/ in the user's cache folder."""
     if own := os.environ.get("GFGEN_CACHE"):

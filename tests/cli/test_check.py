@@ -94,6 +94,28 @@ def test_every_problem_is_listed_with_the_jobs_that_are_right(capsys, folder):
     assert "jobs.jsonl: 2 jobs, 3 problems" in out
 
 
+def test_more_than_twenty_problems_are_listed_and_what_is_accepted_once(capsys, folder):
+    put(folder / "jobs.jsonl", *[FOX | {"id": f"fox-{idx}", "steps": -idx} for idx in range(50)])
+    _, out, _ = gfgen(capsys, "check", "jobs.jsonl", "--device", "cpu")
+    assert [line for line in out.splitlines() if "steps" in line] == [
+        "  line 1: steps = 0: a whole number from 1 to 1,000",
+        *(f"  line {idx + 1}: steps = {-idx}: as above" for idx in range(1, 50)),
+    ]
+
+
+def test_the_space_of_files_is_estimated(capsys, folder, monkeypatch):
+    put(folder / "jobs.jsonl", FOX, FOX | {"id": "owl", "output": "owl.jpg"})
+    report = checked(capsys, "jobs.jsonl")
+    raw = 64 * 64 * 3
+    assert report["space"]["files_bytes"] == 2 * 4096 + raw + raw // 4
+    assert report["space"]["free_bytes"] > 0
+    monkeypatch.setattr("gfgen.cli.check.free_bytes", lambda folder: 10_000)
+    _, out, _ = gfgen(capsys, "check", "jobs.jsonl", "--device", "cpu")
+    (line,) = [line for line in out.splitlines() if line.startswith("space ")]
+    assert "is free: " in line
+    assert line.endswith(" may be missing")
+
+
 def test_jobs_are_counted_by_what_a_run_does_with_them(capsys, folder, monkeypatch):
     owl, hen, cat = (FOX | {"id": name} for name in ("owl", "hen", "cat"))
     finished(folder, monkeypatch, capsys, FOX, owl, hen, cat)

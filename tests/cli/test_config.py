@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from gfgen.cli import run as run_module
-from gfgen.cli.main import main
-from gfgen.cli.options import JobOptions, RankOptions, given_in, group, option, takes
+from gfgen.cli.main import cli, main
+from gfgen.cli.options import JobOptions, Named, NamedPath, RankOptions, given_in, group, option, takes
 from gfgen.errors import InputError
-from gfgen.runtime.core.devices import CUDA, Devices, Gpu
+from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.runtime.core.metrics import Summary
 
 
@@ -179,6 +180,35 @@ def test_other_lists_of_gpus_are_refused(seen, gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(InputError, match="--gpus"):
         RankOptions(gpus=gpus).found()
+
+
+def test_gpus_without_a_usable_one_are_an_error(monkeypatch):
+    monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: Devices(CPU, 4))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(
+        InputError, match=r"--gpus 0: no usable GPU \('gfgen doctor' says why\); leave it out"
+    ):
+        RankOptions(gpus="0").found()
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/fox")
+    for kind in (NamedPath(), NamedPath(dir_okay=False)):
+        assert kind.convert("~/a b", None, None) == Path("/home/fox/a b")
+    assert Named("x").convert("~/a.jsonl", None, None) == "/home/fox/a.jsonl"
+    assert Named("x").convert("a~b", None, None) == "a~b"
+    found = [
+        param for command in commands(cli) for param in command.params if isinstance(param.type, click.Path)
+    ]
+    assert [param.name for param in found if not isinstance(param.type, NamedPath)] == []
+
+
+def commands(group: click.Command) -> Iterator[click.Command]:
+    yield group
+    if isinstance(group, click.Group):
+        context = click.Context(group)
+        for name in group.list_commands(context):
+            yield from commands(group.get_command(context, name) or click.Command(name))
 
 
 def test_an_option_that_was_given_is_named_as_on_the_command_line():

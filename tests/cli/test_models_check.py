@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from benchmarks.small_checkpoints import save_checkpoint
-from gfgen.cli.listings import models
+from gfgen.cli.listings import _facts, models
+from gfgen.errors import JobError
+from gfgen.job.spec import JobSpec
+from gfgen.models.geometry.call import signature_of
+from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.stepping import check as verification
 from gfgen.models.stepping.program import NotSteppableError
 
@@ -75,3 +81,26 @@ def test_results_that_differ_are_a_failure(folder: Path, monkeypatch: pytest.Mon
     result = check(folder)
     assert result.return_value == 1
     assert "in steps      no; 2 steps at 64x64x9 on cpu: output.frames: largest difference" in result.stdout
+
+
+def test_a_pipeline_without_a_size_is_tried_once_at_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    signature = signature_of("StableDiffusionImg2ImgPipeline")
+    geometry = PipelineGeometry(signature, {"steps": 50, "frames": 1, "fps": 16}, "DDIMScheduler")
+    tried = []
+
+    def note(adapter: object, spec: JobSpec, *_: object, **__: object) -> verification.Trial:
+        tried.append(spec)
+        return verification.Trial(spec, 2, None, is_stepped=True)
+
+    monkeypatch.setattr(verification, "load_adapter", lambda *_, **__: SimpleNamespace(geometry=geometry))
+    monkeypatch.setattr(verification, "_try", note)
+    given = JobSpec(id="check", prompt="a red cat", steps=2)
+    trial = verification.try_checkpoint(Path("none"), given, device="cpu")
+    assert [(spec.width, spec.height) for spec in tried] == [(None, None)]
+    found = _facts("none", geometry, trial)
+    assert (found["tried"]["width"], found["ranks_per_step"]["tokens"]) == (None, 1)
+    assert geometry.shape_key(trial.job).startswith("auto")
+    assert geometry.trajectory(trial.job).frames_bytes == 3 * 1024 * 1024
+    assert trial.job.size_text == "auto"
+    with pytest.raises(JobError, match="StableDiffusionImg2ImgPipeline takes no size; leave it out"):
+        geometry.resolve(replace(given, width=64, height=64, image="a.png"))

@@ -4,6 +4,7 @@ import json
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 from builders import make_job
@@ -105,6 +106,32 @@ def test_a_folder_of_an_earlier_version_shows_its_manifest(tmp_path):
     (tmp_path / "manifest.jsonl").write_text('{"version": 1, "id": "fox", "status": "done"}\n')
     found = json.loads(gfgen("status", str(tmp_path), "--json").stdout)
     assert (found["state"], found["counts"]["done"], found["counts"]["waiting"]) == ("ended", 1, 0)
+
+
+def test_the_status_of_a_killed_run_counts_each_job_once(tmp_path):
+    def ended(job_id, status, moment):
+        return {"version": 1, "id": job_id, "status": status, "written_at": f"2026-11-27T{moment}Z"}
+
+    # The killed run skips fox; owl and elk end in it, hen and cat are left.
+    lines = [
+        ended("fox", "done", "10:00:00"),
+        ended("owl", "failed", "10:00:00"),
+        ended("cat", "failed", "10:00:01"),
+    ]
+    lines += [ended("owl", "done", "11:00:09"), ended("elk", "failed", "11:00:09")]
+    (tmp_path / "manifest.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    started_at = datetime(2026, 11, 27, 11, tzinfo=UTC).timestamp() + 0.1234
+    arrivals = [
+        {"event": "JobArrived", "time_s": 0.0, "job_id": name, "spec_hash": "x"}
+        for name in ("owl", "elk", "hen", "cat")
+    ]
+    journal = [{"gfgen_journal": 2, "started_at": started_at}, *arrivals]
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(each) + "\n" for each in journal))
+    counts = {"jobs": 5, "skipped": 1, "done": 0, "failed": 0, "cancelled": 0, "running": 1, "waiting": 3}
+    write_live(tmp_path, {"state": "running", "started_at": round(started_at, 3), "counts": counts})
+    found = json.loads(gfgen("status", str(tmp_path), "--json").stdout)
+    expected = {"jobs": 5, "done": 2, "failed": 1, "cancelled": 0, "waiting": 2}
+    assert (found["state"], found["counts"]) == ("killed", expected)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,26 @@ def test_the_page_holds_thumbnails_prompts_and_failures_and_needs_no_other_file(
     assert len([tag for tag, _ in page.tags if tag == "article"]) == 3
     assert len([tag for tag, _ in page.tags if tag == "rect"]) == 3
     assert not re.search(r'(?:src|href)="(?:https?:)?//', (folder / "report.html").read_text())
+
+
+def test_the_timeline_of_2000_jobs_has_lanes_an_axis_and_names(capsys, folder):
+    def at(idx: int) -> dict[str, Any]:  # 4 ranks, 10 s each, and a pause of an hour
+        ended = 10 * (idx // 4 + 1) + 3600 * (idx >= 1000)
+        timings = {"started_s": ended - 9.5, "ended_s": float(ended), "busy_s": 9.5, "latency_s": 9.5}
+        moment = datetime.fromtimestamp(1.8e9 + ended, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return line(f"job-{idx:04}", timings=timings, written_at=moment, file=None)
+
+    (folder / "manifest.jsonl").write_text("".join(json.dumps(at(idx)) + "\n" for idx in range(2000)))
+    assert gfgen(capsys, "report", "out", "--html")[0] == 0
+    page = Page((folder / "report.html").read_text())
+    bars = [attrs for tag, attrs in page.tags if tag == "rect"]
+    assert len(bars) == 2000
+    assert len({bar["y"] for bar in bars}) == 4, "a lane for each rank"
+    assert min(float(bar["width"] or 0) for bar in bars) > 50
+    assert all(page.text.count(f"job-{idx:04}") >= 3 for idx in (0, 999, 1999)), "tooltip, bar and card"
+    sizes = [attrs for tag, attrs in page.tags if tag == "svg"]
+    assert len(sizes) == 2, "one for each time without a pause"
+    assert len([tag for tag, _ in page.tags if tag == "path"]) > 100, "ticks"
 
 
 def test_a_page_elsewhere_links_to_the_files(capsys, folder, tmp_path):

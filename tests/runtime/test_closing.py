@@ -1,15 +1,20 @@
 """Closing time, in virtual time: what begins before it, and how a run ends by itself."""
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
+from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from builders import STEP_S, make_job, simulate, simulated_control
 
-from gfgen.errors import InputError, InterruptedRunError, StalledError
+from gfgen.errors import InputError, InterruptedRunError, OutputError, StalledError
 from gfgen.job.shared import closing_at
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.core.events import ClosingTime, StopRequested
+from gfgen.runtime.core.events import ClosingTime, SpaceLeft, StopRequested
+from gfgen.runtime.core.observer import JobOutcome, Observer
 
 NOW = datetime(2026, 11, 20, 22, 0, 0).timestamp()
 
@@ -122,6 +127,11 @@ def test_a_policy_that_starts_nothing_is_named_long_before_closing_time():
         ("1h30m", datetime(2026, 11, 20, 23, 30)),
         ("2026-11-22T06:00", datetime(2026, 11, 22, 6)),
         ("2026-11-22 06:00", datetime(2026, 11, 22, 6)),
+        ("2026-11-22", datetime(2026, 11, 23)),
+        ("10 minutes", datetime(2026, 11, 20, 22, 10)),
+        ("6:00 am", datetime(2026, 11, 21, 6)),
+        ("06:00 Europe/Berlin", datetime(2026, 11, 21, 6, tzinfo=ZoneInfo("Europe/Berlin"))),
+        ("2026-11-22 06:00 CET", datetime(2026, 11, 22, 6, tzinfo=ZoneInfo("CET"))),
     ],
 )
 def test_times_of_day_dates_and_durations_are_understood(text, expected):
@@ -132,7 +142,7 @@ def test_a_date_with_a_zone_is_that_moment():
     assert closing_at("2026-11-22T06:00+01:00", now=NOW) == 1795323600.0
 
 
-@pytest.mark.parametrize("text", ["", "soon", "25:00", "6", "2026-11-22", "2026-13-01T06:00", "0s", "-1h"])
+@pytest.mark.parametrize("text", ["", "soon", "25:00", "6", "2026-13-01T06:00", "0s", "-1h"])
 def test_what_is_no_time_is_refused_with_what_would_be(text):
     with pytest.raises(InputError, match=r'"06:00", a time like .* or a duration like "8h" is accepted'):
         closing_at(text, now=NOW)
@@ -149,6 +159,96 @@ def test_a_time_that_has_passed_is_refused():
 def test_a_year_that_is_none_in_some_zone_is_refused(text):
     with pytest.raises(InputError, match=f"--by '{text}': a year from 1971 to 9000 is accepted"):
         closing_at(text, now=NOW, option="--by")
+
+
+def test_an_unknown_zone_is_refused_with_known_ones():
+    with pytest.raises(
+        InputError, match=r"instead of MEZ, a zone such as Europe/Berlin, CET, UTC .* is accepted"
+    ):
+        closing_at("06:00 MEZ", now=NOW)
+
+
+# Room on the disk -------------------------------------------------------------------------------
+
+
+class Disk:
+    """Free bytes; what jobs have written is gone from them."""
+
+    def __init__(self, free_bytes: float) -> None:
+        self.free_bytes = free_bytes
+
+    def __call__(self) -> int:
+        return int(self.free_bytes)
+
+
+def on_disk(jobs: Any, disk: Callable[[], int], **options: Any) -> Any:
+    control, recorder = simulated_control(jobs, **options)
+    control._steering = replace(control._steering, free_bytes=disk)
+    return control, recorder
+
+
+SIZE = make_job("any").file_bytes
+
+
+def test_a_run_with_room_for_all_files_notes_nothing():
+    control, recorder = on_disk([make_job("a"), make_job("b")], Disk(2 * SIZE))
+    assert control.run().num_done == 2
+    assert not [event for event in recorder.events if isinstance(event, SpaceLeft)]
+
+
+def test_no_job_begins_whose_file_would_not_fit_and_what_runs_ends():
+    disk = Disk(2.5 * SIZE)
+
+    class Writing(Observer):
+        def ended(self, outcome: JobOutcome) -> None:
+            disk.free_bytes -= SIZE
+
+    jobs = [make_job(f"job-{idx}", steps=30) for idx in range(5)]
+    control, recorder = on_disk(jobs, disk, policy="fcfs,degree=1", num_ranks=4)
+    control.observers = (*control.observers, Writing())
+    with pytest.raises(
+        OutputError, match=r"has .* left for the files of 3 jobs, .* is missing; make room, then run"
+    ):
+        control.run()
+    assert recorder.end_order == ["job-0", "job-1"]
+    assert begun(recorder) == {"job-0", "job-1"}
+    control.state.check()
+
+
+def test_files_that_are_smaller_than_estimated_leave_room_for_others():
+    disk = Disk(1.5 * SIZE)
+    control, recorder = on_disk([make_job(name, steps=3) for name in "abc"], disk, policy="fcfs", num_ranks=1)
+    assert control.run().num_done == 3, "the disk is looked at again before the run gives up"
+    assert recorder.end_order == ["a", "b", "c"]
+
+
+def test_a_smaller_file_may_still_fit():
+    large, small = make_job("large"), make_job("small", steps=6)
+    small = replace(small, info=replace(small.info, file="small.jpg"))
+    control, recorder = on_disk([large, small], Disk(SIZE - 1), policy="fcfs")
+    with pytest.raises(OutputError, match="the files of 1 job"):
+        control.run()
+    assert recorder.end_order == ["small"]
+
+
+def test_a_run_that_goes_on_waits_for_room(caplog):
+    disk = Disk(SIZE - 1)
+    control, recorder = on_disk([make_job("a")], disk, intake=lambda clock: NoMore())
+    control.begin()
+    while control.clock.now_s < 60:
+        control.turn()
+    assert not recorder.dispatches
+    (told,) = [record.getMessage() for record in caplog.records if "jobs wait" in record.getMessage()]
+    assert "is missing; make room" in told
+    disk.free_bytes = SIZE
+    while not recorder.outcomes:
+        control.turn()
+    assert recorder.end_order == ["a"]
+
+
+class NoMore:
+    def take(self) -> tuple[()]:
+        return ()
 
 
 @pytest.fixture

@@ -417,3 +417,39 @@ def test_no_output_replaces_the_image_of_a_job_of_another_file(desk):
     path = desk.put("a.jsonl", FOX | {"prompt": "an old fox"})
     assert desk.look() == []
     assert "is the image of a job at work, too" in path.with_name("a.jsonl.errors.txt").read_text()
+
+
+# A last line without an end ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "rest"),
+    [
+        ("a.jsonl", json.dumps(FOX) + "\n" + '{"id": "owl", "pro', 'mpt": "an owl"}'),
+        ("a.csv", "id,prompt,steps\nfox,a fox,4\nowl,an o", "wl,4\n"),
+        ("a.csv", "id,prompt,steps\nfox,a fox,4\nowl,an owl,2", "0\n"),
+        ("a.json", '[{"id": "fox", "prompt": "a fox"}, {"id": "owl"', ', "prompt": "an owl"}]'),
+    ],
+)
+def test_a_file_whose_last_line_is_unfinished_waits(desk, name, cut, rest):
+    path = desk.put(name)
+    path.write_text(cut)
+    assert desk.look() == []
+    assert os.listdir(desk.folder) == [name], "it is no problem yet"
+    path.write_text(cut + rest)
+    assert desk.look() == ["fox", "owl"]
+
+
+@pytest.mark.parametrize("text", [json.dumps(FOX), json.dumps([FOX])])
+def test_whole_json_needs_no_line_end(desk, text):
+    desk.put("a.json").write_text(text)
+    assert desk.look() == ["fox"]
+
+
+def test_a_line_that_never_ends_counts_after_a_while(desk, caplog):
+    caplog.set_level("INFO")
+    desk.put("a.csv").write_text("id,prompt\nfox,a fox")
+    assert desk.look() == []
+    assert "a.csv: its last line has no end yet; waiting for it, at most 30 s" in caplog.text
+    desk.now += inbox_module.UNFINISHED_S
+    assert desk.look() == ["fox"]

@@ -17,7 +17,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter
-from gfgen.runtime.files.ownership import claim_files, default_folder, job_file_name
+from gfgen.runtime.files.ownership import Claims, claim_files, default_folder, job_file_name
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import MARK, Content, content_of, remove_mark, set_mark
 
@@ -222,6 +222,46 @@ def test_the_manifest_takes_marks_away_when_its_lines_are_on_the_disk(folder: Pa
     made(folder)
     assert MARK not in os.listxattr(path)
     remove_mark(folder / "gone.png")
+
+
+# --force --------------------------------------------------------------------------------------
+
+
+def force(folder: Path, *names: str) -> set[str]:
+    """A run with --force begins: the jobs that it need not make again."""
+    jobs = [make_job(name) for name in names]
+    claims = Claims(output_dir=folder, job_file=NIGHT, force=True)
+    found = set(claims.done(jobs))
+    header = {"started_at": 0.0, "forced_from": claims.forced_from}
+    Journal(folder / "journal.jsonl", header=header).close()
+    return found
+
+
+def make(folder: Path, name: str, status: str = "done") -> None:
+    info = replace(make_job(name).info, job_file=NIGHT)
+    (folder / info.file).write_bytes(name.encode())
+    written = content_of(folder / info.file) if status == "done" else None
+    note(folder, JobOutcome(info, status, 0.0, 0.0, 1.0, None, 1.0, (), written=written))  # type: ignore[arg-type]
+
+
+def test_a_stopped_force_goes_on_where_it_was_and_ends(folder: Path) -> None:
+    for name in ("fox", "owl", "elk"):
+        make(folder, name)
+    assert force(folder, "fox", "owl", "elk") == set()
+    make(folder, "fox")
+    assert force(folder, "fox", "owl", "elk") == {"fox"}, "the run was stopped after the first job"
+    make(folder, "owl")
+    assert force(folder, "fox", "owl", "elk") == {"fox", "owl"}
+    make(folder, "elk", "failed")
+    assert force(folder, "fox", "owl", "elk") == set(), "that --force has ended: this is another one"
+
+
+def test_a_run_without_force_ends_a_stopped_one(folder: Path) -> None:
+    make(folder, "fox")
+    assert force(folder, "fox", "owl") == set()
+    make(folder, "fox")
+    Journal(folder / "journal.jsonl", header={"started_at": 0.0, "forced_from": None}).close()
+    assert force(folder, "fox", "owl") == set()
 
 
 # Default folders ------------------------------------------------------------------------------

@@ -144,8 +144,8 @@ def test_only_models_that_are_served_can_be_named(server, model):
         ({"prompt": "x", "deadline": "tomorrow"}, "deadline", 'a text like "90s"'),
         ({"prompt": "x", "deadline": "-90"}, "deadline", "deadline = -90: seconds after the arrival"),
         ({"prompt": "x", "guidance_scale": 101}, "guidance_scale", "a number from 0 to 100"),
-        ({"prompt": "x", "seed": -1}, "seed", "seed = -1: a whole number from 0"),
-        ({"prompt": "x", "seed": True}, "seed", "seed = true: a whole number from 0"),
+        ({"prompt": "x", "seed": -2}, "seed", "seed = -2: a whole number from -1"),
+        ({"prompt": "x", "seed": True}, "seed", "seed = true: a whole number from -1"),
         ({"prompt": "x", "num_outputs_per_prompt": True}, "num_outputs_per_prompt", "true and false are not"),
         ({"prompt": "x", "priority": "1e9"}, "priority", "priority = 1000000000.0: a whole number"),
         ({"prompt": "x\0"}, "prompt", "NUL"),
@@ -618,6 +618,15 @@ def test_seeds_of_a_batch_are_those_that_the_command_line_would_take(server):
     finished(server, accepted["id"])
     (job,) = server.http.get("/v1/jobs", params={"batch_id": accepted["id"]}).json()["data"]
     assert (job["custom_id"], job["seed"]) == (spec.id, default_seed(spec.id))
+
+
+def test_a_random_seed_is_drawn_when_a_job_is_accepted(server):
+    accepted = batch(server, {"prompt": "the sea", "steps": 1, "seed": -1, "num_images": 2}).json()
+    finished(server, accepted["id"])
+    jobs = server.http.get("/v1/jobs", params={"batch_id": accepted["id"]}).json()["data"]
+    seeds = {job["seed"] for job in jobs}
+    assert len(seeds) == 2
+    assert min(seeds) > 0
 
 
 def test_a_faulty_job_file_is_refused_with_the_messages_of_the_command_line(server):

@@ -249,7 +249,7 @@ def _named(text: str, key: str | None) -> Target:
     from gfgen.cli.remote.folder import RunFolder
     from gfgen.cli.remote.server import Server
 
-    path = Path(text)
+    path = Path(text).expanduser()
     if "://" in text or (_ADDRESS.fullmatch(text) and not path.exists()):
         return Server(text if "://" in text else f"http://{text}", key=key)
     if not path.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ from gfgen.cli.remote.status import Cancelled, RunStatus, Submitted
 from gfgen.errors import InputError, JobFileError, RunError
 from gfgen.job.reader import JobSource, ParsedJobs, to_mapping
 from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S
-from gfgen.runtime.files.journal import JOURNAL_NAME
+from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals
 from gfgen.runtime.files.lock import Holder, holder_of
 from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, WATCHED_NAME, read_manifest
 from gfgen.session.live import read_live, send_request
@@ -51,15 +52,25 @@ class RunFolder:
         )
 
     def _past(self, record: Mapping[str, Any] | None) -> RunStatus:
-        lines = read_manifest(self._folder / MANIFEST_NAME).values()
-        counts = Counter(str(line.get("status")) for line in lines if not line.get(SIMULATED))
+        lines = read_manifest(self._folder / MANIFEST_NAME)
+        of_run = (record or {}).get("counts", {})
+        begun_at = float((record or {}).get("started_at", math.inf))
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(min(begun_at, time.time())))
+        ended = {job_id for job_id, line in lines.items() if str(line.get("written_at")) >= since}
+        journal = self._folder / JOURNAL_NAME
+        left_ids = {each["job_id"] for at, each in arrivals(journal) if at > begun_at - 0.01} - ended
+        left = max(len(left_ids), of_run.get("jobs", 0) - of_run.get("skipped", 0) - len(ended))
+        counts = Counter(
+            str(line.get("status"))
+            for job_id, line in lines.items()
+            if not line.get(SIMULATED) and job_id not in left_ids
+        )
         if record is None and not counts:
-            if (self._folder / JOURNAL_NAME).exists():
+            if journal.exists():
                 return RunStatus(target=self._name, kind="run", state="ended", counts={"jobs": 0})
             raise InputError(f"{self._name}: gfgen never ran there; name the output folder of a run")
         record = record or {"state": "ended"}
         state = record["state"] if record["state"] in ("ended", "stopped") else "killed"
-        left = sum(record.get("counts", {}).get(name, 0) for name in ("running", "waiting"))
         known = {name: counts[name] for name in ("done", "failed", "cancelled")}
         return RunStatus(
             target=self._name,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gfgen.errors import ModelError, nearest
+from gfgen.job.images import NO_PICKLE, PICKLES
 from gfgen.models.fast.kernels import NOTHING_IN_FP8, InFp8, KernelChoice
 from gfgen.models.geometry import single_file
 from gfgen.models.geometry.checkpoint import read_checkpoint
@@ -297,6 +298,8 @@ def _check_format(hub_id: str) -> None:
 
 
 def _unknown(name: str) -> str:
+    if Path(name).suffix.lower() in PICKLES:
+        return f"model {name}: {NO_PICKLE}"
     if name[0] in "./~" or name.endswith("/") or name.count("/") > 1:
         there = "is a file" if Path(name).expanduser().exists() else "there is no such directory"
         return f"model {name}: {there}; {_accepted()} is accepted"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import ModelError, Problem, nearest
-from gfgen.job.fields import shown
+from gfgen.job.fields import OTHER_NAMES, shown
 from gfgen.job.spec import JobSpec
 
 _BY_FIELD: Mapping[str, tuple[str, ...]] = {
@@ -226,7 +226,8 @@ class CallSignature:
         return None if argument.takes_files else f"takes no pictures; {self._its_files()}"
 
     def _unknown(self, name: str, known: list[str]) -> str:
-        near = nearest(name, known)
+        meant = OTHER_NAMES.get(name.lower())
+        near = f"the field {meant}" if meant else nearest(name, known)
         hint = f"did you mean {near}?" if near else f"it takes {', '.join(known) or 'none'}"
         return f"is no such argument of {self.pipeline_class}; {hint}"
 
@@ -289,7 +290,7 @@ def _scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Proble
         return
     known = _method("schedulers", name, "__init__")
     if known is None:
-        near = nearest(name, _class_names("schedulers"))
+        near = _scheduler_meant(name, own_class or "") or nearest(name, _class_names("schedulers"))
         hint = f"; did you mean {near}?" if near else ""
         yield Problem.of("scheduler.class", name, f"is no scheduler of diffusers {_version()}{hint}")
         return
@@ -303,6 +304,20 @@ def _scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Proble
             yield Problem.of(f"scheduler.{option}", shown(value), f"{argument.accepted} is accepted")
     if spec.sigmas is not None and "sigmas" not in (_method("schedulers", name, "set_timesteps") or {}):
         yield Problem.of("sigmas", None, f"{name} takes no sigmas; name another scheduler or leave them out")
+
+
+_WORDS = {"a": "ancestral", "dpmpp": "dpmsolver", "2m": "multistep", "karras": "", "k": ""}
+"""Of samplers in other tools, where schedulers of diffusers have another word."""
+
+
+def _scheduler_meant(sampler: str, own_class: str) -> str | None:
+    """The shortest name with the words of a sampler such as "euler_a"; for flow models one of theirs."""
+    words = [_WORDS.get(word, word) for word in re.findall("[a-z0-9]+", sampler.lower().replace("++", "pp"))]
+    names = _class_names("schedulers") if any(words) else []
+    found = [name for name in names if all(word in name.lower() for word in words)]
+    is_flow, first = own_class.startswith("FlowMatch"), next(filter(None, words), "no sampler")
+    own = [name for name in found if name.startswith("FlowMatch") is is_flow] or found
+    return min(own, key=lambda name: (not name.lower().startswith(first), len(name)), default=None)
 
 
 # Annotations ----------------------------------------------------------------------------------------

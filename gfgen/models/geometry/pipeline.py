@@ -6,6 +6,7 @@ in the job's slab, which takes memory only where something is written.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -110,6 +111,11 @@ class PipelineGeometry:
         return "video" if self._makes_videos else "image"
 
     @property
+    def takes_size(self) -> bool:
+        """Whether a job says the size; otherwise the call takes it from its pictures or its config."""
+        return "width" in self.signature.arguments
+
+    @property
     def _makes_videos(self) -> bool:
         takes = {"num_frames", "video_length", "video", "control_video"} & self.signature.arguments.keys()
         return bool(takes) or "Video" in self.family
@@ -131,7 +137,7 @@ class PipelineGeometry:
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
         pictures = rules.known(spec.frames) * num_pictures(spec.args)
-        frames_bytes = pictures * rules.known(spec.height) * rules.known(spec.width) * 3
+        frames_bytes = pictures * math.prod(_size(spec)) * 3
         artifacts = (
             *(Artifact(name, (), room_bytes=ROOM_BYTES) for name in ("prompt", "condition", "latents")),
             Artifact("frames", (), room_bytes=frames_bytes),
@@ -142,7 +148,7 @@ class PipelineGeometry:
         """At least those of one frame, and 1 if they are unknown: as many ranks can share them."""
         if self.token_side is None:
             return 1
-        rows, columns = (rules.known(side) // self.token_side for side in (spec.height, spec.width))
+        rows, columns = (side // self.token_side for side in _size(spec))
         return max(1, rows * columns)
 
     def num_latent_rows(self, spec: JobSpec) -> int:
@@ -156,11 +162,11 @@ class PipelineGeometry:
         if stage is not Stage.DENOISE:
             return 0.0
         frames = (rules.known(spec.frames) - 1) // _TOKEN_FRAMES + 1
-        rows, columns = rules.known(spec.height) // _TOKEN_SIDE, rules.known(spec.width) // _TOKEN_SIDE
+        rows, columns = (side // _TOKEN_SIDE for side in _size(spec))
         return 2.0 * _TYPICAL_PARAMETERS * frames * rows * columns
 
     def shape_key(self, spec: JobSpec) -> str:
-        size = f"{spec.width}x{spec.height}" + (f"x{spec.frames}" if self._makes_videos else "")
+        size = spec.size_text + (f"x{spec.frames}" if self._makes_videos else "")
         size += "+cfg" if self._is_guided(spec) else ""
         numbers = [
             f"+{name}={value:g}"
@@ -222,6 +228,11 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
     )
 
 
+def _size(spec: JobSpec) -> tuple[int, int]:
+    """Height and width, or an estimate for a call that takes no size."""
+    return spec.height or DEFAULTS["height"], spec.width or DEFAULTS["width"]
+
+
 def _why_no_reuse(checkpoint: Checkpoint, signature: CallSignature) -> str | None:
     name = signature.pipeline_class
     transformers = [part for part in checkpoint.configs if "transformer" in part]
@@ -257,7 +268,7 @@ def _num_heads(config: Mapping[str, Any]) -> int:
 
 def _defaults(signature: CallSignature) -> dict[str, Any]:
     """The call's own numbers, and common ones where it has none."""
-    found = dict(DEFAULTS)
+    found = dict(DEFAULTS) if "width" in signature.arguments else {"steps": DEFAULTS["steps"]}
     for name in ("width", "height", "frames", "steps", "fps"):
         argument = signature.argument_of(name)
         value = signature.arguments[argument].default if argument else None

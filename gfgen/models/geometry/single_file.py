@@ -40,7 +40,7 @@ def is_single_file(name: str) -> bool:
 def split_name(name: str) -> tuple[str | None, Path]:
     """The model in front of the file, if there is one, and the file."""
     base, _, file = name.rpartition(":")
-    if not base or Path(name).exists():
+    if not base or Path(name).expanduser().exists():
         return None, Path(name).expanduser()
     return base, Path(file).expanduser()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
-from gfgen.job.fields import MAX_FPS, MAX_FRAMES, MAX_SCALE, MAX_SHIFT, MAX_STEPS
+from gfgen.job.fields import MAX_FPS, MAX_FRAMES, MAX_SCALE, MAX_SHIFT, MAX_STEPS, MIN_FPS
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
@@ -202,7 +202,7 @@ class WanGeometry:
             yield Problem.of("image", None, "this model animates a picture; give the path of one")
         yield from rules.whole_problems(spec, "frames", low=1, high=MAX_FRAMES)
         yield from rules.whole_problems(spec, "steps", low=1, high=MAX_STEPS)
-        yield from rules.whole_problems(spec, "fps", low=1, high=MAX_FPS)
+        yield from rules.number_problems(spec, "fps", low=MIN_FPS, high=MAX_FPS)
         yield from rules.number_problems(spec, "guidance_scale", low=0, high=MAX_SCALE)
         yield from rules.number_problems(spec, "guidance_scale_2", low=0, high=MAX_SCALE)
         yield from rules.number_problems(spec, "boundary_ratio", low=0, high=1)

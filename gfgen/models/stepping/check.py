@@ -6,7 +6,7 @@ import dataclasses
 import resource
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from gfgen.models.families.pictures import load_image
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.call import signature_of
 from gfgen.models.geometry.checkpoint import read_checkpoint
+from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import load_pipeline
@@ -61,8 +62,10 @@ def try_checkpoint(checkpoint: Path, given: JobSpec, *, device: str, trusts_code
     adapter = load_adapter(checkpoint, device=device, trusts_code=trusts_code)
     failure: BaseException | None = None
     with _pictures() as folder:
-        for job in _small_jobs(given):
-            spec = resolved(adapter.geometry, job, folder)
+        geometry = adapter.geometry
+        has_size = not isinstance(geometry, PipelineGeometry) or geometry.takes_size
+        for job in _small_jobs(given, SIDES if has_size else (None,)):
+            spec = resolved(geometry, job, folder)
             try:
                 trial = _try(adapter, spec, checkpoint, device=device)
                 return dataclasses.replace(trial, peak_bytes=_peak_bytes(device))
@@ -152,8 +155,8 @@ def _own_call(pipeline: Any, arguments: Mapping[str, Any]) -> Any:
         raise _OwnCallError from error
 
 
-def _small_jobs(given: JobSpec) -> Iterator[JobSpec]:
-    for side in SIDES:
+def _small_jobs(given: JobSpec, sides: Sequence[int | None]) -> Iterator[JobSpec]:
+    for side in sides:
         yield dataclasses.replace(given, seed=SEED, width=given.width or side, height=given.height or side)
 
 

@@ -18,7 +18,7 @@ from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.core.admission import AdmittedJob
 
 _OF_ONE_JOB: dict[str, Any] = dict.fromkeys(
-    ("negative_prompt", "seed", "tag", "output", "format", "quality", "fps", "line")
+    ("negative_prompt", "seed", "tag", "output", "format", "quality", "fps", "line", "place")
 )
 
 

@@ -35,6 +35,8 @@ class Closing:
         self.stop_signal: int | None = None
         self.is_stopping = False
         """Nothing new is dispatched; what runs is left to end."""
+        self.room_bytes = math.inf
+        """For the files of jobs that have not begun."""
         self._costs = costs
         self._degrees: dict[str, Degrees] = {}
         """By model: of the last step."""

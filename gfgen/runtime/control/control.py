@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from gfgen.errors import InterruptedRunError, PolicyFault, RunError, StalledError
+from gfgen.errors import InterruptedRunError, OutputError, PolicyFault, RunError, StalledError
+from gfgen.job.spec import RANDOM_SEED
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.decider import Chooser, Decider
 from gfgen.runtime.control.residency import Residency
@@ -24,9 +25,13 @@ from gfgen.runtime.core.observer import JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.files.journal import Journal, NoJournal
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.snapshot import Decision, Snapshot
-from gfgen.system.wording import counted
+from gfgen.system.wording import counted, size_in_words
 
 logger = logging.getLogger(__name__)
+
+
+SPACE_S = 2.0
+"""Between two looks at the room on the disk."""
 
 
 class Backend(Protocol):
@@ -77,6 +82,8 @@ class Steering:
     residency: Residency | None = None
     load: Callable[[str], NamedPolicy] = load_policy
     """Finds the policies that the chooser names."""
+    free_bytes: Callable[[], int] | None = None
+    """What is free on the disk for files."""
     on_turn: Callable[[float], None] | None = None
     """Called with the seconds of each turn, from one wait to the next."""
 
@@ -114,6 +121,7 @@ class Control:
         self._next_refresh_s = 0.0
         self._jobs = tuple(jobs)
         self._skipped = tuple(skipped)
+        self._next_space_s = 0.0
         self._woke_s = 0.0
         self._has_warned = False
         """Of a standstill that may end when more jobs come."""
@@ -153,6 +161,8 @@ class Control:
                 self.reconsider(self.decider.chooser)
             if steering.residency is not None:
                 self.change_models(steering.residency)
+            if steering.free_bytes is not None and self.clock.now_s >= self._next_space_s:
+                self.look_at_space(steering.free_bytes())
             if (snapshot := self.state.choice()) is not None:
                 dispatches = self.dispatch(snapshot)
         self.journal.end_turn(self.clock.turn_s, dispatches)
@@ -183,7 +193,8 @@ class Control:
 
     def schedule(self, job: AdmittedJob) -> None:
         """Let a job arrive at its time."""
-        self.clock.at(events.JobArrived(job.spec.arrival_s, job.job_id, job.info.spec_hash))
+        seed = job.spec.seed if job.info.asked.seed == RANDOM_SEED else None
+        self.clock.at(events.JobArrived(job.spec.arrival_s, job.job_id, job.info.spec_hash, seed))
         if job.spec.timeout_s is not None:
             self.clock.at(events.JobTimedOut(job.spec.arrival_s + job.spec.timeout_s, job.job_id))
 
@@ -274,6 +285,27 @@ class Control:
         self.record(event)
         self.backend.load(residency.held, load_s=event.load_s)
 
+    def look_at_space(self, free_bytes: int) -> None:
+        """Note what is free on the disk while it may not hold the files of all jobs."""
+        jobs, closing, now_s = self.state.jobs, self.state.closing, self.clock.now_s
+        self._next_space_s = now_s + SPACE_S
+        unbegun = jobs.file_sizes(begun=False)
+        if closing.room_bytes == math.inf and free_bytes >= sum(unbegun) + sum(jobs.file_sizes(begun=True)):
+            return
+        self.record(events.SpaceLeft(now_s, free_bytes))
+        if max(unbegun, default=0) > closing.room_bytes and self.state.expects_more:
+            self._warn_once(f"jobs wait: {self._lack_of_space()}")
+            self.clock.at(events.Wakeup(self._next_space_s))
+
+    def _lack_of_space(self) -> str:
+        """What the jobs lack that have not begun."""
+        sizes, room_bytes = self.state.jobs.file_sizes(begun=False), int(self.state.closing.room_bytes)
+        return (
+            f"the disk of the output folder has {size_in_words(max(0, room_bytes))} left for the files of "
+            f"{counted(len(sizes), 'job')}, which may take {size_in_words(sum(sizes))}: "
+            f"{size_in_words(sum(sizes) - room_bytes)} is missing; make room"
+        )
+
     def dispatch(self, snapshot: Snapshot) -> list[Dispatch]:
         """Ask the policy, and start what it decides."""
         dispatches: list[Dispatch] = []
@@ -331,20 +363,33 @@ class Control:
                 f"policy {name} starts nothing although all ranks are free; "
                 f"{len(waiting)} {'job waits' if len(waiting) == 1 else 'jobs wait'}: {names}"
             )
-        elif not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "policy %s starts nothing although all ranks are free; it may do so when more jobs arrive",
-                name,
+        else:
+            self._warn_once(
+                f"policy {name} starts nothing although all ranks are free; it may when more jobs arrive"
             )
+
+    def _warn_once(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s", text)
 
     def _expects_other_than(self, *kinds: type[Event]) -> bool:
         """Whether an event of another kind may come before the run closes."""
         return self.clock.brings_more(before_s=self.state.closing.closes_s, than=kinds)
 
     def _close_early(self) -> None:
-        """End the run, unless jobs may come that are done sooner."""
+        """End the run, unless jobs may come that are done sooner, or there is room again for a file.
+
+        Raises: OutputError if a file lacks room.
+        """
         if self.state.expects_more:
+            return
+        jobs, room_bytes, now_free = self.state.jobs, self.state.closing.room_bytes, self._steering.free_bytes
+        if max(jobs.file_sizes(begun=False), default=0) > room_bytes:
+            free_bytes = 0 if now_free is None else now_free()
+            if free_bytes - sum(jobs.file_sizes(begun=True)) <= room_bytes:
+                raise OutputError(f"{self._lack_of_space()}, then run the same command again")
+            self.clock.at(events.SpaceLeft(self.clock.now_s, free_bytes))
             return
         logger.info("no job that is left can be done by closing time: the run ends now")
         self.clock.at(events.ClosingTime(self.clock.now_s))

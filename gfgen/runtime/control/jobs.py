@@ -151,19 +151,29 @@ class Jobs:
         ]
 
     def open_in_time(self, closing: Closing, now_s: float) -> dict[str, JobView]:
-        """The open jobs, without those that would begin now and not end by the closing time."""
-        views = self.open.frozen()
-        if closing.closes_s == math.inf:
-            return views
-        late = closing.late_kinds(self.open.unbegun_kinds, now_s=now_s)
-        if not late:  # nearly all night: to look at each job would cost more than all else
+        """The open jobs that may go on: begun ones, and those with time and room for their files."""
+        views, room_bytes = self.open.frozen(), closing.room_bytes
+        late = (
+            set()
+            if closing.closes_s == math.inf
+            else closing.late_kinds(self.open.unbegun_kinds, now_s=now_s)
+        )
+        if (
+            not late and room_bytes == math.inf
+        ):  # nearly always: to look at each job would cost more than all else
             return views
         return {
             job_id: view
             for job_id, view in views.items()
-            if kind_of(view) not in late
+            if (kind_of(view) not in late and self.records[job_id].job.file_bytes <= room_bytes)
             or any(mate.progress.next_index > 0 for mate in self.records[job_id].batch)
         }
+
+    def file_sizes(self, *, begun: bool) -> list[int]:
+        """Bytes that files of these jobs may take."""
+        return [
+            each.job.file_bytes for each in self.records.values() if (each.progress.next_index > 0) is begun
+        ]
 
     def stopped_at(self, ranks: Sequence[RankRecord]) -> dict[str, tuple[int, int]]:
         """(next task, dispatch that made its input) of jobs that have begun and not ended.

@@ -161,12 +161,15 @@ class State:
         )
 
     def holds_back(self, decision: Decision) -> bool:
-        """Whether a decode has to wait for files that are under way.
+        """Whether a decode has to wait for files that are under way, or a job for room for its own.
 
-        These end whatever the policy does, and the policy is asked again then: so nothing waits for ever. The
-        ranks stay idle meanwhile: other jobs on them would come to their decode, too, and wait there.
+        Files under way end whatever the policy does, and the policy is asked again then: so nothing waits
+        for ever. The ranks stay idle meanwhile: other jobs on them would come to their decode, too, and wait.
         """
         task = decision.task if isinstance(decision, Decision) else None
+        record = self.jobs.records.get(task.job_id) if isinstance(task, Task) and task.index == 0 else None
+        if record is not None and record.job.file_bytes > self.closing.room_bytes:
+            return True
         if not isinstance(task, Task) or task.stage is not Stage.DECODE:
             return False
         num_decoding = sum(flight.dispatch.task.stage is Stage.DECODE for flight in self.flights.values())
@@ -241,6 +244,8 @@ class State:
             self.closing.note(cost_class, degrees)
         if batch is not None:
             record.usage.batch = max(record.usage.batch, len(batch))
+        if task.index == 0:
+            self.closing.room_bytes -= record.job.file_bytes
         record.flights.append(flight)
         progress.begin(task.index, layout, number)
         self.jobs.place(record)
@@ -277,6 +282,8 @@ class State:
                 self.closing.stop(event.signal_number)
             case events.ClosingTime():
                 self.closing.close()
+            case events.SpaceLeft():
+                self.closing.room_bytes = event.free_bytes - sum(self.jobs.file_sizes(begun=True))
             case events.GraceOver():
                 self.flights.give_up(self.flights.values())
             case _:

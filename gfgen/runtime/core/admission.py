@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gfgen.errors import InputError, JobError, ModelError, Problem
 from gfgen.graph import Stage, Trajectory
-from gfgen.job.spec import JobSpec, output_name, spec_hash, with_defaults
+from gfgen.job.spec import JobSpec, filled, output_name, spec_hash, with_defaults
 from gfgen.layout import Limits
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 BATCH_FAMILIES = ("qwen-image", "wan")
 """Beginnings of the names of families whose adapters are `BatchAdapter`s."""
+
+
+SHRINKS = {".png": 1, ".gif": 1, ".mp4": 20}
+"""Raw bytes per byte of a file, by suffix, a low estimate; 4 for JPEG, WebP and AVIF."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,11 @@ class AdmittedJob:
         """The name of the job's model in a profile of these models: its own if present, else its twin's."""
         own = self.spec.model or ""
         return own if own in models else self.twin or own
+
+    @property
+    def file_bytes(self) -> int:
+        """The most that its files are likely to take."""
+        return 4096 + self.trajectory.frames_bytes // SHRINKS.get(Path(self.info.file).suffix.lower(), 4)
 
     def with_priority(self, priority: int) -> AdmittedJob:
         """The same job with another priority."""
@@ -184,7 +193,7 @@ def _admit_one(
     except JobError as error:
         problems += error.problems
     try:
-        file = output_name(asked, geometry.output_kind(asked))
+        file = filled(output_name(asked, geometry.output_kind(asked)), model=asked.model, index=asked.place)
     except JobError as error:
         problems += error.problems
     if problems:

@@ -31,6 +31,7 @@ _KIND_ORDER = (
     events.LoadFailed,
     events.ModelsChanged,
     events.StopRequested,
+    events.SpaceLeft,
     events.ClosingTime,
     events.GraceOver,
     events.Wakeup,

@@ -24,6 +24,8 @@ class Event:
 class JobArrived(Event):
     job_id: str
     spec_hash: str = ""
+    seed: int | None = None
+    """Drawn for a job that asks for a random one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +228,13 @@ class StopRequested(Event):
 @dataclass(frozen=True, slots=True)
 class ClosingTime(Event):
     """The closing time has come, or nothing left fits before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceLeft(Event):
+    """What is free on the disk of the output folder, while that may not hold the files of all jobs."""
+
+    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,10 @@ class JobInfo:
     def difference(self, made: tuple[int, int, int]) -> str | None:
         """How frames, height and width of its files differ from those that it ran with; None if equal."""
         frames, height, width = made
-        if (frames, height, width) == (self.spec.frames or 1, self.spec.height, self.spec.width):
+        asked = (self.spec.frames or 1, self.spec.height or height, self.spec.width or width)
+        if (frames, height, width) == asked:
             return None
-        wanted = f"{self.spec.width}x{self.spec.height} with {self.spec.frames or 1} frames"
+        wanted = f"{self.spec.size_text} with {self.spec.frames or 1} frames"
         return f"the model made {width}x{height} with {frames} frames, not {wanted}"
 
 

@@ -42,6 +42,8 @@ JOB_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 REPORT_SUFFIX = ".errors.txt"
 SETTLED_S = 1.0
 """A file that has not changed for this time is complete."""
+UNFINISHED_S = 30.0
+"""The same for a file whose last line has no end."""
 LOOK_S = 0.5
 MAX_FILE_BYTES = 2**28
 """A watched file is read into memory; 256 MiB hold a million jobs."""
@@ -54,6 +56,7 @@ class _FileScan:
     mark: tuple[int, int, int]
     since: float
     is_dealt_with: bool = False
+    is_cut_off: bool = False
 
 
 @dataclass(slots=True)
@@ -79,6 +82,7 @@ class Inbox(Observer):
         admit: AdmitSpecs,
         skip_invalid: bool = False,
         overwrite: bool = False,
+        named_at: float | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.folder = folder
@@ -87,6 +91,7 @@ class Inbox(Observer):
         self._admit = admit
         self._skip_invalid = skip_invalid
         self._overwrite = overwrite
+        self._named_at = named_at
         self._now = now
         self._sights: dict[str, _FileScan] = {}
         self._unreadable: set[str] = set()
@@ -154,7 +159,7 @@ class Inbox(Observer):
                 self._note_unreadable(path, error)
                 continue
             self._unreadable.discard(path.name)
-            if content is not None:
+            if content is not None and not self._is_cut_off(path.name, content):
                 jobs += self._take_file(path, content)
         return jobs
 
@@ -165,6 +170,17 @@ class Inbox(Observer):
         mention = f"{{@{path.name}}}".encode()
         others = [self.folder / name for name in self._sights if name != path.name]
         return any(mention in each.read_bytes() for each in others if each.is_file())
+
+    def _is_cut_off(self, name: str, content: bytes) -> bool:
+        """Whether the rest of the last line may still come: it has no end, and does not end as JSON does."""
+        sight = self._sights[name]
+        has_end = not content or content.endswith((b"\n", b"\r", b"\0", b"}", b"]"))
+        if has_end or self._now() >= sight.since + UNFINISHED_S:
+            return False
+        if not sight.is_cut_off:
+            logger.info("%s: its last line has no end yet; waiting for it, at most %g s", name, UNFINISHED_S)
+        sight.is_dealt_with, sight.is_cut_off = False, True
+        return True
 
     def _note_unreadable(self, path: Path, error: OSError) -> None:
         """Try the file again at the next scan, even if it is unchanged: permissions and disks may change."""
@@ -252,7 +268,7 @@ class Inbox(Observer):
             io.BytesIO(content), source=path.name, folder=self.folder, suffix=path.suffix
         )
         admitted, refused = self._admit(parsed.specs)
-        admitted = with_dates(admitted, output_dir=self._output_dir)
+        admitted = with_dates(admitted, output_dir=self._output_dir, named_at=self._named_at)
         problems = [*parsed.problems, *refused]
         jobs = []
         for job in admitted:

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class Journal:
         entry = {"turn": self._turn, "event": kind.__name__}
         for name in _FIELDS[kind]:
             entry[name] = getattr(event, name)
-        for name in ("files", "made"):  # only jobs with several files or of unknown size have them
+        for name in ("files", "made", "seed"):  # only jobs with several files, of unknown size or random seed
             if name in entry and not entry[name]:
                 del entry[name]
         self._pending.append(_encode(entry))
@@ -122,10 +122,12 @@ def journal_header(
     policy: str,
     profile: str | None = None,
     job_file: str | None = None,
+    claimed: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What a run starts from; `jobs_hash` covers the ids and spec hashes in their order.
 
-    `profile` is `Profile.hash`, `job_file` the job file or the watched folder (ownership.py).
+    `profile` is `Profile.hash`, `job_file` the job file or the watched folder, `claimed` what later runs
+    need to give the same names (ownership.py).
     """
     return {
         "policy": policy,
@@ -133,6 +135,7 @@ def journal_header(
         "jobs_hash": jobs_hash(jobs),
         "profile": profile,
         "job_file": job_file,
+        **(claimed or {}),
         **start.header(),
     }
 
@@ -148,10 +151,17 @@ def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
 
     Skips lines that it cannot read.
     """
-    arrivals: dict[tuple[str, str], float] = {}
+    found: dict[tuple[str, str], float] = {}
+    for started_at, entry in arrivals(path):
+        found.setdefault((entry["job_id"], entry["spec_hash"]), started_at + entry["time_s"])
+    return found
+
+
+def arrivals(path: Path) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The arrivals in a journal, each with the Unix time at which its run started."""
     started_at = 0.0
     if not path.is_file():
-        return arrivals
+        return
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if "gfgen_journal" not in line and "JobArrived" not in line:
@@ -160,22 +170,22 @@ def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
                 entry = json.loads(line)
                 if "gfgen_journal" in entry:
                     started_at = float(entry["started_at"])
-                else:
-                    key = (entry["job_id"], entry["spec_hash"])
-                    arrivals.setdefault(key, started_at + entry["time_s"])
-    return arrivals
+                elif entry.keys() >= {"job_id", "spec_hash", "time_s"}:
+                    yield started_at, entry
 
 
 def first_job_file(path: Path) -> str | None:
     """The job file that the first run in this journal names; None if there is none, or no journal."""
+    return next((header["job_file"] for header in headers(path) if header.get("job_file")), None)
+
+
+def headers(path: Path) -> Iterator[dict[str, Any]]:
+    """The headers of the runs in a journal, oldest first."""
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if not line.startswith('{"gfgen_journal"'):
-                continue
-            with contextlib.suppress(ValueError):
-                if isinstance(job_file := json.loads(line).get("job_file"), str):
-                    return job_file
-    return None
+            if line.startswith('{"gfgen_journal"'):
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)
 
 
 def dispatch_summary(dispatch: Dispatch) -> list[Any]:

@@ -136,12 +136,12 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
     return entry
 
 
-def read_manifest(path: Path) -> dict[str, ManifestLine]:
-    """The latest line of each job; empty when there is no manifest.
+def read_manifest(path: Path, *, start: int = 0) -> dict[str, ManifestLine]:
+    """The latest line of each job after `start` bytes; empty when there is no manifest.
 
     Torn or invalid lines, and lines of another version, are skipped with a warning: their jobs run again.
     """
-    return {entry["id"]: entry for entry in _entries(_read(path), path, first=1)}
+    return {entry["id"]: entry for entry in _entries(_read(path, start=start), path, first=1)}
 
 
 def read_files(path: Path) -> dict[str, ManifestLine]:

@@ -66,7 +66,7 @@ def write_output(
     frames: Frames,
     path: Path,
     *,
-    fps: int | None,
+    fps: float | None,
     metadata: labels.Metadata,
     replaces: Content | None = None,
     made_for: Mapping[str, Any] | None = None,
@@ -112,7 +112,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return labels.from_json(text)
 
 
-def _check(frames: Frames, path: Path, fps: int | None) -> None:
+def _check(frames: Frames, path: Path, fps: float | None) -> None:
     if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or frames.size == 0:
         raise OutputError(f"{path}: frames must be uint8 [F, H, W, 3], got {frames.dtype} {frames.shape}")
     suffix = path.suffix.lower()
@@ -125,7 +125,7 @@ def _check(frames: Frames, path: Path, fps: int | None) -> None:
         raise OutputError(f"{path}: cannot write '{path.suffix}' files; name it {accepted}")
 
 
-def _write_image(frames: Frames, path: Path, *, fps: int, metadata: labels.Metadata) -> None:
+def _write_image(frames: Frames, path: Path, *, fps: float, metadata: labels.Metadata) -> None:
     from PIL import Image, PngImagePlugin
 
     text, as_json = labels.parameters_text(metadata), labels.to_json(metadata)
@@ -155,7 +155,7 @@ def _write_image(frames: Frames, path: Path, *, fps: int, metadata: labels.Metad
 
 
 def _write_video(
-    frames: Frames, path: Path, *, fps: int, metadata: labels.Metadata, sound: Sound | None
+    frames: Frames, path: Path, *, fps: float, metadata: labels.Metadata, sound: Sound | None
 ) -> None:
     """Stream the frames through ffmpeg. Raises OSError or OutputError."""
     tags = {
@@ -199,7 +199,7 @@ def _coding_options(metadata: labels.Metadata) -> list[str]:
 
 
 def _encode_command(
-    frames: Frames, path: Path, coding: Sequence[str], *, fps: int, tag_fd: int, sound: Sequence[str]
+    frames: Frames, path: Path, coding: Sequence[str], *, fps: float, tag_fd: int, sound: Sequence[str]
 ) -> list[str]:
     _, height, width, _ = frames.shape
     size = f"{width + width % 2}x{height + height % 2}"

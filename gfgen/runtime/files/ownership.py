@@ -16,16 +16,19 @@ import hashlib
 import itertools
 import logging
 import os
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from gfgen.errors import Problem
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
-from gfgen.job.spec import DATE, input_files, name_key, numbered_name
+from gfgen.job.spec import RANDOM_SEED, drawn, filled, input_files, name_key, numbered_name
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals, first_job_file
+from gfgen.runtime.core.observer import JobInfo
+from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals, first_arrivals, first_job_file, headers
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
     SIMULATED,
@@ -72,23 +75,45 @@ def _owner(folder: Path) -> str | None:
     )
 
 
-def with_dates(jobs: Sequence[AdmittedJob], *, output_dir: Path) -> Sequence[AdmittedJob]:
-    """The jobs, whose file names have the date of their first arrival in the folder in place of {date}."""
-    if not any(DATE in job.info.file for job in jobs):
+def with_dates(
+    jobs: Sequence[AdmittedJob], *, output_dir: Path, named_at: float | None = None
+) -> Sequence[AdmittedJob]:
+    """The jobs, with random seeds and file names as their folder has them, or as it will have them.
+
+    {date} is that of a job's first arrival, {time} that of `named_at`, or of the first run of the folder. A
+    job whose {index} another job has used gets the next free one; a finished job keeps its name.
+    """
+    if not any(map(_is_named_there, jobs)):
         return jobs
-    entries, arrivals = read_manifest(output_dir / MANIFEST_NAME), first_arrivals(output_dir / JOURNAL_NAME)
-    now = time.time()
+    journal, entries = output_dir / JOURNAL_NAME, read_manifest(output_dir / MANIFEST_NAME)
+    arrived, now = first_arrivals(journal), named_at or time.time()
+    seeds = {(each["job_id"], each["spec_hash"]): each.get("seed") for _, each in arrivals(journal)}
+    began_at = next((each["named_at"] for each in headers(journal) if "named_at" in each), now)
+    values = {"time": time.strftime("%H-%M-%S", time.localtime(began_at))}
+    owners = {name_key(str(entry["file"])): each for each, entry in entries.items() if entry.get("file")}
 
-    def dated(job: AdmittedJob) -> AdmittedJob:
-        info, entry = job.info, entries.get(job.job_id, {})
-        arrived_at = arrivals.get((job.job_id, info.spec_hash), now + job.spec.arrival_s)
-        file = info.file.replace(DATE, time.strftime("%Y-%m-%d", time.localtime(arrived_at)))
-        is_same = entry.get("spec_hash") == info.spec_hash and "outputs" not in entry
-        if is_same and entry.get("file") is not None:
-            file = str(entry["file"])  # it may have arrived around midnight
-        return replace(job, info=replace(info, file=file))
+    def named(job: AdmittedJob) -> AdmittedJob:
+        info, spec, entry = job.info, job.info.spec, entries.get(job.job_id, {})
+        key, entry = (job.job_id, info.spec_hash), entry if entry.get("spec_hash") == info.spec_hash else {}
+        if spec.seed == RANDOM_SEED:
+            spec = replace(spec, seed=seeds.get(key) or entry.get("seed") or drawn(spec.seed))
+        day = time.strftime("%Y-%m-%d", time.localtime(arrived.get(key, now + spec.arrival_s)))
+        known: dict[str, Any] = {**values, "date": day, "seed": spec.seed, "model": spec.model}
+        file, place = filled(info.file, **known), spec.place
+        if entry.get("file") is not None:  # it may have arrived around midnight, or had another place
+            kept = str(entry["file"])
+            file = re.sub(r"-1(\.\w+)$", r"\1", kept) if "outputs" in entry else kept
+        while place is not None and owners.setdefault(name_key(file), job.job_id) != job.job_id:
+            place += 1
+            file = filled(spec.output or "", **known, index=place)
+        return replace(job, info=replace(info, file=file, spec=spec))
 
-    return [dated(job) if DATE in job.info.file else job for job in jobs]
+    return [named(job) if _is_named_there(job) else job for job in jobs]
+
+
+def _is_named_there(job: AdmittedJob) -> bool:
+    asked = job.info.asked
+    return asked.seed == RANDOM_SEED or asked.place is not None or "{" in job.info.file
 
 
 STATUSES = ("new", "done", "changed", "again")
@@ -110,6 +135,9 @@ class Claims:
     """Jobs that have not failed before are left out."""
     done_ids: set[str] = field(default_factory=set)
     """Of the jobs that `claim` or `done` has seen."""
+    named_at: float | None = None
+    forced_from: int | None = None
+    """With `force`: bytes of the manifest when the runs of this --force began."""
 
     @functools.cached_property
     def entries(self) -> Mapping[str, ManifestLine]:
@@ -117,14 +145,26 @@ class Claims:
 
     def done(self, jobs: Sequence[AdmittedJob]) -> Collection[str]:
         """Ids of the jobs that need not run again."""
-        if not self.force:
-            infos = [job.info for job in with_dates(jobs, output_dir=self.output_dir)]
-            self.done_ids |= finished_jobs(self.output_dir / MANIFEST_NAME, infos, entries=self.entries)
+        named = with_dates(jobs, output_dir=self.output_dir, named_at=self.named_at)
+        infos, path = [job.info for job in named], self.output_dir / MANIFEST_NAME
+        entries = self._made_by_force(infos, path) if self.force else self.entries
+        self.done_ids |= finished_jobs(path, infos, entries=entries)
         return self.done_ids
+
+    def _made_by_force(self, infos: Sequence[JobInfo], path: Path) -> Mapping[str, ManifestLine]:
+        """The lines of jobs that stopped runs of this --force have ended; none if it begins."""
+        before = [header.get("forced_from") for header in headers(self.output_dir / JOURNAL_NAME)]
+        self.forced_from = before[-1] if before else None
+        lines = {} if self.forced_from is None else read_manifest(path, start=self.forced_from)
+        has_ended = (lines.get(info.job_id, {}).get("spec_hash") == info.spec_hash for info in infos)
+        if self.forced_from is None or all(has_ended):
+            self.forced_from = path.stat().st_size if path.exists() else 0
+            return {}
+        return lines
 
     def claim(self, jobs: Sequence[AdmittedJob]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         """The jobs with the files that they may replace, and problems for those whose file name is taken."""
-        jobs = with_dates(jobs, output_dir=self.output_dir)
+        jobs = with_dates(jobs, output_dir=self.output_dir, named_at=self.named_at)
         if self.only_failed:
             jobs = [job for job in jobs if self.entries.get(job.job_id, {}).get("status") == "failed"]
             if not jobs:

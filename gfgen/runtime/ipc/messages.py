@@ -301,7 +301,7 @@ class WriteRequest:
     shape: tuple[int, int, int, int] | None
     """None if the memory says it (output.py)."""
     path: str
-    fps: int | None
+    fps: float | None
     metadata: Mapping[str, Any]
     replaces: Content | None = None
     """An existing file is replaced only if it has this content; None: it is never replaced."""

@@ -67,7 +67,7 @@ class StepTimes:
         spec = job.spec
         frames = f"{spec.frames:,} frames in " if (spec.frames or 1) > 1 else ""
         verb = "takes at least" if is_bound else "is predicted to take"
-        return f"one step of {frames}{spec.width}x{spec.height} {verb} {in_words(seconds)} here"
+        return f"one step of {frames}{spec.size_text} {verb} {in_words(seconds)} here"
 
     def _of(self, job: AdmittedJob) -> tuple[float, bool]:
         """The seconds, and whether they are only a bound."""
@@ -92,7 +92,7 @@ def beyond(
     for job in jobs:
         spec = job.spec
         numbers = (
-            ("size", f"{spec.width}x{spec.height}", (spec.width or 0) * (spec.height or 0), bounds.pixels),
+            ("size", spec.size_text, (spec.width or 0) * (spec.height or 0), bounds.pixels),
             ("frames", str(spec.frames), spec.frames or 0, bounds.frames),
             ("steps", str(spec.steps), spec.steps or 0, bounds.steps),
         )

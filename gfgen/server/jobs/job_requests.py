@@ -22,7 +22,7 @@ from gfgen.errors import JobFileError, Problem
 from gfgen.job.fields import NAME, parse_fields
 from gfgen.job.images import ImageError, check_content, is_video
 from gfgen.job.reader import read_job_stream
-from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, num_pictures
+from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, drawn, later_seed, num_pictures
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
@@ -117,7 +117,7 @@ def image_jobs(
     first = _spec(job, model, "image", words)
     specs = [first]
     for number in range(1, request.n or request.num_outputs_per_prompt or 1):
-        seed = None if first.seed is None else (first.seed + number) % 2**63
+        seed = None if first.seed is None else later_seed(first.seed, number)
         specs.append(replace(first, id=new_id("image"), seed=seed))
     return [
         RequestedJob(spec, picture=picture, must_be="image", words=words, ignored=ignored) for spec in specs
@@ -366,6 +366,7 @@ def admitted_of_file(
 def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob:
     """The job to store. Its deadline becomes a point in time, which no restart moves."""
     spec, run = requested.spec, job.spec
+    seed = drawn(run.seed)
     arrives_at = now + spec.arrival_s
     deadline_at = spec.deadline_at
     if spec.deadline_s is not None:
@@ -376,9 +377,9 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         kind=media_kind(job),
         model=run.model or "",
         prompt=run.prompt,
-        size=f"{run.width}x{run.height}",
+        size=run.size_text,
         steps=run.steps or 0,
-        seed=run.seed or 0,
+        seed=seed or 0,
         created_at=now,
         arrives_at=arrives_at,
         file=job.info.file,
@@ -395,7 +396,7 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         owner=run.owner,
     )
     stored = replace(
-        spec, owner=run.owner, deadline_s=None, deadline_at=deadline_at, seed=run.seed, line=None, image=None
+        spec, owner=run.owner, deadline_s=None, deadline_at=deadline_at, seed=seed, line=None, image=None
     )
     if spec.files is not None:  # the folder may move
         stored = replace(stored, files=_each_path(spec.files, lambda path: Path(path).name))
@@ -439,7 +440,7 @@ def _spec(
     return JobSpec(**{**fields, "id": new_id(kind)})
 
 
-def _frames(seconds: str | float, fps: int) -> int:
+def _frames(seconds: str | float, fps: float) -> int:
     """Number of frames for a length in seconds; the model rounds it."""
     text = str(seconds)
     if not _SECONDS.fullmatch(text) or not float(text) > 0:
@@ -449,7 +450,7 @@ def _frames(seconds: str | float, fps: int) -> int:
     return max(1, math.floor(float(text) * fps + 0.5))
 
 
-def _default_fps(model: server_schemas.ServedModel) -> int:
+def _default_fps(model: server_schemas.ServedModel) -> float:
     return (model.defaults.fps if model.defaults else None) or 16
 
 

@@ -163,7 +163,7 @@ class Job(ResponseModel):
     error: JobFailure | None = None
 
     frames: int | None = None
-    fps: int | None = None
+    fps: int | float | None = None
     steps: int
     step: int = Field(0, description="Finished denoising steps.")
     stage: StageName | None = Field(None, description="The current or last stage.")

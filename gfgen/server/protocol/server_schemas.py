@@ -37,7 +37,7 @@ class Defaults(ResponseModel):
 
     size: str
     frames: int | None = None
-    fps: int | None = None
+    fps: int | float | None = None
     steps: int
     guidance_scale: float | None = None
     true_cfg_scale: float | None = None
@@ -241,7 +241,7 @@ def _resolved(model: ResolvedModel, spec: JobSpec) -> JobSpec | None:
 def _defaults(run: JobSpec) -> Defaults:
     is_video = (run.frames or 1) > 1
     return Defaults(
-        size=f"{run.width}x{run.height}",
+        size=run.size_text,
         frames=run.frames if is_video else None,
         fps=run.fps if is_video else None,
         steps=run.steps or 1,
