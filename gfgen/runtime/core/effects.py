@@ -7,10 +7,14 @@ What is refused is a `Problem`. Anything else that does not act as written is a 
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from gfgen.errors import Warned
+from gfgen.job.spec import JobSpec
+from gfgen.models.geometry.model import Geometry
+from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.system.wording import counted, in_lines
 
@@ -20,10 +24,40 @@ MAX_DETAILS = 3
 """Details of a kind of warning that the log shows; the manifest has all."""
 
 
-def warnings_of(info: JobInfo) -> Iterator[Warned]:
+IN_PROMPTS: Mapping[str, re.Pattern[str]] = {
+    "weights such as (red:1.3) in a prompt are plain text": re.compile(r"\([^()]*:\s*[\d.]+\s*\)"),
+    "<lora:...> in a prompt loads no LoRA; use the field lora": re.compile(r"<lora:[^<>]*>"),
+    "{a|b} in a prompt is plain text without vary": re.compile(r"\{[^{}]*\|[^{}]*\}"),
+    "options in a prompt are plain text; use fields of the job": re.compile(r"(?<!\S)--[A-Za-z][\w-]*"),
+}
+"""What other programs read in prompts."""
+
+
+def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
     """What in a job does not act as written, as far as its fields tell."""
+    asked = info.asked
     if info.rounding is not None:
         yield Warned(f"rounded by {info.spec.model}", info.rounding)
+    for kind, pattern in IN_PROMPTS.items():
+        if found := pattern.findall(f"{asked.prompt}\n{asked.negative_prompt or ''}"):
+            yield Warned(kind, ", ".join(dict.fromkeys(found)))
+    is_general = isinstance(geometry, PipelineGeometry)
+    is_unguided = geometry.ignores_negative_prompt if is_general else lambda spec: not geometry.uses_cfg(spec)
+    if (asked.negative_prompt or "").strip() and is_unguided(info.spec):
+        yield Warned("negative_prompt has no effect without guidance")
+    if is_general:
+        yield from _unused_by_call(asked, geometry)
+
+
+def _unused_by_call(asked: JobSpec, geometry: PipelineGeometry) -> Iterator[Warned]:
+    name, signature = geometry.family, geometry.signature
+    for field, value in (("prompt", asked.prompt.strip()), ("steps", asked.steps)):
+        if value and signature.argument_of(field) is None:
+            yield Warned(f"{field} has no effect on {name}, whose call takes none")
+    if asked.guidance_scale is not None and (why := geometry.why_no_guidance) is not None:
+        yield Warned(f"guidance_scale has no effect on {asked.model}: {why}", f"{asked.guidance_scale:g}")
+    if "strength" in (asked.args or {}) and asked.image is None and not asked.files:
+        yield Warned("args.strength has no effect without an image")
 
 
 def tell_of_warnings(infos: Iterable[JobInfo]) -> None:
