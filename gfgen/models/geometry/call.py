@@ -285,11 +285,9 @@ def _guidance(call: ast.FunctionDef, is_guided: ast.FunctionDef | None) -> dict[
             case ast.Compare(left=left, ops=[ast.Gt()], comparators=[ast.Constant(value=bound)]):
                 if re.fullmatch(r"(self\.)?_?guidance_scale", ast.unparse(left)):
                     bounds.append(float(bound))  # type: ignore[arg-type]
+    setting = "guidance_embeds" if not bounds and ".config.guidance_embeds" in ast.unparse(call) else None
     if is_guided is not None and ".config.is_distilled" in ast.unparse(is_guided):
         setting = "is_distilled"
-    else:
-        is_input = not bounds and ".config.guidance_embeds" in ast.unparse(call)
-        setting = "guidance_embeds" if is_input else None
     return {"guided_above": None if has_others else min(bounds, default=None), "guidance_setting": setting}
 
 

@@ -11,101 +11,58 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from gfgen.models.geometry.checkpoint import Checkpoint
 
 _FACTORS = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
 _BUILTINS = {"len": len, "getattr": getattr, "hasattr": hasattr, "max": max, "min": min, "int": int}
-_FAILURES = (AttributeError, KeyError, NameError, TypeError, ValueError, IndexError, RecursionError)
-"""What evaluating raises where an expression needs more than configs."""
 
 
 def size_multiple(checkpoint: Checkpoint, method_of: Callable[[str], ast.FunctionDef | None]) -> int:
     """`method_of` finds a method of the pipeline's class by its name."""
-    pipeline = _Pipeline(checkpoint, _assigned(method_of("__init__")))
-    found = [1]
-    for method in filter(None, map(method_of, ("check_inputs", "__call__"))):
-        names = _Names(pipeline, _assigned(method))
-        found += [_number(modulus, names) for modulus in _moduli(method)]
-    factor = max(_number(ast.parse(f"self.{name}", mode="eval").body, pipeline.names) for name in _FACTORS)
-    return math.lcm(*found, factor * _patch_side(checkpoint))
+    parts = {name: _Part(config) for name, config in checkpoint.configs.items()}
+    pipeline = _Part(parts | {name: None for name in checkpoint.index if name not in parts})
+    moduli: list[Any] = []
+    for method in filter(None, map(method_of, ("__init__", "check_inputs", "__call__"))):
+        names = {"self": pipeline}
+        nodes = [node for node in ast.walk(method) if isinstance(node, (ast.Assign, ast.BinOp))]
+        for node in sorted(nodes, key=lambda node: node.lineno):
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)]):
+                    names[name] = _value(node.value, names)
+                case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=name)]):
+                    pipeline[name] = _value(node.value, names)
+                case ast.BinOp(left=ast.Name(id="height" | "width"), op=ast.Mod()):
+                    moduli.append(_value(node.right, names))
+    factor = max(_whole(pipeline.get(name)) for name in _FACTORS)
+    patches = [config.get("patch_size", config.get("all_patch_size")) for config in _transformers(checkpoint)]
+    patch = max([1, *(_whole(side[-1] if isinstance(side, list) and side else side) for side in patches)])
+    return math.lcm(*map(_whole, moduli), factor * patch)
 
 
-def _moduli(method: ast.FunctionDef) -> Iterator[ast.expr]:
-    """What a method divides height or width by to look at the remainder."""
-    for node in ast.walk(method):
-        match node:
-            case ast.BinOp(left=ast.Name(id="height" | "width"), op=ast.Mod(), right=modulus):
-                yield modulus
+def _transformers(checkpoint: Checkpoint) -> list[Any]:
+    return [config for name, config in checkpoint.configs.items() if "transformer" in name]
 
 
-def _assigned(method: ast.FunctionDef | None) -> Mapping[str, ast.expr]:
-    """The values that a method gives to its variables and to attributes."""
-    nodes = list(ast.walk(method)) if method is not None else []
-    return {ast.unparse(node.targets[0]): node.value for node in nodes[::-1] if isinstance(node, ast.Assign)}
+def _whole(value: Any) -> int:
+    """1 for what configs do not tell."""
+    return value if type(value) is int and value > 0 else 1
 
 
-def _number(expression: ast.expr, names: Mapping[str, Any]) -> int:
-    """The value of an expression; 1 if configs do not tell."""
+def _value(expression: ast.expr, names: dict[str, Any]) -> Any:
+    """The value of an expression of diffusers; None if it needs more than configs."""
     try:
-        value = _value(expression, names)
-    except _FAILURES:
-        return 1
-    return value if isinstance(value, int) and value > 0 else 1
-
-
-def _value(expression: ast.expr, names: Mapping[str, Any]) -> Any:
-    code = compile(ast.Expression(expression), "diffusers", "eval")
-    return eval(code, {"__builtins__": _BUILTINS}, names)
-
-
-def _patch_side(checkpoint: Checkpoint) -> int:
-    """Latent pixels along a side of a patch, in the transformer with the largest."""
-    configs = [config for name, config in checkpoint.configs.items() if "transformer" in name]
-    sides = [config.get("patch_size", config.get("all_patch_size", 1)) for config in configs]
-    lasts = [side[-1] if isinstance(side, list) and side else side for side in sides]
-    return max([1, *(side for side in lasts if isinstance(side, int))])
-
-
-class _Names(dict[str, Any]):
-    """The variables of a method, evaluated as they are read."""
-
-    def __init__(self, pipeline: _Pipeline, assigned: Mapping[str, ast.expr]) -> None:
-        super().__init__(self=pipeline)
-        self._assigned = assigned
-
-    def __missing__(self, name: str) -> Any:
-        return _value(self._assigned[name], self)
+        return eval(compile(ast.Expression(expression), "", "eval"), {"__builtins__": _BUILTINS}, names)
+    except Exception:  # whatever code raises that expects a loaded pipeline
+        return None
 
 
 class _Part(dict[str, Any]):
-    """A component, whose attributes are those of its config."""
-
-    @property
-    def config(self) -> _Part:
-        return self
+    """The pipeline or a component, whose attributes are those of its config."""
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self:
+        if name != "config" and name not in self:
             raise AttributeError(name)
-        return self[name]
-
-
-class _Pipeline:
-    """`self` of the pipeline: its components, and what `__init__` derives from their configs."""
-
-    def __init__(self, checkpoint: Checkpoint, assigned: Mapping[str, ast.expr]) -> None:
-        self.names = _Names(self, {})
-        self._checkpoint, self._assigned = checkpoint, assigned
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._checkpoint.configs:
-            return _Part(self._checkpoint.configs[name])
-        if isinstance(self._checkpoint.index.get(name), list):
-            return None  # left out
-        try:
-            return _value(self._assigned[f"self.{name}"], self.names)
-        except _FAILURES:
-            raise AttributeError(name) from None
+        return self if name == "config" else self[name]

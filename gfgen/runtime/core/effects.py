@@ -41,12 +41,12 @@ def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
     for kind, pattern in IN_PROMPTS.items():
         if found := pattern.findall(f"{asked.prompt}\n{asked.negative_prompt or ''}"):
             yield Warned(kind, ", ".join(dict.fromkeys(found)))
-    is_general = isinstance(geometry, PipelineGeometry)
-    is_unguided = geometry.ignores_negative_prompt if is_general else lambda spec: not geometry.uses_cfg(spec)
-    if (asked.negative_prompt or "").strip() and is_unguided(info.spec):
-        yield Warned("negative_prompt has no effect without guidance")
-    if is_general:
+    is_guided = geometry.uses_cfg(info.spec)
+    if isinstance(geometry, PipelineGeometry):
+        is_guided = not geometry.ignores_negative_prompt(info.spec)
         yield from _unused_by_call(asked, geometry)
+    if (asked.negative_prompt or "").strip() and not is_guided:
+        yield Warned("negative_prompt has no effect without guidance")
 
 
 def _unused_by_call(asked: JobSpec, geometry: PipelineGeometry) -> Iterator[Warned]:
