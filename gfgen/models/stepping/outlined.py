@@ -129,16 +129,18 @@ def tried(adapter: PipelineAdapter, spec: JobSpec) -> tuple[BaseException | None
     return None, limits
 
 
-def place_of(error: BaseException) -> tuple[object, ...]:
+def is_refusal(error: BaseException, usual: BaseException | None) -> bool:
+    """Whether the pipeline would raise this, too. `usual` is what usual arguments raise here, if anything."""
+    if usual is None:
+        return "meta" not in str(error)  # whatever it is, it comes of the arguments
+    frames = traceback.extract_tb(error.__traceback__)
+    is_of_network = any(frame.name == "outlined" for frame in frames)
+    return isinstance(error, REFUSALS) and not is_of_network and _place_of(error) != _place_of(usual)
+
+
+def _place_of(error: BaseException) -> tuple[object, ...]:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return type(error), frame.filename, frame.lineno
-
-
-def is_refusal(error: BaseException, usual: BaseException | None) -> bool:
-    """Whether the pipeline refuses arguments. `usual` is what a call with usual ones raises here."""
-    is_of_network = any(frame.name == "outlined" for frame in traceback.extract_tb(error.__traceback__))
-    is_usual = usual is not None and place_of(error) == place_of(usual)
-    return isinstance(error, REFUSALS) and not is_of_network and not is_usual
 
 
 def read_characters(text: str, limits: Mapping[str, tuple[str, int]], tokenizers: Mapping[str, Any]) -> int:
