@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import random
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.errors import JobError, ModelError, in_one_line
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.geometry.call import FLAG, NUMBER, WHOLE
+from gfgen.models.geometry.call import FLAG, NUMBER, WHOLE, CallSignature
 from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
@@ -35,6 +36,11 @@ from gfgen.models.stepping.adapter import load_any
 from gfgen.models.stepping.check import pictures, resolved
 from gfgen.models.stepping.outlined import is_refusal, outlined_pipeline, tried
 
+LIMIT_S = 180
+"""Time for one class."""
+NONE = CallSignature("", {})
+FIXED = {"use_resolution_binning": False}
+"""Arguments that would make the small models draw large pictures."""
 SCHEDULERS = ("LCMScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler", "DDIMScheduler")
 
 
@@ -65,7 +71,7 @@ def drawn_jobs(geometry: Any, *, num: int, seed: int = 5) -> Iterator[JobSpec]:
     rng = random.Random(seed)
     for number in range(num):
         job = JobSpec(id=f"draw-{number}", prompt=rng.choice(["a fox", "a fox " * 60]), seed=3)
-        job, size = replace(job, steps=rng.randint(1, 3)), (rng.randint(32, 150), rng.randint(32, 150))
+        job, size = replace(job, steps=rng.randint(1, 3)), (rng.randint(32, 110), rng.randint(32, 110))
         if _takes(geometry, "width"):
             job = replace(job, width=size[0], height=size[1])
         if rng.random() < 0.4 and _takes(geometry, "negative_prompt"):
@@ -81,13 +87,17 @@ def drawn_jobs(geometry: Any, *, num: int, seed: int = 5) -> Iterator[JobSpec]:
             job = replace(job, scheduler={"class": rng.choice([*SCHEDULERS, geometry.scheduler_class])})
         if rng.random() < 0.15 and "sigmas" in geometry.signature.arguments:
             job = replace(job, sigmas=[1.0 - step / known(job.steps) for step in range(known(job.steps))])
-        names = [name for name in geometry.signature.args if rng.random() < 0.3]
+        names = [name for name in geometry.signature.args if rng.random() < 0.3 and name not in FIXED]
         args = {name: value for name in names if (value := _drawn(rng, geometry, name)) is not None}
-        yield replace(job, args=args or None)
+        yield replace(job, args=args | _fixed(geometry) or None)
 
 
 def _takes(geometry: Any, name: str) -> bool:
     return not isinstance(geometry, PipelineGeometry) or name in geometry.signature.arguments
+
+
+def _fixed(geometry: Any) -> dict[str, Any]:
+    return {name: value for name, value in FIXED.items() if name in getattr(geometry, "signature", NONE).args}
 
 
 def _drawn(rng: random.Random, geometry: PipelineGeometry, name: str) -> Any:
@@ -105,6 +115,7 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
     outlined: Any = None
     with pictures() as folder:
         plain = JobSpec(id="usual", prompt="a", seed=0, steps=2)
+        plain = replace(plain, args=_fixed(geometry) or None)
         plain = replace(plain, width=96, height=96) if _takes(geometry, "width") else plain
         if (failure := _run(adapter, resolved(geometry, replace(plain, model=name), folder))) is not None:
             raise ModelError(f"the usual job fails: {failure}")
@@ -160,6 +171,14 @@ def verified() -> Sequence[str]:
     return [name for name, (how, _) in listed.items() if how in ("in steps", "as one task")]
 
 
+def _too_long(*_: object) -> None:
+    raise _TooLongError(f"took over {LIMIT_S} s")
+
+
+class _TooLongError(BaseException):
+    pass
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*")
@@ -167,15 +186,19 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
+    signal.signal(signal.SIGALRM, _too_long)
     rows, notes = [HEAD], []
     for name in options.names or verified():
         with tempfile.TemporaryDirectory() as folder:
+            signal.alarm(LIMIT_S)
             try:
                 made = draws_of(name, save_checkpoint(name, Path(folder) / name), num=options.draws)
-            except Exception as error:  # there is no small checkpoint
+            except (Exception, _TooLongError) as error:  # such as no small checkpoint
                 notes.append(f"- {name}: not drawn: {in_one_line(error, limit=120)}")
                 print(notes[-1], flush=True)
                 continue
+            finally:
+                signal.alarm(0)
         rows.append(made.row())
         print(rows[-1], flush=True)
         for text in [*made.failed, *made.refused_in_vain][:6]:
