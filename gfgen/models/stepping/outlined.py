@@ -28,8 +28,9 @@ from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
 from gfgen.models.loading.components import without_progress_bars
 from gfgen.models.lora.outlines import outline, weightless
-from gfgen.models.stepping.adapter import PipelineAdapter, load_any
+from gfgen.models.stepping.adapter import PipelineAdapter, WholeCall, load_any
 from gfgen.models.stepping.check import pictures, resolved
+from gfgen.models.stepping.stepper import NUM_ITERATIONS
 
 MARK = "gfgen"
 """The prompt of all calls here; what tokenizers get around it are their templates."""
@@ -71,7 +72,7 @@ def _zeros_of(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             made = method(*args, **options)
         except RuntimeError:  # transformers looks into masks, which have no values here
-            made = method(*args, **{name: None if "mask" in name else x for name, x in options.items()})
+            made = method(*args[:1], **{name: None if "mask" in name else x for name, x in options.items()})
         if (spread := getattr(made, "latent_dist", None)) is not None:
             made.latent_dist = type(spread)(_zeros(spread.parameters))
             return made
@@ -110,7 +111,7 @@ def _noting(pipeline: Any, found: dict[str, list[tuple[str, int | None]]]) -> It
 
 
 def tried(adapter: PipelineAdapter, spec: JobSpec) -> tuple[BaseException | None, Limits]:
-    """What a call raises before its first step, and how much of the prompt it reads."""
+    """What a call raises before its first step, or without any, and how much of the prompt it reads."""
     notes: dict[str, list[tuple[str, int | None]]] = {}
     spec = replace(spec, prompt=MARK, negative_prompt=MARK if spec.negative_prompt else None, lora=None)
     with _noting(adapter.pipeline, notes):
@@ -123,7 +124,9 @@ def tried(adapter: PipelineAdapter, spec: JobSpec) -> tuple[BaseException | None
                     limits.clear()
                     break
                 limits |= {name: min(cut, key=lambda call: call[1])} if cut else {}
-            adapter.prepare(spec, prompt)
+            _, latents = adapter.prepare(spec, prompt)
+            if latents.number(NUM_ITERATIONS) == 0 and not isinstance(adapter._call(spec), WholeCall):
+                adapter.decode(spec, latents)
         except Exception as error:  # of any kind: it is judged by the caller
             return error, {}
     return None, limits
