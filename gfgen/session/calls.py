@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -44,8 +44,9 @@ def try_calls(
     for job in jobs:
         if job.has_nominal_flops or any(_long_texts(job.spec, TEXT_TOKENS - 2)):
             groups[job.checkpoint].append(job)
+    keys = {job.job_id: _key(job) for own in groups.values() for job in own}
     known = {checkpoint: _read(checkpoint) for checkpoint in groups}
-    asked = {path: _asked(path, own, known[path]) for path, own in groups.items()}
+    asked = {path: _asked(path, own, known[path], keys) for path, own in groups.items()}
     asked = {path: questions for path, questions in asked.items() if questions["calls"]}
     unchecked: dict[Path, object] = {}
     try:
@@ -62,9 +63,10 @@ def try_calls(
     judged: dict[str, AdmittedJob | Problem] = {}
     for path, own in groups.items():
         calls = known[path]["calls"]
-        found_of = {job.job_id: _judged(job, known[path]) for job in own if _key(job) in calls}
-        judged |= found_of
-        unknown = [call["unknown"] for call in map(calls.get, map(_key, own)) if call and call.get("unknown")]
+        judged |= {
+            job.job_id: _judged(job, known[path], key) for job in own if (key := keys[job.job_id]) in calls
+        }
+        unknown = [why for job in own if (why := calls.get(keys[job.job_id], {}).get("unknown"))]
         if why := unchecked.get(path) or next(iter(unknown), None):
             logger.info("%s: calls are not checked before they run: %s", own[0].spec.model, why)
     all_jobs = [judged.get(job.job_id, job) for job in jobs]
@@ -72,12 +74,14 @@ def try_calls(
     return kept, [each for each in all_jobs if isinstance(each, Problem)]
 
 
-def _asked(checkpoint: Path, jobs: Sequence[AdmittedJob], known: Answers) -> dict[str, Any]:
+def _asked(
+    checkpoint: Path, jobs: Sequence[AdmittedJob], known: Answers, keys: Mapping[str, str]
+) -> dict[str, Any]:
     """What these jobs need beyond the known answers."""
     calls: dict[str, Any] = {}
     texts: dict[str, tuple[str, str]] = {}
     for job in jobs:
-        key = _key(job)
+        key = keys[job.job_id]
         answer = known["calls"].get(key)
         most = SAFE_BYTES if answer is None else answer["most_bytes"]
         new = {_text_id(key, text): (key, text) for text in _long_texts(job.spec, most)}
@@ -87,8 +91,8 @@ def _asked(checkpoint: Path, jobs: Sequence[AdmittedJob], known: Answers) -> dic
     return {"checkpoint": str(checkpoint), "calls": calls, "texts": texts}
 
 
-def _judged(job: AdmittedJob, found: Answers) -> AdmittedJob | Problem:
-    key, spec = _key(job), job.spec
+def _judged(job: AdmittedJob, found: Answers, key: str) -> AdmittedJob | Problem:
+    spec = job.spec
     if (refused := found["calls"][key].get("refused")) is not None:
         return replace(Problem.of(None, None, f"{job.info.family} refuses it: {refused}"), line=spec.line)
     for field in _TEXTS:
