@@ -102,7 +102,7 @@ def _fixed(geometry: Any) -> dict[str, Any]:
 
 def _drawn(rng: random.Random, geometry: PipelineGeometry, name: str) -> Any:
     argument = geometry.signature.arguments[name]
-    choices = [True, False] if argument.accepts(True) and FLAG.words in argument.accepted else []
+    choices: list[Any] = [True, False] if argument.accepts(True) and FLAG.words in argument.accepted else []
     choices += [1, 2, 3, 64] if WHOLE.words in argument.accepted else []
     choices += [0.0, 0.3, 1.0, 2.5] if NUMBER.words in argument.accepted else []
     return rng.choice(choices) if choices else None
