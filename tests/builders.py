@@ -11,6 +11,8 @@ from typing import Any
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Limits
+from gfgen.models.geometry.checkpoint import Checkpoint
+from gfgen.models.geometry.pipeline import PipelineGeometry, pipeline_geometry
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
@@ -150,3 +152,17 @@ def revived(pool: WorkerPool) -> WorkerPool:
     wait_ready(pool)
     pool.deaths.clear()
     return pool
+
+
+_VAE: dict[str, Any] = {
+    "block_out_channels": [1, 2, 3, 4],
+    "temperal_downsample": [False, True, True],
+    "scale_factor_spatial": 8,
+}
+
+
+def geometry_of(name: str, *, index: dict[str, Any] | None = None, **configs: Any) -> PipelineGeometry:
+    """Of a class of diffusers with these configs, without files."""
+    configs = {"vae": _VAE, **configs}
+    index = {"_class_name": name, **{part: ["diffusers", "X"] for part in configs}, **(index or {})}
+    return pipeline_geometry(Checkpoint(Path("nowhere"), index, configs, {}))

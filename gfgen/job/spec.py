@@ -58,6 +58,10 @@ HASHED_FIELDS = (
     *("image_sha256", "args", "files_sha256", "scheduler", "sigmas", "lora", "reuse"),
 )
 """What decides the file's content and name: the canonical spec."""
+_NO_ARGUMENTS = (
+    *("prompt", "negative_prompt", "seed", "output", "format", "quality"),
+    *("image_sha256", "files_sha256", "lora", "reuse"),
+)
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 SLUG_CHARS = 40
@@ -163,6 +167,14 @@ def canonical_spec(spec: JobSpec, *, has_random_weights: bool = False) -> str:
     if has_random_weights:
         said["weights"] = "random"
     return _canonical(said)
+
+
+def call_key(spec: JobSpec) -> str:
+    """Equal for jobs as run whose calls have equal arguments, except for texts, seeds and files' contents."""
+    said = {name: getattr(spec, name) for name in HASHED_FIELDS if name not in _NO_ARGUMENTS}
+    files = {name: len(paths) if isinstance(paths, list) else 1 for name, paths in (spec.files or {}).items()}
+    has = {"negative": bool(spec.negative_prompt), "image": spec.image is not None, "files": files}
+    return _canonical(said | has)
 
 
 def default_id(said: Mapping[str, Any]) -> str:

@@ -37,9 +37,11 @@ from gfgen.models.families.registry import (
     resolve_checkpoint,
 )
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
-from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit, tell_of_rounding
+from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
+from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.files.ownership import Claims
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
+from gfgen.session.calls import try_calls
 from gfgen.session.loras import ServedLora, with_served_loras
 from gfgen.session.memory import HostMemory, Judged
 from gfgen.system.wording import counted, first_of, in_words
@@ -86,7 +88,7 @@ def jobs_to_run(
         logger.warning("%s: %s; these jobs are skipped", name, counted(len(problems), "problem"))
     for line in listed(problems):
         logger.warning("%s: %s", name, line)
-    tell_of_rounding(found.jobs)
+    tell_of_warnings(job.info for job in found.jobs)
     return found.jobs, problems
 
 
@@ -102,11 +104,12 @@ def judge(
     """
     parsed = parse(source, admission.models.default, has_bar=has_bar)
     jobs, refused = admission.resolve(parsed.specs, has_bar=has_bar)
+    jobs, unlike = admission.models.try_calls(jobs)
     jobs, unfit = admission.fit(jobs, done=None if claims is None else claims.done)
     if jobs:
         admission.models.tell_of_unused_precision({job.checkpoint for job in jobs})
     jobs, without_file = (jobs, ()) if claims is None else claims.claim(jobs)
-    problems = _by_line(parsed.problems, refused, unfit, without_file)
+    problems = _by_line(parsed.problems, refused, unlike, unfit, without_file)
     return AdmittedSource(parsed, jobs, problems, num_colliding=len(without_file))
 
 
@@ -120,6 +123,8 @@ def admit_weightless(
     admitted, refused = admit(specs, default_model=default_model, find_model=find_weightless)
     if problems := _by_line(parsed.problems, refused):
         raise JobFileError(parsed.source, problems)
+    if any(job.has_nominal_flops or job.spec.lora for job in admitted):
+        logger.warning("LoRAs, arguments of calls and long texts are not checked here; 'gfgen check' does it")
     return admitted
 
 
@@ -224,6 +229,10 @@ class Models:
                 check = check_layers if option == PRECISION else check_heads
                 check(model.geometry, model.checkpoint)
         return model
+
+    def try_calls(self, jobs: Sequence[AdmittedJob]) -> Judged:
+        """The jobs whose calls their pipelines do not refuse (calls.py)."""
+        return (jobs, ()) if self.has_random_weights else try_calls(jobs, trusts_code=self.trusts_code)
 
     def tell_of_unused_precision(self, checkpoints: Collection[Path]) -> None:
         """Log if --precision or --attention names none of these models."""

@@ -22,6 +22,7 @@ _PATTERNS: Mapping[str, tuple[str, Sequence[str]]] = {
     "tables": ("choices of `gfgen bench gfc --tune`", ("gfc-*.json",)),
     "tiny-models": ("built-in models for tests", ("tiny-*",)),
     "single-files": ("links to files of weights", ("single-files",)),
+    "calls": ("which calls pipelines refuse, and what they read of texts", ("calls/*.json", "calls/.*.part")),
     "previews": ("colours for previews", ("previews/*.json",)),
 }
 

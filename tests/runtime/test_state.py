@@ -704,3 +704,29 @@ def test_the_time_out_of_an_earlier_job_of_the_same_id_is_not_its_own():
     cluster = Cluster(make_job("a", timeout_s=5.0))
     assert not cluster.state.apply(events.JobTimedOut(3.0, "a"))
     assert "a" in cluster.state.snapshot().open
+
+
+REFUSED = "ValueError: height has to be divisible by 8 (pipeline.py:3)"
+
+
+def test_what_a_pipeline_refuses_is_not_tried_again_and_settles_jobs_with_equal_arguments():
+    cluster = Cluster(make_job("a"), make_job("b"), make_job("other", steps=7))
+    (first, second) = cluster.failed(cluster.begin("a", 0, 1), REFUSED)
+    assert first.error == f"encode: {REFUSED}"
+    assert second.error == f"encode: {REFUSED} (so did a, with equal arguments)"
+    assert list(cluster.state.jobs.records) == ["other"]
+
+
+def test_equal_jobs_that_have_passed_the_refused_task_go_on():
+    cluster = Cluster(make_job("a"), make_job("b"))
+    cluster.done(cluster.begin("b", 0, 0))
+    (outcome,) = cluster.failed(cluster.begin("a", 0, 1), REFUSED)
+    assert outcome.info.job_id == "a"
+
+
+def test_other_failures_and_those_of_steps_are_tried_again():
+    cluster = Cluster(make_job("a"))
+    assert not cluster.failed(cluster.begin("a", 0, 1), "RuntimeError: boom")
+    cluster.done(cluster.begin("a", 0, 1))
+    cluster.done(cluster.begin("a", 1, 1))
+    assert not cluster.failed(cluster.begin("a", 2, 1), REFUSED)

@@ -55,6 +55,10 @@ _NAMED_AS_FILES = re.compile(r"(^|_)(images?|videos?|mask|frames|hint)($|_)")
 _PICTURES = re.compile(r"Image|PipelineMaskInput")
 _ARRAYS = re.compile(r"Tensor|ndarray")
 
+_SCHEDULER_PACKAGES = re.compile(r"^(?:import|from) (torchsde|scipy)\b", re.MULTILINE)
+"""Imports of a scheduler's file, without which diffusers has no such class."""
+_NEEDS_SCIPY = ("use_beta_sigmas",)
+
 _NEEDED = ("image", "mask_image", "control_image", "control_mask", "video")
 """Pictures that a call needs, whatever the default, unless its annotation says that they may be None."""
 
@@ -143,6 +147,10 @@ class CallSignature:
     arguments: Mapping[str, Argument]
     steps_scheduler: bool = False
     """Whether the call itself calls a scheduler's `step`."""
+    guided_above: float | None = None
+    """The guidance scale up to which there is no guidance; None if the source does not tell."""
+    guidance_setting: str | None = None
+    """The setting of the model that decides whether a guidance scale has an effect; None if none does."""
 
     @property
     def args(self) -> Mapping[str, str]:
@@ -253,16 +261,42 @@ def signature_of(pipeline_class: str, *, source: Path | None = None) -> CallSign
 
     Raises: ModelError for a class that the installed diffusers, or the file, lacks.
     """
-    if source is None:
-        found = _definition("pipelines", pipeline_class, "__call__")
-    else:
-        found = _definition_in(source, "pipelines", pipeline_class, "__call__")
+    method_of = methods_of(pipeline_class, source=source)
+    found = method_of("__call__")
     if found is None:
         where = f"diffusers {_version()}" if source is None else source
         raise ModelError(f"pipeline class {pipeline_class!r} is not in {where}")
     called = (ast.unparse(node.func) for node in ast.walk(found) if isinstance(node, ast.Call))
     steps_scheduler = any(name.endswith("scheduler.step") for name in called)
-    return CallSignature(pipeline_class, _arguments(found.args), steps_scheduler)
+    return CallSignature(
+        pipeline_class,
+        _arguments(found.args),
+        steps_scheduler,
+        **_guidance(found, method_of("do_classifier_free_guidance")),
+    )
+
+
+def _guidance(call: ast.FunctionDef, is_guided: ast.FunctionDef | None) -> dict[str, Any]:
+    """What the source says about guidance: `guided_above` is the least constant that a scale must exceed."""
+    bounds, has_others = [], False
+    for node in (node for method in (call, is_guided) if method is not None for node in ast.walk(method)):
+        match node:
+            case ast.BoolOp(op=ast.Or()):
+                has_others |= "guidance_scale" in ast.unparse(node)
+            case ast.Compare(left=left, ops=[ast.Gt()], comparators=[ast.Constant(value=bound)]):
+                if re.fullmatch(r"(self\.)?_?guidance_scale", ast.unparse(left)):
+                    bounds.append(float(bound))  # type: ignore[arg-type]
+    setting = "guidance_embeds" if not bounds and ".config.guidance_embeds" in ast.unparse(call) else None
+    if is_guided is not None and ".config.is_distilled" in ast.unparse(is_guided):
+        setting = "is_distilled"
+    return {"guided_above": None if has_others else min(bounds, default=None), "guidance_setting": setting}
+
+
+def methods_of(pipeline_class: str, *, source: Path | None) -> Callable[[str], ast.FunctionDef | None]:
+    """What finds a method of a class of diffusers, or of one that is defined in `source`."""
+    if source is None:
+        return functools.partial(_definition, "pipelines", pipeline_class)
+    return functools.partial(_definition_in, source, "pipelines", pipeline_class)
 
 
 def is_pipeline(name: str) -> bool:
@@ -302,6 +336,11 @@ def _scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Proble
             yield Problem.of(f"scheduler.{option}", shown(value), f"is no option of {name}; {hint}")
         elif not argument.accepts(value):
             yield Problem.of(f"scheduler.{option}", shown(value), f"{argument.accepted} is accepted")
+        elif value is True and option in _NEEDS_SCIPY and importlib.util.find_spec("scipy") is None:
+            yield Problem.of(f"scheduler.{option}", "true", "needs the package scipy; pip install scipy")
+    for package in _SCHEDULER_PACKAGES.findall(_files_by_class("schedulers")[name].read_text()):
+        if importlib.util.find_spec(package) is None:
+            yield Problem.of("scheduler.class", name, f"needs the package {package}; pip install {package}")
     if spec.sigmas is not None and "sigmas" not in (_method("schedulers", name, "set_timesteps") or {}):
         yield Problem.of("sigmas", None, f"{name} takes no sigmas; name another scheduler or leave them out")
 
@@ -389,6 +428,7 @@ def _definition_in(path: Path, package: str, class_name: str, method: str) -> as
         if isinstance(node, ast.FunctionDef) and node.name == method:
             return node
     bases = [ast.unparse(base).rpartition(".")[2] for base in classes[class_name].bases]
+    bases = [base for base in bases if base != "DiffusionPipeline"]  # a long file, which has none of these
     return next((found for base in bases if (found := _definition(package, base, method)) is not None), None)
 
 

@@ -1,7 +1,7 @@
 """Geometry of any other diffusers pipeline: what its call takes, from diffusers' source (`call.py`).
 
-Its sizes are those that a job asks for. Bytes of its artifacts are unknown before it runs, so they have room
-in the job's slab, which takes memory only where something is written.
+Its sizes are those that a job asks for, rounded down to a multiple (`sizes.py`). Bytes of its artifacts are
+unknown before it runs, so they have room in the job's slab, which takes memory only where it is written to.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.fields import MAX_STEPS
 from gfgen.job.spec import JobSpec, num_pictures
 from gfgen.models.geometry import rules
-from gfgen.models.geometry.call import CallSignature, signature_of
+from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
+from gfgen.models.geometry.sizes import size_multiple
 
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
 """Where neither the call nor the checkpoint's gfgen.json has a number."""
 DEFAULT_FPS = 16
+_SIDES = ("width", "height")
 ROOM_BYTES = 4 << 30
 """Room for an artifact of unknown size: addresses in a sparse file, not memory."""
 _TYPICAL_PARAMETERS = 2e9
@@ -101,6 +103,10 @@ class PipelineGeometry:
     """Why no step can be reused; None if steps can."""
     shares_guidance: bool = False
     """Whether two halves of a layout can share the guidance of a step."""
+    multiple: int = 1
+    """Pixels of which sides are multiples (sizes.py)."""
+    why_no_guidance: str | None = None
+    """Why a guidance scale has no effect; None if it may have one."""
 
     @property
     def family(self) -> str:
@@ -124,6 +130,10 @@ class PipelineGeometry:
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)
         filled = rules.fill_defaults(spec, self.defaults)
+        sides = {name: side for name in _SIDES if (side := getattr(filled, name)) is not None}
+        filled = rules.changed(
+            filled, **{name: rules.floor_to_multiple(side, self.multiple) for name, side in sides.items()}
+        )
         if self.why_no_reuse is not None:
             problems += rules.useless(spec, "reuse", self.why_no_reuse)
         else:
@@ -175,6 +185,18 @@ class PipelineGeometry:
         ]
         return "".join((size, *numbers, *(f"+{name}" for name in sorted(spec.files or ()))))
 
+    def ignores_negative_prompt(self, spec: JobSpec) -> bool:
+        """Whether a negative prompt has no effect, as far as the source tells."""
+        field, above = "guidance_scale", self.signature.guided_above
+        if "true_cfg_scale" in self.signature.arguments:
+            field, above = "true_cfg_scale", 1.0
+        argument, scale = self.signature.argument_of(field), getattr(spec, field)
+        if scale is None and argument is not None:
+            scale = self.signature.arguments[argument].default
+        if field == "guidance_scale" and self.why_no_guidance is not None:
+            return True
+        return above is not None and isinstance(scale, (int, float)) and scale <= above
+
     def _is_guided(self, spec: JobSpec) -> bool:
         """Whether the call evaluates more than one branch, as far as its arguments tell.
 
@@ -193,7 +215,7 @@ class PipelineGeometry:
     def _number_problems(self, spec: JobSpec) -> Iterator[Problem]:
         yield from rules.whole_problems(spec, "steps", low=1, high=MAX_STEPS)
         if spec.width is not None and spec.height is not None:
-            yield from rules.size_problems(spec.width, spec.height, multiple=(8, 8))
+            yield from rules.size_problems(spec.width, spec.height, multiple=(max(8, self.multiple),) * 2)
         if not self._makes_videos and spec.frames not in (None, 1):
             yield Problem.of(
                 "frames", spec.frames, "this model makes single pictures; leave it out or give 1"
@@ -217,6 +239,7 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
     if NO_PICTURES.search(checkpoint.pipeline_class):
         raise ModelError(f"{where}: {checkpoint.pipeline_class} makes neither pictures nor videos")
     return PipelineGeometry(
+        multiple=size_multiple(checkpoint, methods_of(checkpoint.pipeline_class, source=source)),
         signature=signature,
         defaults=rules.merge_defaults(
             _defaults(signature), checkpoint.settings, where=str(checkpoint.path / SETTINGS_NAME)
@@ -224,6 +247,7 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         scheduler_class=checkpoint.class_of("scheduler"),
         own_code=code,
         why_no_reuse=_why_no_reuse(checkpoint, signature),
+        why_no_guidance=_why_no_guidance(checkpoint, signature),
         **_sharing(checkpoint),
     )
 
@@ -242,6 +266,15 @@ def _why_no_reuse(checkpoint: Checkpoint, signature: CallSignature) -> str | Non
         return f"{name} changes between transformers at steps that are unknown in advance; leave it out"
     if not signature.steps_scheduler:
         return f"{name} hands its outputs to no scheduler, where they could be caught; leave it out"
+    return None
+
+
+def _why_no_guidance(checkpoint: Checkpoint, signature: CallSignature) -> str | None:
+    if signature.guidance_setting == "is_distilled" and checkpoint.index.get("is_distilled"):
+        return "the model is distilled"
+    takes = any(config.get("guidance_embeds") for config in checkpoint.configs.values())
+    if signature.guidance_setting == "guidance_embeds" and not takes:
+        return "its transformer takes none (guidance_embeds)"
     return None
 
 

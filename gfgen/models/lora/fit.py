@@ -119,12 +119,25 @@ def _num_parameters(entries: Mapping[str, Any]) -> int:
 
 def _by_child(pairs: Collection[tuple[Path, Path]]) -> list[LoraFit]:
     """The answers of diffusers' own loaders, from a process that imports torch."""
-    asked = json.dumps([[str(checkpoint), str(path)] for checkpoint, path in pairs])
-    command = module_command("gfgen.models.lora.outlines")
+    asked = [[str(checkpoint), str(path)] for checkpoint, path in pairs]
+    answers = ask_child("gfgen.models.lora.outlines", asked, "LoRAs")
+    found = []
+    for (_, path), answer in zip(pairs, answers, strict=True):
+        answer["components"] = tuple(answer.get("components", ()))
+        number = 0 if answer.get("error") else _num_parameters(read_header(path))
+        found.append(LoraFit(**answer, num_factors=number))
+    return found
+
+
+def ask_child(module: str, asked: object, what: str) -> Any:
+    """The answers of a module that runs as a program and imports torch, as JSON.
+
+    Raises: ModelError, which says what cannot be checked.
+    """
     try:
         done = subprocess.run(
-            command,
-            input=asked,
+            module_command(module),
+            input=json.dumps(asked),
             check=True,
             capture_output=True,
             text=True,
@@ -132,13 +145,8 @@ def _by_child(pairs: Collection[tuple[Path, Path]]) -> list[LoraFit]:
             env=module_environment(),
         )
     except subprocess.TimeoutExpired:
-        raise ModelError(f"checking LoRAs took over {TIMEOUT_S:.0f} s") from None
+        raise ModelError(f"checking {what} took over {TIMEOUT_S:.0f} s") from None
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ModelError(f"LoRAs cannot be checked: {reason}") from None
-    found = []
-    for (_, path), answer in zip(pairs, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        answer["components"] = tuple(answer.get("components", ()))
-        number = 0 if answer.get("error") else _num_parameters(read_header(path))
-        found.append(LoraFit(**answer, num_factors=number))
-    return found
+        raise ModelError(f"{what} cannot be checked: {reason}") from None
+    return json.loads(done.stdout.splitlines()[-1])

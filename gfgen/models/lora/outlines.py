@@ -20,7 +20,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from gfgen.errors import GfgenError, ModelError, in_one_line
-from gfgen.models.geometry.checkpoint import read_checkpoint
+from gfgen.models.geometry.checkpoint import Checkpoint, read_checkpoint
+from gfgen.models.geometry.weights import has_weights
 from gfgen.models.loading.components import load_class, without_progress_bars
 from gfgen.models.lora.fit import SECOND
 from gfgen.system.wording import first_of
@@ -155,24 +156,27 @@ def weightless_pipeline(checkpoint: Path) -> Any:
     files = read_checkpoint(checkpoint, with_weights=False)
     own = files.own_code
     kind = load_class(own["pipeline"]) if "pipeline" in own else getattr(diffusers, files.pipeline_class)
-    parts: dict[str, Any] = {}
-    for name in getattr(kind, "_lora_loadable_modules", ()):
-        if files.class_of(name) is None:
-            continue
-        library, class_name = files.index[name]
-        if name in own:
-            model_class = load_class(own[name])
-        else:
-            module = library if library in ("diffusers", "transformers") else f"diffusers.pipelines.{library}"
-            model_class = getattr(importlib.import_module(module), class_name)
-        folder = str(checkpoint / name)
-        is_own_kind = hasattr(model_class, "load_config")
-        config = model_class.load_config(folder) if is_own_kind else AutoConfig.from_pretrained(folder)
-        parts[name] = _on_meta(model_class, config)
+    names = getattr(kind, "_lora_loadable_modules", ())
+    parts = {name: weightless(files, name) for name in names if files.class_of(name) is not None}
     bare = type(kind.__name__, (kind,), {"components": property(lambda self: parts)})
     pipeline: Any = object.__new__(bare)
     pipeline.__dict__.update(parts)
     return pipeline
+
+
+def weightless(files: Checkpoint, name: str) -> Any:
+    """A component without weights; one that has none, such as a tokenizer, is whole."""
+    library, class_name = files.index[name]
+    if (own := files.own_code.get(name)) is not None:
+        kind = load_class(own)
+    else:
+        module = library if library in ("diffusers", "transformers") else f"diffusers.pipelines.{library}"
+        kind = getattr(importlib.import_module(module), class_name)
+    folder = str(files.path / name)
+    if not has_weights(name):
+        return kind.from_pretrained(folder, local_files_only=True)
+    is_own_kind = hasattr(kind, "load_config")
+    return _on_meta(kind, kind.load_config(folder) if is_own_kind else AutoConfig.from_pretrained(folder))
 
 
 def changed_by(outlines: Outlines, path: Path) -> dict[str, int]:

@@ -61,7 +61,7 @@ def try_checkpoint(checkpoint: Path, given: JobSpec, *, device: str, trusts_code
     """
     adapter = load_adapter(checkpoint, device=device, trusts_code=trusts_code)
     failure: BaseException | None = None
-    with _pictures() as folder:
+    with pictures() as folder:
         geometry = adapter.geometry
         has_size = not isinstance(geometry, PipelineGeometry) or geometry.takes_size
         for job in _small_jobs(given, SIDES if has_size else (None,)):
@@ -161,7 +161,7 @@ def _small_jobs(given: JobSpec, sides: Sequence[int | None]) -> Iterator[JobSpec
 
 
 @contextmanager
-def _pictures() -> Iterator[Path]:
+def pictures() -> Iterator[Path]:
     """A folder with pictures 0.png to 8.png, and a mask."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -8,7 +8,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gfgen.graph import Stage, Task
+from gfgen.graph import FIRST_STEP, Stage, Task
+from gfgen.job.spec import call_key
 from gfgen.layout import Layout
 from gfgen.runtime.control.ranks import Flight
 from gfgen.runtime.core.admission import AdmittedJob
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TASK_FAILURES = 2
 """A task that fails this often fails its job."""
+REFUSALS = ("ValueError:", "TypeError:", "ImportError:", "KeyError:")
+"""Beginnings of what a task before the first step raises for arguments; another try would raise it, too."""
 MAX_LOST_WORKERS = 3
 """A job under which this many workers died fails."""
 
@@ -70,6 +73,8 @@ class Trouble:
     num_lost_workers: int = 0
     doom: str | None = None
     """Why the job fails as soon as nothing of it is in flight."""
+    refused: Task | None = None
+    """The task that failed because the pipeline refuses the job's arguments."""
     is_cancelled: bool = False
     """That is because nobody wants it any more."""
 
@@ -264,6 +269,12 @@ class JobRecord:
             batch=usage.batch,
         )
 
+    @property
+    def call(self) -> object:
+        """Equal for jobs whose calls have equal arguments, except for texts and seeds."""
+        spec = self.job.spec
+        return call_key(spec), spec.image_sha256, spec.files_sha256
+
     def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:
         """Go back to a failed task; what is queued on its output is void and ends by itself."""
         task, number = flight.dispatch.task, flight.dispatch.number
@@ -292,7 +303,9 @@ class JobRecord:
         trouble.failures[task.index] += not is_lost
         if trouble.num_lost_workers >= MAX_LOST_WORKERS:
             trouble.fail(f"{trouble.num_lost_workers} workers died under it: {reason}")
-        if trouble.failures[task.index] >= MAX_TASK_FAILURES:
+        if not is_lost and task.index < FIRST_STEP and reason.startswith(REFUSALS):
+            trouble.refused = task
+        if trouble.failures[task.index] >= MAX_TASK_FAILURES or trouble.refused:
             trouble.fail(f"{name}: {reason}")
 
     def check(self) -> None:

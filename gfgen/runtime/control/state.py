@@ -357,7 +357,17 @@ class State:
         record.fail_flight(flight, flight.failure or event.reason, is_lost=event.lost)
         if flight.dispatch.batch is not None:
             self.jobs.leave_batch(record)  # so that a job with which steps fail does not fail others
-        return self._settle(record)
+        equals = self._equals(record) if record.trouble.refused else []
+        for other in equals:
+            other.trouble.fail(f"{record.trouble.doom} (so did {record.job_id}, with equal arguments)")
+        return [outcome for each in (record, *equals) for outcome in self._settle(each)]
+
+    def _equals(self, record: JobRecord) -> list[JobRecord]:
+        """The jobs whose calls have the arguments of this one, which its pipeline refuses."""
+        task, call = record.trouble.refused, record.call
+        assert task is not None
+        behind = [each for each in self.jobs.records.values() if each.first_open_index <= task.index]
+        return [each for each in behind if each is not record and each.call == call]
 
     def _arrived(self, event: events.JobArrived) -> Iterable[JobOutcome]:
         record = self.jobs.records.get(event.job_id)

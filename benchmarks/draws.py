@@ -1,0 +1,212 @@
+"""Whether a clean check implies that a job runs: joint draws of size, inputs and arguments for many classes.
+
+    python -m benchmarks.draws [--draws 40] [--table FILE.md] [NAME...]
+
+Without names, all classes of which small checkpoints can be made. A draw is checked as `gfgen check` does
+(geometry, then the call on a pipeline without weights) and then runs to its frames, whatever the check said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.small_checkpoints import save_checkpoint
+from gfgen.errors import JobError, ModelError, in_one_line
+from gfgen.job.spec import JobSpec
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.geometry.call import FLAG, NUMBER, WHOLE, CallSignature
+from gfgen.models.geometry.model import load_geometry
+from gfgen.models.geometry.pipeline import PipelineGeometry
+from gfgen.models.geometry.rules import known
+from gfgen.models.stepping.adapter import load_any
+from gfgen.models.stepping.check import pictures, resolved
+from gfgen.models.stepping.outlined import is_refusal, outlined_pipeline, tried
+
+LIMIT_S = 180
+"""Time for one class."""
+NONE = CallSignature("", {})
+FIXED = {"use_resolution_binning": False}
+"""Arguments that would make the small models draw large pictures."""
+SCHEDULERS = ("LCMScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler", "DDIMScheduler")
+
+
+@dataclass
+class Draws:
+    """What became of the draws of one class."""
+
+    name: str
+    counts: Counter[str] = field(default_factory=Counter)
+    failed: list[str] = field(default_factory=list)
+    """Jobs that failed after a clean check."""
+    refused_in_vain: list[str] = field(default_factory=list)
+    """Jobs that the call was said to refuse, and that ran."""
+    seconds: float = 0.0
+
+    def row(self) -> str:
+        counts = [self.counts[name] for name in ("refused", "call", "unknown", "ran")]
+        wrong = [len(self.failed), len(self.refused_in_vain)]
+        return f"| {self.name} | {' | '.join(map(str, [*counts, *wrong]))} | {self.seconds:.0f} |"
+
+
+COLUMNS = ("class", "by fields", "by its call", "call unknown", "ran", "failed, clean", "refused, runs", "s")
+HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
+
+
+def drawn_jobs(geometry: Any, *, num: int, seed: int = 5) -> Iterator[JobSpec]:
+    """Jobs with some of the fields and arguments that the class takes, of its types and of any size."""
+    rng = random.Random(seed)
+    for number in range(num):
+        job = JobSpec(id=f"draw-{number}", prompt=rng.choice(["a fox", "a fox " * 60]), seed=3)
+        job, size = replace(job, steps=rng.randint(1, 3)), (rng.randint(32, 110), rng.randint(32, 110))
+        if _takes(geometry, "width"):
+            job = replace(job, width=size[0], height=size[1])
+        if rng.random() < 0.4 and _takes(geometry, "negative_prompt"):
+            job = replace(job, negative_prompt="blurry")
+        if geometry.kind == "video":
+            job = replace(job, frames=rng.randint(1, 10))
+        if not isinstance(geometry, PipelineGeometry):
+            yield job
+            continue
+        if rng.random() < 0.5 and "guidance_scale" in geometry.signature.arguments:
+            job = replace(job, guidance_scale=rng.choice([0.0, 1.0, 3.5, 7.0]))
+        if rng.random() < 0.25 and geometry.scheduler_class is not None:
+            job = replace(job, scheduler={"class": rng.choice([*SCHEDULERS, geometry.scheduler_class])})
+        if rng.random() < 0.15 and "sigmas" in geometry.signature.arguments:
+            job = replace(job, sigmas=[1.0 - step / known(job.steps) for step in range(known(job.steps))])
+        names = [name for name in geometry.signature.args if rng.random() < 0.3 and name not in FIXED]
+        args = {name: value for name in names if (value := _drawn(rng, geometry, name)) is not None}
+        yield replace(job, args=args | _fixed(geometry) or None)
+
+
+def _takes(geometry: Any, name: str) -> bool:
+    return not isinstance(geometry, PipelineGeometry) or name in geometry.signature.arguments
+
+
+def _fixed(geometry: Any) -> dict[str, Any]:
+    return {name: value for name, value in FIXED.items() if name in getattr(geometry, "signature", NONE).args}
+
+
+def _drawn(rng: random.Random, geometry: PipelineGeometry, name: str) -> Any:
+    argument = geometry.signature.arguments[name]
+    choices: list[Any] = [True, False] if argument.accepts(True) and FLAG.words in argument.accepted else []
+    choices += [1, 2, 3, 64] if WHOLE.words in argument.accepted else []
+    choices += [0.0, 0.3, 1.0, 2.5] if NUMBER.words in argument.accepted else []
+    return rng.choice(choices) if choices else None
+
+
+def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
+    started, made = time.monotonic(), Draws(name)
+    geometry = load_geometry(checkpoint)
+    adapter = load_adapter(checkpoint, device="cpu")
+    outlined: Any = None
+    with pictures() as folder:
+        plain = JobSpec(id="usual", prompt="a", seed=0, steps=2)
+        plain = replace(plain, args=_fixed(geometry) or None)
+        plain = replace(plain, width=96, height=96) if _takes(geometry, "width") else plain
+        if (failure := _run(adapter, resolved(geometry, replace(plain, model=name), folder))) is not None:
+            raise ModelError(f"the usual job fails: {failure}")
+        if isinstance(geometry, PipelineGeometry):
+            outlined = load_any(
+                checkpoint, geometry, device="cpu", dtype=torch.float32, load=outlined_pipeline
+            )
+            usual, _ = tried(outlined, resolved(geometry, JobSpec(id="usual", prompt="a", seed=0), folder))
+        for job in drawn_jobs(geometry, num=num, seed=seed):
+            try:
+                spec = resolved(geometry, replace(job, model=name), folder)
+            except JobError:
+                made.counts["refused"] += 1
+                continue
+            error = None if outlined is None else tried(outlined, spec)[0]
+            is_refused = error is not None and is_refusal(error, usual)
+            failure = _run(adapter, spec)
+            said = {
+                key: getattr(job, key) for key in ("width", "height", "steps", "args", "scheduler", "frames")
+            }
+            if is_refused:
+                made.counts["call"] += 1
+                made.refused_in_vain += [] if failure else [f"{said}: {in_one_line(error or Exception())}"]
+            else:
+                made.counts["unknown"] += error is not None
+                made.counts["ran"] += failure is None
+                made.failed += [f"{said}: {failure}"] if failure else []
+    made.seconds = time.monotonic() - started
+    return made
+
+
+def _run(adapter: Any, spec: JobSpec) -> str | None:
+    """Why a job fails; None if it has frames."""
+    stage = "encode"
+    try:
+        prompt = adapter.encode(spec)
+        stage = "prepare"
+        condition, latents = adapter.prepare(spec, prompt)
+        for step in range(known(spec.steps)):
+            stage = f"step {step + 1}"
+            latents = adapter.denoise(spec, prompt, condition, latents, step=step)
+        stage = "decode"
+        adapter.decode(spec, latents)
+    except Exception as error:  # any failure counts
+        return f"{stage}: {in_one_line(error)}"
+    return None
+
+
+def verified() -> Sequence[str]:
+    """The classes that `gfgen models` lists as running."""
+    text = resources.files("gfgen.models.families").joinpath("pipelines.json").read_text()
+    listed: Mapping[str, Sequence[str]] = json.loads(text)
+    return [name for name, (how, _) in listed.items() if how in ("in steps", "as one task")]
+
+
+def _too_long(*_: object) -> None:
+    raise _TooLongError(f"took over {LIMIT_S} s")
+
+
+class _TooLongError(BaseException):
+    pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--draws", type=int, default=40)
+    parser.add_argument("--table", type=Path)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    signal.signal(signal.SIGALRM, _too_long)
+    rows, notes = [HEAD], []
+    for name in options.names or verified():
+        with tempfile.TemporaryDirectory() as folder:
+            signal.alarm(LIMIT_S)
+            try:
+                made = draws_of(name, save_checkpoint(name, Path(folder) / name), num=options.draws)
+            except (Exception, _TooLongError) as error:  # such as no small checkpoint
+                notes.append(f"- {name}: not drawn: {in_one_line(error, limit=120)}")
+                print(notes[-1], flush=True)
+                continue
+            finally:
+                signal.alarm(0)
+        rows.append(made.row())
+        print(rows[-1], flush=True)
+        for text in [*made.failed, *made.refused_in_vain][:6]:
+            notes.append(f"- {name} {text}")
+            print(f"   {text}", flush=True)
+    if options.table is not None:
+        options.table.write_text("\n".join([*rows, "", *notes, ""]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The rule of admission: each field, tensor, token and channel of a job acts, is refused, or is warned about.
+
+What is refused is a `Problem`. Anything else that does not act as written is a `Warned` among
+`JobInfo.warnings`, which `gfgen check`, the log, the manifest, HTTP and the page show.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from gfgen.errors import Warned
+from gfgen.job.spec import JobSpec
+from gfgen.models.geometry.model import Geometry
+from gfgen.models.geometry.pipeline import PipelineGeometry
+from gfgen.runtime.core.observer import JobInfo
+from gfgen.system.wording import counted, in_lines
+
+logger = logging.getLogger(__name__)
+
+MAX_DETAILS = 3
+"""Details of a kind of warning that the log shows; the manifest has all."""
+
+
+IN_PROMPTS: Mapping[str, re.Pattern[str]] = {
+    "weights such as (red:1.3) in a prompt are plain text": re.compile(r"\([^()]*:\s*[\d.]+\s*\)"),
+    "<lora:...> in a prompt loads no LoRA; use the field lora": re.compile(r"<lora:[^<>]*>"),
+    "{a|b} in a prompt is plain text without vary": re.compile(r"\{[^{}]*\|[^{}]*\}"),
+    "options in a prompt are plain text; use fields of the job": re.compile(r"(?<!\S)--[A-Za-z][\w-]*"),
+}
+"""What other programs read in prompts."""
+
+
+def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
+    """What in a job does not act as written, as far as its fields tell."""
+    asked = info.asked
+    if info.rounding is not None:
+        yield Warned(f"rounded by {info.spec.model}", info.rounding)
+    for kind, pattern in IN_PROMPTS.items():
+        if found := pattern.findall(f"{asked.prompt}\n{asked.negative_prompt or ''}"):
+            yield Warned(kind, ", ".join(dict.fromkeys(found)))
+    is_guided = geometry.uses_cfg(info.spec)
+    if isinstance(geometry, PipelineGeometry):
+        is_guided = not geometry.ignores_negative_prompt(info.spec)
+        yield from _unused_by_call(asked, geometry)
+    if (asked.negative_prompt or "").strip() and not is_guided:
+        yield Warned("negative_prompt has no effect without guidance")
+
+
+def _unused_by_call(asked: JobSpec, geometry: PipelineGeometry) -> Iterator[Warned]:
+    name, signature = geometry.family, geometry.signature
+    for field, value in (("prompt", asked.prompt.strip()), ("steps", asked.steps)):
+        if value and signature.argument_of(field) is None:
+            yield Warned(f"{field} has no effect on {name}, whose call takes none")
+    if asked.guidance_scale is not None and (why := geometry.why_no_guidance) is not None:
+        yield Warned(f"guidance_scale has no effect on {asked.model}: {why}", f"{asked.guidance_scale:g}")
+    if "strength" in (asked.args or {}) and asked.image is None and not asked.files:
+        yield Warned("args.strength has no effect without an image")
+
+
+def tell_of_warnings(infos: Iterable[JobInfo]) -> None:
+    """Log each kind of warning once, with the lines of its jobs, their number and the first details."""
+    kinds: dict[str, list[tuple[JobInfo, str]]] = defaultdict(list)
+    for info in infos:
+        for warned in info.warnings:
+            kinds[warned.kind].append((info, warned.detail))
+    for kind, found in kinds.items():
+        lines = [info.spec.line for info, _ in found]
+        where = in_lines(lines) if lines[0] is not None else f"job {found[0][0].job_id}"
+        count = f" ({counted(len(found), 'job')})" if len(found) > 1 else ""
+        details = list(dict.fromkeys(detail for _, detail in found if detail))
+        more = f" and {len(details) - MAX_DETAILS} more" if len(details) > MAX_DETAILS else ""
+        shown = f": {'; '.join(details[:MAX_DETAILS])}{more}" if details else ""
+        logger.warning("%s%s: %s%s", where, count, kind, shown)

@@ -1,0 +1,75 @@
+"""What in a job has no effect is a warning."""
+
+import pytest
+from builders import geometry_of
+
+from gfgen.errors import Warned
+from gfgen.job.spec import JobSpec
+from gfgen.runtime.core.admission import ResolvedModel, admit
+from gfgen.session.admission import find_weightless
+
+MODELS = {
+    "flux-dev": geometry_of("FluxPipeline", transformer={"guidance_embeds": True}),
+    "flux-schnell": geometry_of("FluxPipeline", transformer={"guidance_embeds": False}),
+    "klein": geometry_of("Flux2KleinPipeline", transformer={}, index={"is_distilled": True}),
+    "sd3": geometry_of("StableDiffusion3Pipeline", transformer={"patch_size": 2}),
+    "img2img": geometry_of("FluxImg2ImgPipeline", transformer={"guidance_embeds": True}),
+}
+
+
+def find(name):
+    if name not in MODELS:
+        return find_weightless(name)
+    return ResolvedModel(name, MODELS[name].signature.pipeline_class, MODELS[name])
+
+
+def warnings_of(**fields):
+    spec = JobSpec(**{"id": "a", "prompt": "a fox", **fields})
+    jobs, problems = admit([spec], default_model="shapes", find_model=find)
+    assert not problems
+    return [warned.kind for warned in jobs[0].info.warnings]
+
+
+WITHOUT_GUIDANCE = "negative_prompt has no effect without guidance"
+
+
+@pytest.mark.parametrize(
+    ("fields", "warned"),
+    [
+        ({"model": "shapes", "negative_prompt": "blurry", "guidance_scale": 1.0}, WITHOUT_GUIDANCE),
+        ({"model": "shapes", "negative_prompt": "blurry", "guidance_scale": 2.0}, None),
+        ({"model": "tiny-qwen-image", "negative_prompt": "blurry", "true_cfg_scale": 1.0}, WITHOUT_GUIDANCE),
+        ({"model": "flux-dev", "negative_prompt": "blurry"}, WITHOUT_GUIDANCE),
+        ({"model": "flux-dev", "negative_prompt": "blurry", "true_cfg_scale": 2.0}, None),
+        ({"model": "sd3", "negative_prompt": "blurry"}, None),
+        ({"model": "sd3", "negative_prompt": "blurry", "guidance_scale": 1.0}, WITHOUT_GUIDANCE),
+        ({"model": "sd3", "negative_prompt": " ", "guidance_scale": 1.0}, None),
+        (
+            {"model": "klein", "guidance_scale": 4.0},
+            "guidance_scale has no effect on klein: the model is dis",
+        ),
+        (
+            {"model": "flux-schnell", "guidance_scale": 4.0},
+            "guidance_scale has no effect on flux-schnell: its",
+        ),
+        ({"model": "flux-dev", "guidance_scale": 4.0}, None),
+        ({"model": "shapes", "prompt": "a (red:1.3) circle"}, "weights such as (red:1.3) in a prompt"),
+        ({"model": "shapes", "prompt": "a fox (at 5:30 pm)"}, None),
+        ({"model": "shapes", "prompt": "<lora:x:0.8> a fox"}, "<lora:...> in a prompt loads no LoRA"),
+        ({"model": "shapes", "prompt": "a {red|blue} fox"}, "{a|b} in a prompt is plain text without vary"),
+        ({"model": "shapes", "prompt": "a fox --w 64 --n ugly"}, "options in a prompt are plain text"),
+        ({"model": "shapes", "prompt": "a rock--paper -- scissors"}, None),
+    ],
+)
+def test_what_has_no_effect_is_warned_about(fields, warned):
+    found = warnings_of(width=64, height=64, **fields)
+    assert len(found) == (warned is not None), found
+    assert warned is None or found[0].startswith(warned)
+
+
+def test_details_name_what_stands_in_the_prompt():
+    jobs, _ = admit(
+        [JobSpec(id="a", prompt="a fox --w 64 --n ugly")], default_model="shapes", find_model=find_weightless
+    )
+    kind = "options in a prompt are plain text; use fields of the job"
+    assert jobs[0].info.warnings == (Warned(kind, "--w, --n"),)

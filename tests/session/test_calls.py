@@ -1,0 +1,104 @@
+"""Calls and texts are asked about once, by a child process that is a fake here."""
+
+import json
+from pathlib import Path
+
+import pytest
+from builders import geometry_of
+
+from gfgen.errors import ModelError
+from gfgen.job.spec import JobSpec
+from gfgen.runtime.core.admission import ResolvedModel, admit
+from gfgen.session import calls
+
+LONG = "a fox " * 30
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """The questions so far; a scheduler is refused, and texts are read up to their fifth character."""
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model_index.json").write_text("{}")
+    found = []
+
+    def ask_child(module, questions, what):
+        assert json.loads(json.dumps(questions)) is not None
+        found.append(questions)
+        return [
+            {
+                "calls": {
+                    key: {"refused" if fields["scheduler"] else "unknown": "no" * bool(fields["scheduler"])}
+                    | {"most_bytes": 100}
+                    for key, fields in each["calls"].items()
+                },
+                "texts": dict.fromkeys(each["texts"], 5),
+            }
+            for each in questions
+        ]
+
+    monkeypatch.setattr(calls, "ask_child", ask_child)
+    return found
+
+
+def judged(tmp_path, *specs):
+    geometry = geometry_of("FluxPipeline", transformer={}, scheduler={})
+    model = ResolvedModel("flux", tmp_path / "model", geometry)
+    specs = [
+        JobSpec(**{"id": f"j{n}", "prompt": "a fox", "line": n} | spec) for n, spec in enumerate(specs, 1)
+    ]
+    jobs, problems = admit(specs, default_model="flux", find_model=lambda name: model)
+    assert not problems
+    return calls.try_calls(jobs, trusts_code=False)
+
+
+def test_a_call_is_asked_about_once_for_equal_arguments(asked, tmp_path):
+    specs = [{"seed": 1}, {"seed": 2, "prompt": "an owl"}, {"steps": 3}]
+    kept, problems = judged(tmp_path, *specs)
+    assert (len(kept), problems) == (3, [])
+    assert [len(each["calls"]) for each in asked[0]] == [2]
+    judged(tmp_path, *specs)
+    assert len(asked) == 1
+    (tmp_path / "model/model_index.json").write_text("{ }")  # another checkpoint
+    judged(tmp_path, *specs)
+    assert len(asked) == 2
+
+
+def test_a_refused_call_is_a_problem_of_each_of_its_jobs(asked, tmp_path):
+    wrong = {"scheduler": {"class": "LCMScheduler"}}
+    kept, problems = judged(tmp_path, wrong, {}, wrong)
+    assert [job.job_id for job in kept] == ["j2"]
+    assert [str(problem) for problem in problems] == [
+        "line 1: FluxPipeline refuses it: no",
+        "line 3: FluxPipeline refuses it: no",
+    ]
+
+
+def test_words_that_no_encoder_reads_are_a_warning(asked, tmp_path):
+    (job, short), _ = judged(tmp_path, {"prompt": LONG}, {})
+    (warned,) = job.info.warnings
+    assert warned.kind == "the end of a long prompt has no effect, because no text encoder reads it"
+    assert warned.detail == "58 words from 'a fox a fox a fox a fox ...'"
+    assert short.info.warnings == ()
+
+
+def test_a_new_text_that_surely_fits_is_not_asked_about(asked, tmp_path):
+    judged(tmp_path, {})
+    judged(tmp_path, {"prompt": "b" * 100})
+    assert len(asked) == 1
+    judged(tmp_path, {"prompt": "b" * 101})
+    assert len(asked) == 2
+    judged(tmp_path, {"prompt": "b" * 101})
+    assert len(asked) == 2
+
+
+def test_jobs_run_unchecked_where_the_child_fails(asked, tmp_path, monkeypatch, caplog):
+    def fails(*_):
+        raise ModelError("calls cannot be checked: boom")
+
+    monkeypatch.setattr(calls, "ask_child", fails)
+    with caplog.at_level("INFO"):
+        kept, problems = judged(tmp_path, {})
+    assert (len(kept), problems) == (1, [])
+    assert "flux: calls are not checked before they run: calls cannot be checked: boom" in caplog.text
+    assert not Path(tmp_path / "cache/calls").exists()
