@@ -61,7 +61,7 @@ MAX_REUSE = 0.8
 NUMBER = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)"
 MAX_LORAS = 16
 MAX_LORA_SCALE = 100
-LORA_NAMES = ("path", "file", "name", "scale", "target")
+LORA_NAMES = ("path", "file", "name", "scale", "target", "partial")
 NUMBER_ALONE = re.compile(rf" *-?{NUMBER} *")
 UNITS_S = {"d(?:ays?)?": 86_400, "h(?:(?:ou)?rs?)?": 3_600, "m(?:in(?:ute)?s?)?": 60, "s(?:ec(?:ond)?s?)?": 1}
 DURATION = re.compile(",? *".join(f"(?:{NUMBER} *{unit})?" for unit in UNITS_S))
@@ -409,7 +409,9 @@ def _parse_one_lora(entry: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("file", "target"):
         if (text := entry.get(name)) is not None:
             parsed[name] = _parse_path(name, text)
-    return parsed
+    if (partial := entry.get("partial")) not in (None, True, False):
+        raise Refused(f"partial is {shown(partial)}; true and false are accepted")
+    return parsed | ({"partial": True} if partial else {})
 
 
 DEADLINE_ACCEPTED = (
@@ -435,7 +437,7 @@ SCHEDULER_ACCEPTED = (
 )
 LORA_ACCEPTED = (
     f'a list of 1 to {MAX_LORAS} objects such as {{"path": "style.safetensors", "scale": 0.8}}; the path is '
-    'a file, a folder or a hub id, and "file" and "target" are optional; over HTTP, "name" in place of "path"'
+    'a file, a folder or a hub id; "file", "target" and "partial" are optional; "name" is for HTTP'
 )
 REUSE_ACCEPTED = f'"never", "{IF_LATE}", or the share of the steps to reuse, a number from 0 to {MAX_REUSE:g}'
 SIGMAS_ACCEPTED = f"a list of 1 to {MAX_STEPS:,} falling numbers from 0 to {MAX_SIGMA:,}"
@@ -623,7 +625,7 @@ def _join_files(values: dict[str, Any], images: ImageReader) -> Iterator[Problem
 
 
 def _join_lora(values: dict[str, Any], images: ImageReader) -> Iterator[Problem]:
-    """`lora` becomes absolute paths, and what counts of each: the hash of its file, scale and target."""
+    """`lora` becomes absolute paths, and what counts of each: the hash of its file, and the rest."""
     entries = values.pop("lora", None)
     if entries is None:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import json
 import subprocess
 import warnings
 from pathlib import Path
@@ -151,6 +152,11 @@ USUAL_NAME = "pytorch_lora_weights.safetensors"
 """What diffusers calls the only file of a folder."""
 MARKS = ("lora", "lokr")
 """In names of a LoRA's tensors, in every format that diffusers converts."""
+PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7)}
+_EXPONENTS |= {"F16": ("<u2", 0x1F << 10), "F8_E5M2": ("u1", 0x1F << 2), "F8_E4M3": ("u1", 0x7F)}
+"""By type of number: how its bits are read, and those that are all set in NaN and infinity."""
+_BYTES_AT_ONCE = 1 << 26
 
 
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
@@ -225,8 +231,11 @@ def _from_hub(repository: str, file: str) -> Path:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     try:
-        cached = try_to_load_from_cache(repository, file)
-        return Path(cached if isinstance(cached, str) else hf_hub_download(repository, file))
+        beside = str(Path(file).with_name(PEFT_SETTINGS))
+        for each in (beside, file) if Path(file).name == PEFT_FILE else (file,):
+            found = try_to_load_from_cache(repository, each)
+            found = found if isinstance(found, str) else hf_hub_download(repository, each)
+        return Path(found)
     except Exception as error:  # the hub raises a dozen unrelated classes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LoraError(f"neither a file nor {file} of hub repository {repository} ({reason})") from None
@@ -249,5 +258,43 @@ def _check_file(path: Path) -> str:
     if not any(mark in name for name in names for mark in MARKS):
         example = f", but such as {names[0]}" if names else ""
         raise LoraError(f"{path} is no LoRA: none of its tensors is named like one{example}")
+    _check_numbers(path)
+    return lora_sha256(path)
+
+
+def settings_file(path: Path) -> Path | None:
+    """What peft wrote about a file of LoRAs, beside it."""
+    found = path.with_name(PEFT_SETTINGS)
+    return found if found.is_file() else None
+
+
+def lora_sha256(path: Path) -> str:
+    """The hash of a file and of the settings beside it, which count as well. Raises: OSError."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256")
+    if (settings := settings_file(path)) is not None:
+        digest.update(settings.read_bytes())
+    return digest.hexdigest()
+
+
+def _check_numbers(path: Path) -> None:
+    """Raises: LoraError for tensors of whole numbers, and for NaN and infinity."""
+    import numpy as np
+
+    with path.open("rb") as file:
+        start = 8 + (length := int.from_bytes(file.read(8), "little"))
+        entries = json.loads(file.read(length))
+    content = np.memmap(path, mode="r")
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        if (kind := _EXPONENTS.get(entry["dtype"])) is None:
+            if not name.endswith("alpha"):
+                accepted = "floating-point numbers are accepted"
+                raise LoraError(f"{path}: {name} has the type {entry['dtype']}; {accepted}")
+            continue
+        for at in range(begin, end, _BYTES_AT_ONCE):
+            bits = content[at : min(at + _BYTES_AT_ONCE, end)].view(kind[0])
+            if np.any((bits & kind[1]) == kind[1]):
+                raise LoraError(f"{path}: {name} has NaN or infinity")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gfgen.errors import InputError, ModelError, Problem
+from gfgen.errors import InputError, ModelError, Problem, Warned
 from gfgen.job.images import LoraError, LoraFiles
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.weights import TEXT_ENCODER
@@ -26,11 +27,17 @@ def split_by_loras(
         fits.look(wanted for job in asking for wanted in _wanted(job))
     except ModelError as error:
         why = Problem.of("lora", None, str(error))
-        problems = {job.job_id: [replace(why, line=job.spec.line)] for job in asking}
-    else:
-        problems = {job.job_id: list(_problems(job, fits, is_offloaded=is_offloaded)) for job in asking}
-    kept = [job for job in jobs if not problems.get(job.job_id)]
-    return kept, [problem for found in problems.values() for problem in found]
+        kept = [job for job in jobs if not job.spec.lora]
+        return kept, [replace(why, line=job.spec.line) for job in asking]
+    judge = functools.cache(functools.partial(_judged, fits, is_offloaded=is_offloaded))
+    kept, problems = list[AdmittedJob](), list[Problem]()
+    for job in jobs:
+        found = [judge(job.checkpoint, job.spec.model, *each) for each in _entries(job)]
+        refused = [replace(each, line=job.spec.line) for each in found if isinstance(each, Problem)]
+        if not refused:
+            kept.append(job.warned(*(text for each in found if isinstance(each, tuple) for text in each)))
+        problems += refused
+    return kept, problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,8 @@ def check_fit(served: Mapping[str, ServedLora], checkpoints: Sequence[Path], fit
     """Raises: InputError for a LoRA that fits none of these models."""
     fits.look((path, lora.sha256, lora.path) for lora in served.values() for path in checkpoints)
     for name, lora in served.items():
-        errors = [fits.of(path, lora.sha256).error for path in checkpoints]
+        found = [fits.of(path, lora.sha256) for path in checkpoints]
+        errors = [fit.error or fit.lacking for fit in found]
         if all(errors):
             raise InputError(f"--lora {name}={errors[0]}")
 
@@ -94,21 +102,36 @@ def _is_of_text_encoder(weight: str) -> bool:
     return TEXT_ENCODER.fullmatch(weight.partition(".")[0]) is not None
 
 
-def _problems(job: AdmittedJob, fits: LoraFits, *, is_offloaded: bool) -> Iterator[Problem]:
+def _entries(job: AdmittedJob) -> Iterator[tuple[str, str, str | None, bool]]:
     for lora, path in zip(job.spec.lora or (), job.spec.lora_files or (), strict=True):
-        fit, target = fits.of(job.checkpoint, lora["sha256"]), lora.get("target")
-        problem = None
-        if fit.error is not None:
-            problem = Problem.of("lora", None, fit.error)
-        elif target is not None and target not in fit.components:
-            accepted = f"{' or '.join(fit.components)} is accepted for {job.spec.model}"
-            problem = Problem.of("lora.target", target, accepted)
-        elif not fit.changed_in(target):
-            problem = Problem.of("lora.target", target, f"{path} changes no layer of it; leave it out")
-        elif is_offloaded and any(map(_is_of_text_encoder, fit.changed_in(target))):
-            problem = Problem.of("lora", None, f"{path} changes a text encoder; run it without --offload")
-        if problem is not None:
-            yield replace(problem, line=job.spec.line)
+        yield path, lora["sha256"], lora.get("target"), bool(lora.get("partial"))
+
+
+def _judged(
+    fits: LoraFits,
+    checkpoint: Path,
+    model: str | None,
+    path: str,
+    sha256: str,
+    target: str | None,
+    partial: bool,
+    *,
+    is_offloaded: bool,
+) -> Problem | tuple[Warned, ...]:
+    """What is wrong with a LoRA for a model, or what jobs with it are warned of."""
+    fit = fits.of(checkpoint, sha256)
+    if fit.error is not None:
+        return Problem.of("lora", None, fit.error)
+    if fit.lacking is not None and not partial:
+        return Problem.of("lora", None, f'{fit.lacking}; "partial": true leaves them out')
+    if target is not None and target not in fit.components:
+        return Problem.of("lora.target", target, f"{' or '.join(fit.components)} is accepted for {model}")
+    if not fit.changed_in(target):
+        return Problem.of("lora.target", target, f"{path} changes no layer of it; leave it out")
+    if is_offloaded and any(map(_is_of_text_encoder, fit.changed_in(target))):
+        return Problem.of("lora", None, f"{path} changes a text encoder; run it without --offload")
+    left_out = () if fit.lacking is None else (Warned("LoRA left out in part", fit.lacking),)
+    return (*left_out, *(Warned("LoRA", f"{path}: {text}") for text in fit.warnings))
 
 
 Lora = tuple[str, str | None]

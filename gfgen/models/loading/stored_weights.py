@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from gfgen.errors import ModelError
 from gfgen.models.geometry.weight_files import SINGLE_FILE
 from gfgen.models.geometry.weights import component_files
 from gfgen.models.loading.components import load_component
 from gfgen.models.loading.random_weights import draw_weight
+from gfgen.system.wording import first_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class StoredWeights:
         Weights of files are in host memory. Random ones are drawn on the device, since another device would
         draw other values. A pickled or single file is loaded as a whole meanwhile.
 
-        Raises: ModelError as `load_component`.
+        Raises: ModelError as `load_component`, and for a weight that the files lack.
         """
         if self.has_random_weights:
             for name, like in wanted.items():
@@ -44,9 +46,19 @@ class StoredWeights:
         if files[0].suffix != ".safetensors" or files[0].stem == SINGLE_FILE:
             dtype = next(iter(wanted.values())).dtype
             weights = dict(load_component(self.checkpoint, component, dtype=dtype).named_parameters())
+            _check_there(f"{files[0]}", wanted.keys() - weights.keys())
             yield from ((name, weights[name].data) for name in wanted)
             return
+        left = set(wanted)
         for path in files:
             with safe_open(path, framework="pt") as file:
-                for name in sorted(wanted.keys() & set(file.keys())):
+                for name in sorted(left & set(file.keys())):
+                    left.discard(name)
                     yield name, file.get_tensor(name).to(wanted[name].dtype)
+        _check_there(f"{files[0].parent}", left)
+
+
+def _check_there(where: str, lacking: Collection[str]) -> None:
+    if lacking:
+        reason = "the files of the model have changed since it was loaded"
+        raise ModelError(f"{where}: lacks {', '.join(first_of(sorted(lacking), 'weight'))}; {reason}")

@@ -1,14 +1,13 @@
 """Whether LoRAs fit a model, before anything is loaded. Imports no torch.
 
-Headers answer for files with diffusers' own names, of linear layers. For other formats a child process
-(outlines.py) lets diffusers convert the file and attach it to a model without weights.
+Headers answer for files whose names are those of the model's layers (accounting.py). For others a child
+process (outlines.py) lets diffusers convert the file and compares it with a model without weights.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,17 +17,12 @@ from typing import Any
 from gfgen.errors import ModelError
 from gfgen.models.geometry.weight_files import read_header
 from gfgen.models.geometry.weights import component_files
+from gfgen.models.lora.accounting import SECOND, Settings, compare
 from gfgen.system.lifeline import module_command, module_environment
 
 TIMEOUT_S = 300.0
-SECOND = "transformer_2"
-"""The second expert, into which diffusers loads on request only."""
 KEPT_FILES = 16
 """LoRAs whose factors stay on a rank's device; the least recently used goes first."""
-FACTOR = re.compile(r"(transformer|unet)\.(.+)\.lora_([AB])\.weight")
-"""Names of factors as diffusers saves them."""
-ADAPTER_METADATA = "lora_adapter_metadata"
-"""Key of a file's metadata with settings of peft, such as alpha."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +37,9 @@ class LoraFit:
     """Parameters of the file."""
     components: tuple[str, ...] = ()
     """The models of the pipeline that LoRAs can change."""
+    lacking: str | None = None
+    """About the layers that the models lack; they are an error unless a job says that this is right."""
+    warnings: tuple[str, ...] = ()
 
     def changed_in(self, target: str | None) -> Mapping[str, int]:
         """The weights that it changes in one model, or in all."""
@@ -78,39 +75,27 @@ class LoraFits:
 
 
 def by_headers(checkpoint: Path, path: Path) -> LoraFit | None:
-    """The answer if headers show that the LoRA fits; None if diffusers has to be asked."""
+    """The answer if headers show that the LoRA fits; None if the child process has to be asked."""
     try:
         entries = read_header(path)
         files = component_files(checkpoint)
         if any(file.suffix == ".gguf" for each in files.values() for file in each.files):
             return LoraFit(error=f"{path}: cannot be merged into a GGUF model; give bf16 or fp16 weights")
-        shapes: dict[str, dict[str, list[int]]] = {}
-        for name, entry in entries.items():
-            if (match := FACTOR.fullmatch(name)) is None:
-                return None
-            shapes.setdefault(f"{match[1]}.{match[2]}.weight", {})[match[3]] = entry["shape"]
+        components = tuple(name for name in ("transformer", "unet", SECOND) if name in files)
         weights = {
             f"{component}.{name}": entry["shape"]
-            for component in {name.partition(".")[0] for name in shapes} & files.keys()
+            for component in components
             for file in files[component].files
             for name, entry in read_header(file).items()
         }
+        settings = Settings.of(path)
+        match = compare({name: entry["shape"] for name, entry in entries.items()}, weights, settings)
     except (ModelError, KeyError):
         return None
-    if not all(_is_fitting(weights.get(name), factors) for name, factors in shapes.items()):
+    if match.num_problems or not match.placed:
         return None
-    changed = {name: math.prod(weights[name]) for name in shapes}
-    components = tuple(name for name in ("transformer", "unet", SECOND) if name in files)
-    if SECOND in files:  # of the same architecture
-        changed |= {name.replace("transformer.", f"{SECOND}.", 1): size for name, size in changed.items()}
-    return LoraFit(changed=changed, num_factors=_num_parameters(entries), components=components)
-
-
-def _is_fitting(weight: list[int] | None, factors: Mapping[str, list[int]]) -> bool:
-    down, up = factors.get("A"), factors.get("B")
-    if weight is None or down is None or up is None or not len(weight) == len(down) == len(up) == 2:
-        return False
-    return weight == [up[0], down[1]] and up[1] == down[0]
+    size, warnings = _num_parameters(entries), tuple(match.warnings(settings, entries))
+    return LoraFit(changed=match.changed, num_factors=size, components=components, warnings=warnings)
 
 
 def _num_parameters(entries: Mapping[str, Any]) -> int:
@@ -123,7 +108,7 @@ def _by_child(pairs: Collection[tuple[Path, Path]]) -> list[LoraFit]:
     answers = ask_child("gfgen.models.lora.outlines", asked, "LoRAs")
     found = []
     for (_, path), answer in zip(pairs, answers, strict=True):
-        answer["components"] = tuple(answer.get("components", ()))
+        answer |= {name: tuple(answer.get(name, ())) for name in ("components", "warnings")}
         number = 0 if answer.get("error") else _num_parameters(read_header(path))
         found.append(LoraFit(**answer, num_factors=number))
     return found

@@ -1,44 +1,43 @@
 """LoRAs merged into the weights of a pipeline's models, and taken out again.
 
-diffusers' own loader converts a file and attaches its factors to an *outline* of each model, which has shapes
-but no weights (outlines.py). The base weights of changed layers are kept on the device, or in host memory
-where the device has no room for them (session/memory.py). A switch writes base weight plus change to the
-model's weight in place, also where a fused block has it as rows of a larger one (weights.py), so recorded
-forwards stay valid. Layers in 8 bits get the sum quantised; their base weights are read from the checkpoint
-(stored_weights.py) when a LoRA first changes them. Nothing is subtracted, so a model without LoRAs has the
-bits that it was loaded with. Bits do not depend on where base weights are.
+A file's tensors are matched with parameters of the models (reading.py), and each match becomes a change of
+one parameter. Nothing of a file stays in models or loaders, so files do not affect each other. The base
+weights of changed layers are kept on the device, or in host memory where the device has no room for them
+(session/memory.py). A switch writes base weight plus change to the model's weight in place, also where a
+fused block has it as rows of a larger one (weights.py), so recorded forwards stay valid. Layers in 8 bits get
+the sum quantised; their base weights are read from the checkpoint (stored_weights.py) when a LoRA first
+changes them. Nothing is subtracted, so a model without LoRAs has the bits that it was loaded with. Bits do
+not depend on where base weights are.
 
 A linear layer's change is the product of two factors, computed as in `fuse_lora`. On a GPU, one kernel reads
-the base weight once and adds the product (low_rank.py). Factors under diffusers' own names are read from the
-file without an outline. peft computes the changes of other layers.
+the base weight once and adds the product (low_rank.py).
 
-Results equal `load_lora_weights`, `set_adapters` and `fuse_lora`: bitwise in fp32 on a CPU.
-Source: diffusers 0.42 loaders/lora_base.py and peft.py, peft 0.21 tuners/lora/layer.py.
+Results equal `load_lora_weights`, `set_adapters` and `fuse_lora`: bitwise in fp32 on a CPU. Where diffusers
+leaves out what a file's format defines, they equal those of the file rewritten to names that it reads.
+Source: diffusers 0.42 loaders/lora_base.py and peft.py, peft 0.21 tuners/lora/layer.py, tuners/lokr/layer.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import logging
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from gfgen.errors import ModelError
+from gfgen.job.images import lora_sha256
 from gfgen.job.spec import JobSpec
 from gfgen.models.loading.stored_weights import StoredWeights
-from gfgen.models.lora.fit import ADAPTER_METADATA, FACTOR, KEPT_FILES, SECOND
-from gfgen.models.lora.outlines import Outlines
+from gfgen.models.lora.accounting import Placed
+from gfgen.models.lora.fit import KEPT_FILES
+from gfgen.models.lora.reading import Content, components_of, read_lora
 from gfgen.models.lora.weights import QuantisedRows, original_weights
 
 logger = logging.getLogger(__name__)
@@ -57,16 +56,15 @@ class MergedLoras:
     def __init__(self, pipeline: Any, *, changed: Callable[[nn.Module], None] = lambda model: None) -> None:
         self._pipeline = pipeline
         self._changed = changed
-        self._outlines = Outlines(pipeline)
+        self._components = components_of(pipeline)
         self.keeps_on_host = False
         """Whether host memory has the base weights of changed layers; set before the first job."""
         self.stored: StoredWeights | None = None
         """Where the base weights of layers in 8 bits are; set before the first job of such a model."""
         self._models: dict[str, _Model] = {}
         self._merged: dict[str, tuple[object, ...]] = {}
-        self._loaded: OrderedDict[tuple[str, bool], _Loaded] = OrderedDict()
-        """By the file's hash and whether it is for the second expert; the last used come last."""
-        self._names = (f"file{idx}" for idx in itertools.count())
+        self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
+        """By the file's hash; the last used come last."""
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="lora-hash")
         """Hashing a file takes longer than reading and merging it, so it runs at the same time."""
 
@@ -80,89 +78,72 @@ class MergedLoras:
         loras = [
             {**lora, "path": path} for lora, path in zip(spec.lora or (), spec.lora_files or (), strict=True)
         ]
-        for component in self._outlines.components:
+        for component in self._components:
             own = [lora for lora in loras if lora.get("target") in (None, component)]
             wanted = tuple((lora["sha256"], lora["scale"]) for lora in own)
             if wanted != self._merged.get(component, ()):
                 self._merged[component] = ("being changed",)  # if that fails, the next job starts anew
                 self._set(component, own)
-                self._confirm(own, component)
+                self._confirm(own)
                 self._merged[component] = wanted
                 self._changed(getattr(self._pipeline, component))
 
     def _set(self, component: str, loras: Sequence[Mapping[str, Any]]) -> None:
-        if component not in self._models:
-            model = getattr(self._pipeline, component)
-            read = None if self.stored is None else partial(self.stored.read, component)
-            self._models[component] = _Model(model, keeps_on_host=self.keeps_on_host, read=read)
         wanted: dict[str, list[tuple[_Change, float]]] = {}
         for lora in loras:
             for change in self._changes(lora, component):
                 wanted.setdefault(change.parameter, []).append((change, lora["scale"]))
-        self._models[component].set(wanted)
+        self._model(component).set(wanted)
+
+    def _model(self, component: str) -> _Model:
+        if component not in self._models:
+            model = getattr(self._pipeline, component)
+            read = None if self.stored is None else partial(self.stored.read, component)
+            self._models[component] = _Model(model, keeps_on_host=self.keeps_on_host, read=read)
+        return self._models[component]
 
     def _changes(self, lora: Mapping[str, Any], component: str) -> Sequence[_Change]:
-        """What a LoRA changes in a model. It is loaded first if need be."""
-        key = _key(lora, component)
-        loaded = self._loaded.setdefault(key, _Loaded())
-        if component not in loaded.changes:
-            path = Path(lora["path"])
-            checked = loaded.checked = self._hashing.submit(_check_content, lora)
+        """What a LoRA changes in a model. It is read first if need be."""
+        if (loaded := self._loaded.get(lora["sha256"])) is None:
+            checked = self._hashing.submit(_check_content, lora)
+            weights = {name: self._model(name).weights for name in self._components}
+            shapes = {
+                f"{one}.{name}": list(x.shape) for one, own in weights.items() for name, x in own.items()
+            }
             try:
-                changes = self._models[component].read(path)
+                content = read_lora(Path(lora["path"]), self._pipeline, shapes)
+                loaded = _Loaded(content.lacking, changes_of(content, weights), checked)
             except Exception:
                 checked.result()  # a file that has changed is why it cannot be read
                 raise
-            if changes is None:
-                checked.result()
-                self._convert(path, loaded, is_second=component == SECOND)
-            else:
-                loaded.changes[component] = changes
-        self._loaded.move_to_end(key)
+            self._loaded[lora["sha256"]] = loaded
+        if loaded.lacking and not lora.get("partial"):
+            raise ModelError(loaded.lacking)
+        self._loaded.move_to_end(lora["sha256"])
         while len(self._loaded) > KEPT_FILES:
-            _, gone = self._loaded.popitem(last=False)
-            self._outlines.detach(gone.name)
-        return loaded.changes[component]
+            self._loaded.popitem(last=False)
+        return loaded.changes.get(component, ())
 
-    def _confirm(self, loras: Sequence[Mapping[str, Any]], component: str) -> None:
+    def _confirm(self, loras: Sequence[Mapping[str, Any]]) -> None:
         """Raises: ModelError if one of the files is not that of admission; it is read again next time."""
         for lora in loras:
-            checked = self._loaded[_key(lora, component)].checked
-            assert checked is not None
             try:
-                checked.result()
+                self._loaded[lora["sha256"]].checked.result()
             except ModelError:
-                del self._loaded[_key(lora, component)]
+                del self._loaded[lora["sha256"]]
                 raise
 
-    def _convert(self, path: Path, loaded: _Loaded, *, is_second: bool) -> None:
-        """Let diffusers convert a file, and attach it to the outlines."""
-        name = loaded.name = next(self._names)
-        self._outlines.attach(path, name, is_second=is_second)
-        for component in self._outlines.components:
-            if (component == SECOND) is is_second:
-                loaded.changes[component] = [
-                    _product(f"{layer_name}.{part}", layer, name)
-                    or _OfLayer(f"{layer_name}.{part}", layer, name)
-                    for layer_name, layer in self._outlines.layers(component, name)
-                    for part in _parameters(layer, name)
-                ]
 
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Loaded:
     """What a LoRA changes."""
 
-    name: str = ""
-    """In the outlines, if it is attached to them."""
-    changes: dict[str, list[_Change]] = field(default_factory=dict)
+    lacking: str | None
+    """About the layers that the models lack."""
+    changes: Mapping[str, Sequence[_Change]]
     """By model."""
-    checked: Future[None] | None = None
+    checked: Future[None]
     """Fails if the file that was read is not that of admission."""
-
-
-def _key(lora: Mapping[str, Any], component: str) -> tuple[str, bool]:
-    return lora["sha256"], component == SECOND
 
 
 class _Model:
@@ -191,35 +172,18 @@ class _Model:
         self._changed: set[str] = set()
         """Weights that may not have their original values."""
 
-    def read(self, path: Path) -> list[_Change] | None:
-        """What a file with diffusers' own names changes in linear layers; None for other files."""
-        factors: dict[str, dict[str, Tensor]] = {}
-        with safe_open(path, framework="pt") as file:
-            if ADAPTER_METADATA in (file.metadata() or ()):
-                return None
-            for name in file.keys():  # noqa: SIM118 (no mapping)
-                if (match := FACTOR.fullmatch(name)) is None:
-                    return None
-                factors.setdefault(f"{match[2]}.weight", {})[match[3]] = file.get_tensor(name)
-        weights = self._weights = original_weights(self._model)
-        found: list[_Change] = []
-        for name, pair in factors.items():
-            weight, up, down = weights.get(name), pair.get("B"), pair.get("A")
-            if weight is None or up is None or down is None or weight.ndim != 2 or down.ndim != 2:
-                return None
-            if (up.shape[0], down.shape[1]) != weight.shape or up.shape[1] != len(down):
-                return None
-            up, down = (each.to(self._device or weight.device, weight.dtype) for each in (up, down))
-            found.append(_Product(name, up, down, len(down), len(down)))
-        return found
+    @property
+    def weights(self) -> Mapping[str, Tensor | QuantisedRows]:
+        if not self._weights or self._device is not None:  # an offloaded expert may have moved since
+            self._weights = original_weights(self._model)
+        return self._weights
 
     @torch.no_grad()
     def set(self, wanted: Mapping[str, Sequence[tuple[_Change, float]]]) -> None:
         """Make these changes to the original weights, each times a scale, and no others."""
-        if not self._weights or self._device is not None:  # an offloaded expert may have moved since
-            self._weights = original_weights(self._model)
+        weights = self.weights
         for name in sorted(self._changed - wanted.keys()):
-            weight, base = self._weights[name], self._base[name]
+            weight, base = weights[name], self._base[name]
             if isinstance(weight, QuantisedRows):
                 weight.copy_(base.to(self._place(weight), non_blocking=True))
             else:
@@ -229,7 +193,7 @@ class _Model:
             self._base[name] = base
         self._changed |= wanted.keys()
         for name, changes in wanted.items():
-            weight, base = self._weights[name], self._base[name]
+            weight, base = weights[name], self._base[name]
             if isinstance(weight, Tensor) and self._device is None:
                 out = weight
             else:
@@ -330,54 +294,96 @@ class _Product:
 
 
 @dataclass(slots=True)
-class _OfLayer:
-    """What a layer of peft computes for its "weight" or "bias"."""
+class _Computed:
+    """Another change that is computed from a few tensors, times alpha / divisor."""
 
     parameter: str
-    layer: Any
-    adapter: str
-    _device: torch.device | None = None
+    tensors: Sequence[Tensor]
+    compute: Callable[..., Tensor]
+    alpha: float = 1.0
+    divisor: float = 1.0
 
     def add(self, source: Tensor, scale: float, *, out: Tensor) -> None:
-        layer, adapter = self.layer, self.adapter
-        if out.device != self._device:
-            self._move(out.device)
-        layer.set_scale(adapter, scale)
-        if self.parameter.endswith(".bias"):
-            torch.add(source, layer.lora_B[adapter].bias * layer.scaling[adapter], out=out)
-        else:
-            torch.add(source, layer.get_delta_weight(adapter), out=out)
-
-    def _move(self, device: torch.device) -> None:
-        """Bring the factors to the device of the weights."""
-        for parts in (getattr(self.layer, name) for name in self.layer.adapter_layer_names):
-            if self.adapter in parts and isinstance(parts, nn.ModuleDict):
-                parts[self.adapter].to(device)
-        self._device = device
+        self.tensors = [each.to(out.device) for each in self.tensors]
+        dtype = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
+        change = self.compute(*(each.to(dtype) for each in self.tensors)).reshape(source.shape)
+        torch.add(source, (change * (scale * self.alpha / self.divisor)).to(out.dtype), out=out)
 
 
-def _product(parameter: str, layer: Any, adapter: str) -> _Product | None:
-    """The change of a linear layer of peft; None for other layers and parameters."""
-    from peft.tuners.lora import Linear
+def changes_of(
+    content: Content, weights: Mapping[str, Mapping[str, Tensor | QuantisedRows]]
+) -> Mapping[str, Sequence[_Change]]:
+    """What a file changes in each model, of which these are the weights."""
+    changes: dict[str, list[_Change]] = {}
+    for one in content.match.placed:
+        tensors = {kind: content.tensors[name] for kind, name in one.tensors.items()}
+        changes.setdefault(one.component, []).extend(_layer_changes(one, tensors, weights[one.component]))
+    return changes
 
-    if type(layer) is not Linear or layer.fan_in_fan_out or not parameter.endswith(".weight"):
-        return None
-    rank, up, down = layer.r[adapter], layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
-    divisor = math.sqrt(rank) if layer.use_rslora.get(adapter) else rank
-    return _Product(parameter, up.data, down.data, layer.lora_alpha[adapter], divisor)
+
+def _layer_changes(
+    layer: Placed, tensors: dict[str, Tensor], weights: Mapping[str, Tensor | QuantisedRows]
+) -> Iterator[_Change]:
+    """Each part of a fused layer gets its share of the rows."""
+    scaling = _scaling(layer, tensors)
+    for idx, part in enumerate(layer.parts):
+        share = partial(_rows, idx, len(layer.parts))
+        name = f"{part}.weight" if f"{part}.weight" in weights else part
+        own = (
+            tensors if name not in weights else {key: x.to(weights[name].dtype) for key, x in tensors.items()}
+        )
+        if "down" in own:
+            up, down, shape = share(own["up"]), own["down"], weights[name].shape
+            if len(shape) == 2:
+                up, down = up.reshape(len(up), -1), down.reshape(len(down), -1)
+                down = nn.functional.pad(down, (0, shape[1] - down.shape[1]))
+                yield _Product(name, up.contiguous(), down.contiguous(), *scaling)
+            else:
+                yield _Computed(name, (up, down), partial(_convolved, shape), *scaling)
+        if factors := [own[key] for key in sorted(own) if key.startswith("lokr_")]:
+            num_left = sum(key.startswith("lokr_w1") for key in own)
+            yield _Computed(name, factors, partial(_kronecker, num_left, share), *scaling)
+        if "diff" in own:
+            yield _Computed(name, (share(own["diff"]),), torch.clone)
+        for key, by in (("up_bias", scaling), ("diff_b", (1.0, 1.0))):
+            if key in tensors:
+                bias = share(tensors[key]).to(weights[f"{part}.bias"].dtype)
+                yield _Computed(f"{part}.bias", (bias,), torch.clone, *by)
+
+
+def _scaling(layer: Placed, tensors: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Alpha, and what it is divided by. Two whole Kronecker factors have no alpha."""
+    inner = next((tensors[key] for key in ("down", "lokr_w2_b", "lokr_w1_b") if key in tensors), None)
+    if "alpha" in tensors and inner is not None:
+        return float(tensors["alpha"]), len(inner)
+    if layer.scaling is not None:
+        return layer.scaling
+    return (len(inner), len(inner)) if "down" in tensors and inner is not None else (1.0, 1.0)
+
+
+def _rows(idx: int, num_parts: int, whole: Tensor) -> Tensor:
+    return whole.chunk(num_parts)[idx]
+
+
+def _convolved(shape: Sequence[int], up: Tensor, down: Tensor) -> Tensor:
+    """The product of two convolutions, one after the other."""
+    if len(shape) != 4 or tuple(shape[2:]) == (1, 1):
+        return up.flatten(1) @ down.flatten(1)
+    return nn.functional.conv2d(down.view(len(down), *shape[1:]).transpose(0, 1), up).transpose(0, 1)
+
+
+def _kronecker(num_left: int, share: Callable[[Tensor], Tensor], *factors: Tensor) -> Tensor:
+    """Each factor is given whole, or as a product of two."""
+    sides = factors[:num_left], factors[num_left:]
+    left, right = (each[0] if len(each) == 1 else each[0] @ each[1] for each in sides)
+    return share(torch.kron(left[(..., *[None] * (right.ndim - left.ndim))], right.contiguous()))
 
 
 def _check_content(lora: Mapping[str, Any]) -> None:
     """Raises ModelError if the file is gone or is another one than at admission."""
     try:
-        with open(lora["path"], "rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        sha256 = lora_sha256(Path(lora["path"]))
     except OSError as error:
         raise ModelError(f"lora {lora['path']}: cannot be read ({error.strerror})") from None
     if sha256 != lora["sha256"]:
         raise ModelError(f"lora {lora['path']}: has changed since the job was read; start the run again")
-
-
-def _parameters(layer: Any, adapter: str) -> Sequence[str]:
-    """The parameters of a layer that a LoRA changes."""
-    return ("weight", "bias") if getattr(layer, "lora_bias", {}).get(adapter) else ("weight",)

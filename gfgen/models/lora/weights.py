@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 from gfgen.models.fast.linears import Fp8Linear, Int8Layers, Modulation, in_int8
 from gfgen.models.fast.rows import to_fp8
-
-_PARTS = {"to_qkv": ("to_q", "to_k", "to_v"), "to_kv": ("to_k", "to_v")}
-_PARTS |= {"to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
-"""Layers of an attention and of diffusers' model, whose outputs are concatenated, all of one width."""
+from gfgen.models.lora.accounting import FUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ def original_weights(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, weight in _own_weights(model):
         layer = name.split(".")[-2:][0]
-        parts = _PARTS.get(layer, (layer,))
+        parts = FUSED.get(layer, (layer,))
         for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
             found[name.replace(f".{layer}.", f".{part}.")] = rows
     modulation = getattr(model, "modulation", None)

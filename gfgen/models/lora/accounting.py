@@ -1,0 +1,408 @@
+"""Which parameters the tensors of a LoRA fill: one comparison for all formats. Imports no torch.
+
+A tensor's name is LAYER.KIND. A layer is a module of one of the pipeline's models, also without or with
+another prefix, flattened (`lora_unet_blocks_0_attn1_to_q`), or fused (`to_qkv`). The kinds of its tensors say
+which parameters it creates. A tensor that fills no parameter is a problem, and a parameter without one, too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import ModelError
+from gfgen.job.images import settings_file
+from gfgen.system.wording import counted
+
+SECOND = "transformer_2"
+"""The second expert. It gets the layers of the first one, unless the file has some of its own."""
+FUSED = {"to_qkv": ("to_q", "to_k", "to_v"), "to_kv": ("to_k", "to_v")}
+FUSED |= {"to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
+"""Layers whose outputs are those of others, concatenated, all of one width."""
+_WRAPPERS = (
+    "base_model.model.",
+    "model.diffusion_model.",
+    "diffusion_model.",
+    "module.",
+    "_orig_mod.",
+    "model.",
+)
+"""What trainers and their frameworks put before the names of a model."""
+_MAIN = ("transformer", "unet")
+_FLATTENED: dict[str, tuple[str, ...]] = {"lora_unet_": _MAIN, "lora_transformer_": _MAIN, "lycoris_": _MAIN}
+_FLATTENED |= {
+    "lora_te_": ("text_encoder",),
+    "lora_te1_": ("text_encoder",),
+    "lora_te2_": ("text_encoder_2",),
+}
+_DOWNS = ("lora_A", "lora_down", "lora.down", "lora_linear_layer.down")
+_UPS = ("lora_B", "lora_up", "lora.up", "lora_linear_layer.up")
+_PAIRS = tuple(zip(_DOWNS, _UPS, strict=True))
+_WHOLE = ("alpha", "diff", "diff_b", *(f"lokr_w{n}{part}" for n in (1, 2) for part in ("", "_a", "_b")))
+_KINDS = {f"{down}.weight": "down" for down, _ in _PAIRS} | {f"{up}.weight": "up" for _, up in _PAIRS}
+_KINDS |= {f"{up}.bias": "up_bias" for _, up in _PAIRS} | {name: name for name in _WHOLE}
+_TENSOR = re.compile(rf"(.+?)\.({'|'.join(map(re.escape, _KINDS))})")
+_WITH_ADAPTER = re.compile(r"(.+\.lora_[AB])\.([^.]+)\.(weight|bias)|(.+\.lokr_w[12](?:_[ab])?)\.([^.]+)")
+_DORA = re.compile(r"dora_scale|lora_magnitude_vector")
+_METADATA = "lora_adapter_metadata"
+"""Key of a file's metadata with settings of peft. Source: diffusers 0.42 loaders/lora_base.py."""
+_UNSUPPORTED = ("use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens")
+MAX_NAMED = 5
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+def plain(name: str) -> tuple[str, str | None]:
+    """A tensor's name without that of its adapter (`lora_A.default.weight`), and the latter."""
+    if (match := _WITH_ADAPTER.fullmatch(name)) is None:
+        return name, None
+    lora, adapter, leaf, lokr, of_lokr = match.groups()
+    return (f"{lora}.{leaf}", adapter) if lora else (lokr, of_lokr)
+
+
+def split(name: str) -> tuple[str, str] | None:
+    """A tensor's layer and kind; None for a name that no format defines."""
+    match = _TENSOR.fullmatch(plain(name)[0])
+    return None if match is None else (match[1], _KINDS[match[2]])
+
+
+def unwrapped(name: str) -> str:
+    """A name without the prefixes that trainers add."""
+    while found := next((each for each in _WRAPPERS if name.startswith(each)), None):
+        name = name.removeprefix(found)
+    return name
+
+
+def is_flattened(name: str) -> bool:
+    return name.startswith(tuple(_FLATTENED))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What peft wrote about its adapters: into the file, or into adapter_config.json in the same folder."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+    @staticmethod
+    def of(path: Path) -> Settings:
+        """Raises: ModelError for settings that cannot be read or are not supported."""
+        from safetensors import SafetensorError, safe_open
+
+        beside, source = settings_file(path), _METADATA
+        try:
+            with safe_open(path, framework="np") as file:
+                text = (file.metadata() or {}).get(_METADATA)
+            if text is None and beside is not None:
+                text, source = beside.read_text(encoding="utf-8"), beside.name
+            values = {} if text is None else dict(json.loads(text))
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
+            raise ModelError(f"{path}: {source} cannot be read ({error})") from None
+        found = Settings(values, source if values else "")
+        for name, value in values.items():
+            key = name.rpartition(".")[2]
+            if key in _UNSUPPORTED and value:
+                raise ModelError(f"{path}: {source} has {name}, which gfgen cannot merge")
+            if key == "peft_type" and value not in ("LORA", "LOKR"):
+                raise ModelError(f"{path}: {source} has {name} {value}; LORA and LOKR are accepted")
+        return found
+
+    def get(self, component: str, key: str, default: Any = None) -> Any:
+        return self.values.get(f"{component}.{key}", self.values.get(key, default))
+
+    def rank(self, component: str, module: str) -> int | None:
+        rank = _by_pattern(self.get(component, "rank_pattern"), module, self.get(component, "r"))
+        return None if rank is None else int(rank)
+
+    def scaling(self, component: str, module: str) -> tuple[float, float] | None:
+        """Alpha and what it is divided by. The default alpha is peft's."""
+        if (rank := self.rank(component, module)) is None:
+            return None
+        whole = self.get(component, "lora_alpha", self.get(component, "alpha", 8))
+        alpha = _by_pattern(self.get(component, "alpha_pattern"), module, whole)
+        return float(alpha), math.sqrt(rank) if self.get(component, "use_rslora") else rank
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """Source: peft 0.21 utils/other.py get_pattern_key."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A layer of a LoRA and the layers of a model that it changes: one, or the parts of a fused one."""
+
+    component: str
+    parts: tuple[str, ...]
+    tensors: Mapping[str, str]
+    """Names by kind."""
+    parameters: Mapping[str, int]
+    """What it changes, without the component, and how many numbers that is."""
+    scaling: tuple[float, float] | None = None
+    """Alpha and what it is divided by, if the settings say; a tensor `alpha` comes first."""
+
+
+@dataclass(slots=True)
+class Match:
+    """The result of a comparison."""
+
+    placed: list[Placed] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
+    """Tensors of layers that the models lack."""
+    odd: list[str] = field(default_factory=list)
+    """Other tensors that fill nothing."""
+    missing: list[str] = field(default_factory=list)
+    """Parameters that nothing fills."""
+    misshaped: list[str] = field(default_factory=list)
+    """Layers whose tensors have other sizes than the model's."""
+    ranks: list[str] = field(default_factory=list)
+    """Layers of another rank than the settings say."""
+    padded: list[str] = field(default_factory=list)
+    """Layers with fewer inputs than the model's."""
+
+    @property
+    def num_problems(self) -> int:
+        return sum(map(len, (self.lacking, self.odd, self.missing, self.misshaped, self.ranks)))
+
+    @property
+    def is_dora(self) -> bool:
+        return any(map(_DORA.search, self.odd))
+
+    @property
+    def changed(self) -> dict[str, int]:
+        """The weights that it changes, such as "transformer.blocks.0.attn1.to_q.weight", and their sizes."""
+        each = (
+            (f"{one.component}.{name}", size) for one in self.placed for name, size in one.parameters.items()
+        )
+        return dict(each)
+
+    def what_lacks(self, pipeline: str) -> str | None:
+        """About layers that the models lack."""
+        if not self.lacking:
+            return None
+        tensors = f"{counted(len(self.lacking), 'tensor')} that fill nothing here: {first(self.lacking)}"
+        return f"made for another model, which has {tensors}; this one is {pipeline}"
+
+    def warnings(self, settings: Settings, names: Collection[str]) -> list[str]:
+        """What acts although diffusers leaves it out; `names` are those of the file."""
+        dotted = [one for one in self.placed if one.tensors.keys() & {"down", "lokr_w2", "lokr_w2_a"}]
+        alphas = {one.tensors.get("alpha", "") for one in dotted} & set(names)
+        alphas = {name for name in alphas if not is_flattened(name)}
+        dense = [one for one in self.placed if one.tensors.keys() & {"diff", "diff_b"}]
+        found = [f"alpha of {counted(len(alphas), 'layer')}"] if alphas else []
+        if alphas and len(alphas) < len(dotted):
+            found.append(f"no alpha of {len(dotted) - len(alphas)} others, which counts as their rank")
+        found += [f"whole differences of {counted(len(dense), 'layer')}"] if dense else []
+        found += [f"the scale in {settings.source}"] if settings.source not in ("", _METADATA) else []
+        texts = [f"acts on what diffusers may leave out: {', '.join(found)}"] if found else []
+        return texts + (
+            [f"inputs that it lacks count as zero in {first(self.padded)}"] if self.padded else []
+        )
+
+    def error(self, pipeline: str) -> str | None:
+        """Why it cannot be merged, also if what the models lack is left out."""
+        found = []
+        if doras := [name for name in self.odd if _DORA.search(name)]:
+            found.append(f"is a DoRA ({first(doras)}), which gfgen cannot merge")
+        elif self.odd:
+            found.append(f"{counted(len(self.odd), 'tensor')} of it fill nothing: {first(self.odd)}")
+        if self.missing:
+            found.append(f"lacks {counted(len(self.missing), 'tensor')}: {first(self.missing)}")
+        if self.misshaped:
+            layers = first(self.misshaped)
+            found.append(f"made for another model, with other sizes of {layers}; this one is {pipeline}")
+        if self.ranks:
+            found.append(f"has another rank than its settings say in {first(self.ranks)}")
+        if not self.placed and not found:
+            found.append(self.what_lacks(pipeline) or "changes no layer of this model")
+        return "; ".join(found) or None
+
+
+def first(names: Sequence[str]) -> str:
+    """The first five names, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def compare(tensors: Shapes, weights: Shapes, settings: Settings, *, pads: bool = False) -> Match:
+    """Compare the tensors of a file with the parameters of models, named COMPONENT.PARAMETER.
+
+    `pads`: missing inputs of a layer count as zero, as diffusers does for Flux.
+    """
+    match, places = Match(), _Places(weights)
+    groups: dict[str | tuple[str, ...], dict[str, str]] = {}
+    layers: dict[str | tuple[str, ...], str] = {}
+    adapters = {adapter for name in sorted(tensors) if (adapter := plain(name)[1]) is not None}
+    for name in sorted(tensors):
+        parsed, adapter = split(name), plain(name)[1]
+        if parsed is None or (adapter is not None and adapter != min(adapters)):
+            match.odd.append(name)
+            continue
+        key = places.find(parsed[0]) or parsed[0]
+        layers.setdefault(key, parsed[0])
+        if groups.setdefault(key, {}).setdefault(parsed[1], name) != name:
+            match.odd.append(name)
+    has_second = any(isinstance(key, tuple) and key[0].startswith(f"{SECOND}.") for key in groups)
+    for key, kinds in groups.items():
+        missing, odd = _pairs(layers[key], kinds)
+        match.missing += missing
+        match.odd += odd
+        if isinstance(key, str):
+            match.lacking += [name for name in kinds.values() if name not in odd]
+            continue
+        if missing or not (kept := {kind: name for kind, name in kinds.items() if name not in odd}):
+            continue
+        twins = [key]
+        if not has_second and places.has_second and key[0].startswith("transformer."):
+            twins.append(tuple(path.replace("transformer.", f"{SECOND}.", 1) for path in key))
+        for paths in twins:
+            owner, _, module = key[0].partition(".")
+            scaling, rank = settings.scaling(owner, module), settings.rank(owner, module)
+            _place(match, paths, kept, tensors, weights, pads=pads, scaling=scaling, rank=rank)
+    for names in (match.lacking, match.odd, match.misshaped, match.ranks, match.padded):
+        names[:] = dict.fromkeys(names)  # both experts have the same
+    return match
+
+
+def _pairs(layer: str, kinds: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """The parameters of a layer that nothing fills, and its tensors that fill nothing."""
+    missing, odd = [], []
+    has_lora = not kinds.keys().isdisjoint({"down", "up", "up_bias"})
+    has_lokr = any(kind.startswith("lokr") for kind in kinds)
+    if has_lora:
+        own = " ".join(kinds.values())
+        pair = next((pair for pair in _PAIRS if any(f"{layer}.{each}." in own for each in pair)), _PAIRS[0])
+        absent = [kind not in kinds for kind in ("down", "up")]
+        missing += [f"{layer}.{each}.weight" for each, lacks in zip(pair, absent, strict=True) if lacks]
+    for factor in ("lokr_w1", "lokr_w2") if has_lokr else ():
+        halves = [f"{factor}_a", f"{factor}_b"]
+        there = [half for half in halves if half in kinds]
+        if factor in kinds:
+            odd += [kinds[half] for half in there]
+        elif len(there) < 2:
+            missing += [f"{layer}.{each}" for each in (halves if there else [factor]) if each not in there]
+    if "alpha" in kinds and not has_lora and not has_lokr:
+        odd.append(kinds["alpha"])
+    return missing, odd
+
+
+def _place(
+    match: Match,
+    paths: tuple[str, ...],
+    kinds: Mapping[str, str],
+    tensors: Shapes,
+    weights: Shapes,
+    *,
+    pads: bool,
+    scaling: tuple[float, float] | None,
+    rank: int | None,
+) -> None:
+    """Add a layer to what is placed, or to what has other sizes."""
+    component, shapes = paths[0].partition(".")[0], {kind: tensors[name] for kind, name in kinds.items()}
+    names = [f"{path}.weight" if f"{path}.weight" in weights else path for path in paths]
+    biases = [f"{path}.bias" for path in paths]
+    parts = tuple(path.removeprefix(f"{component}.") for path in paths)
+    if not all(bias in weights for bias in biases):
+        match.odd += [kinds[kind] for kind in ("up_bias", "diff_b") if kind in kinds]
+        kinds = {kind: name for kind, name in kinds.items() if kind not in ("up_bias", "diff_b")}
+    if kinds.keys() - {"diff_b"} and not all(name in weights for name in names):
+        match.lacking += list(kinds.values())
+        return
+    own = [weights[name] for name in names if name in weights]
+    whole = [sum(shape[0] for shape in own), *own[0][1:]] if own and own[0] else []
+    if not all(_fits(kind, shapes, whole, pads=pads) for kind in kinds):
+        match.misshaped.append(", ".join(parts))
+        return
+    if "down" in kinds and rank not in (None, shapes["down"][0]):
+        match.ranks.append(", ".join(parts))
+        return
+    if "down" in kinds and math.prod(shapes["down"][1:]) != math.prod(whole[1:]):
+        match.padded.append(", ".join(parts))
+    changed = names if kinds.keys() - {"up_bias", "diff_b", "alpha"} else []
+    changed = [*changed, *(biases if kinds.keys() & {"up_bias", "diff_b"} else [])]
+    parameters = {name.removeprefix(f"{component}."): math.prod(weights[name]) for name in changed}
+    if parameters:
+        match.placed.append(Placed(component, parts, kinds, parameters, scaling))
+
+
+def _fits(kind: str, shapes: Mapping[str, Sequence[int]], weight: Sequence[int], *, pads: bool) -> bool:
+    """Whether a tensor has the size that its parameter has in a layer with this weight."""
+    shape, size, rows = shapes[kind], math.prod(shapes[kind]), weight[0] if weight else 0
+    num_inputs = math.prod(weight[1:])
+    if kind == "alpha":
+        return size == 1
+    if kind == "diff":
+        return list(shape) == list(weight)
+    if kind in ("up_bias", "diff_b"):
+        return size == rows
+    if len(weight) < 2 or len(shape) < 2 or not size:
+        return False
+    if kind == "down":
+        is_narrow = pads and len(weight) == 2 and size < shape[0] * num_inputs
+        return is_narrow or size == shape[0] * num_inputs
+    if kind == "up":
+        return shape[0] == rows and size == rows * shapes["down"][0]
+    if kind.endswith(("_a", "_b")) and shapes[f"{kind[:-1]}a"][1] != shapes[f"{kind[:-1]}b"][0]:
+        return False
+    left, right = _kronecker(shapes, "lokr_w1"), _kronecker(shapes, "lokr_w2")
+    return (left[0] * right[0], left[1] * right[1]) == (rows, num_inputs)
+
+
+def _kronecker(shapes: Mapping[str, Sequence[int]], factor: str) -> tuple[int, int]:
+    if factor in shapes:
+        return shapes[factor][0], math.prod(shapes[factor][1:])
+    return shapes[f"{factor}_a"][0], math.prod(shapes[f"{factor}_b"][1:])
+
+
+class _Places:
+    """Finds the layers of models by the names that files have."""
+
+    def __init__(self, weights: Shapes) -> None:
+        self._known: dict[str, str] = {}
+        self._flattened: dict[str, str] = {}
+        components = dict.fromkeys(name.partition(".")[0] for name in weights)
+        self._mains = [name for name in components if name in _MAIN] or list(components)[:1]
+        self.has_second = SECOND in components
+        for name in weights:
+            path = name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
+            for spelling in _spellings(path):
+                self._known.setdefault(spelling, path)
+                component, _, module = spelling.partition(".")
+                self._flattened.setdefault(f"{component}.{module.replace('.', '_')}", path)
+
+    def find(self, layer: str) -> tuple[str, ...] | None:
+        """The layer's path; those of its parts if it is fused in the file; None if no model has it."""
+        while True:
+            for name in (layer, *(f"{main}.{layer}" for main in self._mains)):
+                if name in self._known:
+                    return (self._known[name],)
+                parent, _, last = name.rpartition(".")
+                parts = [f"{parent}.{part}" for part in FUSED.get(last, ())]
+                if parts and all(part in self._known for part in parts):
+                    return tuple(self._known[part] for part in parts)
+            prefix = next((each for each in _WRAPPERS if layer.startswith(each)), None)
+            if prefix is None:
+                break
+            layer = layer.removeprefix(prefix)
+        for beginning, components in _FLATTENED.items():
+            for component in components if layer.startswith(beginning) else ():
+                if path := self._flattened.get(f"{component}.{layer.removeprefix(beginning)}"):
+                    return (path,)
+        return None
+
+
+def _spellings(path: str) -> Iterator[str]:
+    """Transformers 5 leaves `text_model` out, and files have it."""
+    yield path
+    component, _, module = path.partition(".")
+    if component.startswith("text_encoder"):
+        bare = module.removeprefix("text_model.")
+        yield f"{component}.{bare if bare != module else f'text_model.{module}'}"

@@ -1,0 +1,184 @@
+"""The tensors of a LoRA under names of a pipeline's models.
+
+Names that are those of the models up to a prefix are matched here (accounting.py). For the names of other
+programs diffusers' converters are asked. They leave out what they do not know, so the tensors that they get
+note where they go: a tensor that reaches no parameter is a problem, as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gfgen.errors import ModelError, in_one_line
+from gfgen.models.lora.accounting import (
+    Match,
+    Settings,
+    Shapes,
+    compare,
+    is_flattened,
+    plain,
+    split,
+    unwrapped,
+)
+
+_REFUSALS = (OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, AssertionError)
+"""What diffusers' converters raise for files that they do not expect."""
+_PREFIXES = (None, "diffusion_model.", "base_model.model.", "")
+"""What converters look for before the names of layers; None: what the file has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a LoRA changes in a pipeline's models."""
+
+    match: Match
+    tensors: Mapping[str, Tensor]
+    lacking: str | None
+    """About the layers that the models lack."""
+    warnings: list[str]
+
+
+def components_of(pipeline: Any) -> list[str]:
+    """The models that LoRAs can change: those of diffusers' loader, or the one that denoises."""
+    names = getattr(pipeline, "_lora_loadable_modules", None) or ("transformer", "unet")
+    return [name for name in names if isinstance(getattr(pipeline, name, None), nn.Module)]
+
+
+def read_lora(path: Path, pipeline: Any, weights: Shapes) -> Content:
+    """Read a file for models with these weights.
+
+    Raises: ModelError for a file that does not fit; layers that all models lack are no reason.
+    """
+    name, settings = type(pipeline).__name__, Settings.of(path)
+    if not weights:
+        raise ModelError(f"{path}: {name} takes no LoRAs")
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: _computable(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    pads = hasattr(pipeline, "_maybe_expand_lora_state_dict")
+
+    def compared(tensors: Mapping[str, Tensor]) -> Match:
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        return compare(shapes, weights, settings, pads=pads)
+
+    match, found, refusal = compared(tensors), tensors, ""
+    if (match.lacking or match.odd) and not match.missing and not match.is_dora:
+        taken = {name for one in match.placed for name in one.tensors.values()}
+        rest = {name: tensor for name, tensor in tensors.items() if name not in taken}
+        for prefix in _PREFIXES:
+            try:
+                converted, accounted = _converted(pipeline, rest, prefix, weights)
+            except _REFUSALS as refused:
+                refusal = refusal or f" (diffusers: {in_one_line(refused)[:200]})"
+                continue
+            both = {**{name: tensors[name] for name in taken}, **converted}
+            tried = compared(both)
+            _name_sources(tried, accounted, rest)
+            if tried.num_problems < match.num_problems:
+                match, found = tried, both
+    if (error := match.error(name)) is not None:
+        raise ModelError(f"{path}: {error}{refusal if match.lacking and not match.placed else ''}")
+    lacking = match.what_lacks(name)
+    return Content(match, found, lacking and f"{path}: {lacking}", match.warnings(settings, tensors))
+
+
+def _computable(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
+
+
+def _name_sources(match: Match, sources: Mapping[str, set[str]], rest: Mapping[str, Tensor]) -> None:
+    """Name tensors of the file in place of converted ones, and those that reach nothing."""
+    for names in (match.lacking, match.odd):
+        names[:] = dict.fromkeys(each for name in names for each in sorted(sources.get(name, {name})))
+    used = {each for one in match.placed for name in one.tensors.values() for each in sources.get(name, ())}
+    used |= sources[""]
+    failed = {*match.lacking, *match.odd} if not match.missing and not match.misshaped else set(rest)
+    match.odd += sorted(rest.keys() - used - failed)
+
+
+def _converted(
+    pipeline: Any, rest: Mapping[str, Tensor], prefix: str | None, weights: Shapes
+) -> tuple[dict[str, Tensor], dict[str, set[str]]]:
+    """Tensors by names of the models, and the tensors of the file that each comes from.
+
+    Those of which only the value was read, such as alphas, come under "".
+    """
+    read: set[str] = set()
+    traced, converted, sources = dict[str, Tensor](), dict[str, Tensor](), {"": read}
+    for name, tensor in rest.items():
+        own, parsed = plain(name)[0], split(name)
+        if parsed is not None and parsed[1] in ("diff", "diff_b"):
+            for new in _dense(pipeline, *parsed, tensor, weights):
+                converted |= new
+                sources |= {key: {name} for key in new}
+            continue
+        renamed = own if prefix is None or is_flattened(own) else f"{prefix}{unwrapped(own)}"
+        traced[renamed] = _Traced.of(tensor, name, read)
+    if not traced:
+        return converted, sources
+    config = {"unet_config": pipeline.unet.config} if "unet" in components_of(pipeline) else {}
+    parts = pipeline.lora_state_dict(traced, return_alphas=True, **config)
+    for part in parts if isinstance(parts, tuple) else (parts,):
+        for name, value in (part or {}).items():
+            if not name.startswith("text_encoder"):
+                (name,) = convert_unet_state_dict_to_peft({name: value})
+            with torch._C.DisableTorchFunctionSubclass():
+                converted[name] = torch.as_tensor(value).as_subclass(Tensor)
+            sources[name] = getattr(value, "sources", set())
+    return converted, sources
+
+
+def _dense(
+    pipeline: Any, layer: str, kind: str, tensor: Tensor, weights: Shapes
+) -> Iterator[dict[str, Tensor]]:
+    """A whole difference under the name that a published file's weight gets in the model."""
+    for component in components_of(pipeline)[:1]:
+        known = SINGLE_FILE_LOADABLE_CLASSES.get(type(getattr(pipeline, component)).__name__, {})
+        convert: Callable[..., Mapping[str, Tensor]] | None = known.get("checkpoint_mapping_fn")
+        for ending in (".bias",) if kind == "diff_b" else (".weight", ""):
+            try:
+                found = {} if convert is None else convert({f"{unwrapped(layer)}{ending}": tensor})
+            except _REFUSALS:
+                continue
+            if found and all(f"{component}.{name}" in weights for name in found):
+                yield {
+                    f"{component}.{name.removesuffix(ending)}.{kind}": each for name, each in found.items()
+                }
+                return
+
+
+class _Traced(Tensor):
+    """Knows the tensors of a file that it was made from."""
+
+    sources: set[str]
+    read: set[str]
+    """Shared: tensors of one number whose value was read."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str, read: set[str]) -> _Traced:
+        made = tensor.as_subclass(cls)
+        made.sources, made.read = {name}, read
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Traced)]
+        sources = {name for each in given for name in each.sources}
+        made = [each for each in tree_leaves(result) if isinstance(each, _Traced)]
+        if result is None:  # an assignment to a part
+            made = given[:1]
+        elif func.__name__ in ("item", "tolist", "__float__") and isinstance(result, float | int):
+            given[0].read |= sources
+        for each in made:
+            each.sources, each.read = sources, given[0].read
+        return result
