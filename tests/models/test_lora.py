@@ -236,8 +236,8 @@ def kohya_lora(pipeline: Any, components: dict[str, str]) -> dict[str, torch.Ten
     tensors: dict[str, torch.Tensor] = {}
     for component, prefix in components.items():
         for name, layer in getattr(pipeline, component).named_modules():
-            if not name.endswith(("to_q", "q_proj", "fc1", "conv1")):
-                continue
+            if not name.endswith(("to_q", "q_proj", "out_proj", "fc1", "conv1")):
+                continue  # without one out_proj, diffusers leaves out all attentions of text encoders
             published = name if prefix == "unet" else f"text_model.{name.removeprefix('text_model.')}"
             kind = f"lora_{prefix}_{published.replace('.', '_')}"
             num_out, num_in, *kernel = layer.weight.shape

@@ -22,7 +22,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.lora import fit
 from gfgen.models.lora.fit import LoraFit, LoraFits, by_headers
-from gfgen.models.lora.outlines import Outlines, changed_by, weightless_pipeline
+from gfgen.models.lora.outlines import answer, weightless_pipeline
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.session import memory as memory_module
@@ -55,10 +55,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def answers(pairs: list[tuple[Path, Path]]) -> list[LoraFit]:
         found = []
         for checkpoint, path in pairs:
-            outlines = Outlines(weightless_pipeline(checkpoint))
             try:
-                changed = changed_by(outlines, path)
-                found.append(LoraFit(changed=changed, components=tuple(outlines.components)))
+                found.append(LoraFit(**answer(checkpoint, path)))
             except ModelError as error:
                 found.append(LoraFit(error=str(error)))
         return found
@@ -69,13 +67,13 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("model", ["shapes", "tiny-wan-moe"])
 def test_headers_say_what_loaders_say(model: str, tmp_path: Path) -> None:
     checkpoint = resolve_checkpoint(model)
-    outlines = Outlines(weightless_pipeline(checkpoint))
-    config = outlines._pipeline.transformer.config
+    config = weightless_pipeline(checkpoint).transformer.config
     path = lora(tmp_path / "a.safetensors", width=config.num_attention_heads * config.attention_head_dim)
     found = by_headers(checkpoint, path)
     assert found is not None
-    assert found.changed == changed_by(outlines, path)
-    assert list(found.components) == outlines.components
+    by_child = answer(checkpoint, path)
+    assert found.changed == by_child["changed"]
+    assert list(found.components) == by_child["components"]
 
 
 def test_headers_leave_other_formats_and_misfits_to_the_loaders(tmp_path: Path, width: int) -> None:
@@ -115,8 +113,9 @@ def test_jobs_are_refused_for_misfits_and_unknown_targets(tmp_path: Path, width:
         {"path": "ok.safetensors", "target": "transformer_2"},
     )
     assert found == [
-        f"line 2: lora: {tmp_path}/other.safetensors: made for another model, which has "
-        "transformer.single_blocks.3.to_q; this one is WanPipeline",
+        f"line 2: lora: {tmp_path}/other.safetensors: made for another model, which has 2 tensors that fill nothing "
+        "here: transformer.single_blocks.3.to_q.lora_A.weight, transformer.single_blocks.3.to_q.lora_B.weight; this "
+        "one is WanPipeline",
         "line 3: lora.target = transformer_2: transformer is accepted for shapes",
     ]
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gfgen.errors import ModelError, in_one_line
+from gfgen.errors import ModelError
 from gfgen.models.lora.accounting import (
     Match,
     Settings,
@@ -70,15 +70,14 @@ def read_lora(path: Path, pipeline: Any, weights: Shapes) -> Content:
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         return compare(shapes, weights, settings, pads=pads)
 
-    match, found, refusal = compared(tensors), tensors, ""
+    match, found = compared(tensors), tensors
     if (match.lacking or match.odd) and not match.missing and not match.is_dora:
         taken = {name for one in match.placed for name in one.tensors.values()}
         rest = {name: tensor for name, tensor in tensors.items() if name not in taken}
         for prefix in _PREFIXES:
             try:
                 converted, accounted = _converted(pipeline, rest, prefix, weights)
-            except _REFUSALS as refused:
-                refusal = refusal or f" (diffusers: {in_one_line(refused)[:200]})"
+            except _REFUSALS:
                 continue
             both = {**{name: tensors[name] for name in taken}, **converted}
             tried = compared(both)
@@ -86,7 +85,7 @@ def read_lora(path: Path, pipeline: Any, weights: Shapes) -> Content:
             if tried.num_problems < match.num_problems:
                 match, found = tried, both
     if (error := match.error(name)) is not None:
-        raise ModelError(f"{path}: {error}{refusal if match.lacking and not match.placed else ''}")
+        raise ModelError(f"{path}: {error}")
     lacking = match.what_lacks(name)
     return Content(match, found, lacking and f"{path}: {lacking}", match.warnings(settings, tensors))
 
