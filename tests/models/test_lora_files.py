@@ -1,0 +1,291 @@
+"""Generated LoRA files, formats x defects: each merges as an independent formula says, or is refused.
+
+A file that passes `check` never gives a wrong weight, and never fails in the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from gfgen.errors import ModelError
+from gfgen.job.images import LoraError, LoraFiles
+from gfgen.job.spec import JobSpec
+from gfgen.models.lora.merging import MergedLoras
+from gfgen.models.lora.reading import components_of, read_lora
+from gfgen.models.lora.weights import original_weights
+
+torch.set_num_threads(1)
+RANK, ALPHA, SCALE = 2, 3.0, 0.5
+
+
+def small_flux() -> Any:
+    return diffusers.FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=4, num_attention_heads=2,
+        joint_attention_dim=6, pooled_projection_dim=4, axes_dims_rope=(0, 2, 2),
+    )  # fmt: skip
+
+
+def small_wan(**image: int) -> Any:
+    return diffusers.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=4, text_dim=6, freq_dim=8,
+        ffn_dim=12, num_layers=2, **image,
+    )  # fmt: skip
+
+
+def small_qwen() -> Any:
+    return diffusers.QwenImageTransformer2DModel(
+        in_channels=4, out_channels=1, num_layers=1, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=6, axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+
+
+def pipeline_of(kind: str, **models: Any) -> Any:
+    """A pipeline with only the models that LoRAs change."""
+    pipeline: Any = object.__new__(getattr(diffusers, kind))
+    pipeline.__dict__.update(models)
+    return pipeline
+
+
+MODELS: Mapping[str, Callable[[], Any]] = {
+    "flux": lambda: pipeline_of("FluxPipeline", transformer=small_flux()),
+    "wan": lambda: pipeline_of("WanPipeline", transformer=small_wan(), transformer_2=small_wan()),
+    "qwen": lambda: pipeline_of("QwenImagePipeline", transformer=small_qwen()),
+}
+
+
+@dataclass
+class Made:
+    """A file, and the changes of weights that it stands for."""
+
+    tensors: dict[str, Tensor]
+    changes: dict[str, Tensor]
+    settings: dict[str, Any] | None = None
+
+
+def layers(pipeline: Any) -> dict[str, nn.Linear]:
+    """A few linear layers with biases."""
+    modules = pipeline.transformer.named_modules()
+    found = {name: layer for name, layer in modules if name.endswith(("to_q", "to_k", "to_v", "0.proj"))}
+    return dict(itertools.islice(found.items(), 5))
+
+
+def low_rank(
+    pipeline: Any,
+    noise: torch.Generator,
+    *,
+    down: str = "lora_A.weight",
+    up: str = "lora_B.weight",
+    alpha: bool = False,
+) -> Made:
+    made = Made({}, {})
+    for name, layer in layers(pipeline).items():
+        a = torch.randn(RANK, layer.in_features, generator=noise)
+        b = torch.randn(layer.out_features, RANK, generator=noise)
+        made.tensors |= {f"{name}.{down}": a, f"{name}.{up}": b}
+        made.changes[f"{name}.weight"] = torch.einsum("or,ri->oi", b, a) * (ALPHA / RANK if alpha else 1)
+        if alpha:
+            made.tensors[f"{name}.alpha"] = torch.tensor(ALPHA)
+    return made
+
+
+def prefixed(made: Made, prefix: str) -> Made:
+    return Made({f"{prefix}{name}": x for name, x in made.tensors.items()}, made.changes, made.settings)
+
+
+def flattened(made: Made, prefix: str) -> Made:
+    """As kohya-ss names layers."""
+    kinds = ("lora_down.weight", "lora_up.weight", "alpha")
+    found = {}
+    for name, x in made.tensors.items():
+        kind = next(kind for kind in kinds if name.endswith(f".{kind}"))
+        found[f"{prefix}{name.removesuffix(f'.{kind}').replace('.', '_')}.{kind}"] = x
+    return Made(found, made.changes)
+
+
+def with_bias(pipeline: Any, noise: torch.Generator) -> Made:
+    """In the first layer only."""
+    made = low_rank(pipeline, noise)
+    name, layer = next((name, each) for name, each in layers(pipeline).items() if each.bias is not None)
+    made.tensors[f"{name}.lora_B.bias"] = made.changes[f"{name}.bias"] = torch.randn(
+        layer.out_features, generator=noise
+    )
+    return prefixed(made, "transformer.")
+
+
+def with_differences(pipeline: Any, noise: torch.Generator) -> Made:
+    made = low_rank(pipeline, noise)
+    name, layer = next((name, each) for name, each in layers(pipeline).items() if each.bias is not None)
+    whole, bias = (torch.randn(shape, generator=noise) for shape in (layer.weight.shape, layer.bias.shape))
+    made.tensors |= {f"{name}.diff": whole, f"{name}.diff_b": bias}
+    made.changes[f"{name}.weight"] = made.changes[f"{name}.weight"] + whole
+    made.changes[f"{name}.bias"] = bias
+    return prefixed(made, "transformer.")
+
+
+def kronecker(pipeline: Any, noise: torch.Generator, *, is_split: bool = False) -> Made:
+    made = Made({}, {})
+    for name, layer in layers(pipeline).items():
+        first = torch.randn(2, 2, generator=noise)
+        a = torch.randn(layer.out_features // 2, RANK, generator=noise)
+        b = torch.randn(RANK, layer.in_features // 2, generator=noise)
+        made.tensors[f"{name}.lokr_w1"] = first
+        made.tensors |= (
+            {f"{name}.lokr_w2_a": a, f"{name}.lokr_w2_b": b} if is_split else {f"{name}.lokr_w2": a @ b}
+        )
+        scale = ALPHA / RANK if is_split else 1
+        made.tensors |= {f"{name}.alpha": torch.tensor(ALPHA)} if is_split else {}
+        made.changes[f"{name}.weight"] = (
+            torch.einsum("ab,cd->acbd", first, a @ b).reshape(layer.weight.shape) * scale
+        )
+    return prefixed(made, "diffusion_model." if is_split else "transformer.")
+
+
+def fused(pipeline: Any, noise: torch.Generator) -> Made:
+    """One Kronecker product for the three projections of an attention."""
+    name = next(name for name in layers(pipeline) if name.endswith("to_q")).removesuffix(".to_q")
+    parts = [pipeline.transformer.get_submodule(f"{name}.{part}").weight for part in ("to_q", "to_k", "to_v")]
+    rows, inputs = sum(len(each) for each in parts), parts[0].shape[1]
+    first, second = torch.randn(1, 2, generator=noise), torch.randn(rows, inputs // 2, generator=noise)
+    whole = torch.einsum("ab,cd->acbd", first, second).reshape(rows, inputs)
+    shares = dict(zip(("to_q", "to_k", "to_v"), whole.chunk(3), strict=True))
+    tensors = {f"transformer.{name}.to_qkv.lokr_w1": first, f"transformer.{name}.to_qkv.lokr_w2": second}
+    return Made(tensors, {f"{name}.{part}.weight": change for part, change in shares.items()})
+
+
+def in_folder(pipeline: Any, noise: torch.Generator) -> Made:
+    """As peft saves it, with rsLoRA."""
+    made = prefixed(low_rank(pipeline, noise), "base_model.model.")
+    made.changes = {name: change * (ALPHA / RANK**0.5) for name, change in made.changes.items()}
+    made.settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "use_rslora": True}
+    return made
+
+
+_DOWN_UP: dict[str, Any] = {"down": "lora_down.weight", "up": "lora_up.weight"}
+_NAMED: dict[str, Any] = {"down": "lora_A.default.weight", "up": "lora_B.default.weight"}
+FORMATS: Mapping[str, Callable[[Any, torch.Generator], Made]] = {
+    "diffusers": lambda *of: prefixed(low_rank(*of), "transformer."),
+    "no prefix": lambda *of: low_rank(*of),
+    "wrapped": lambda *of: prefixed(low_rank(*of), "base_model.model."),
+    "vendor's prefix": lambda *of: prefixed(low_rank(*of), "diffusion_model."),
+    "adapter's name": lambda *of: prefixed(low_rank(*of, **_NAMED), "transformer."),
+    "alpha": lambda *of: prefixed(low_rank(*of, alpha=True), "transformer."),
+    "alpha, down and up": lambda *of: prefixed(low_rank(*of, **_DOWN_UP, alpha=True), "transformer."),
+    "kohya": lambda *of: flattened(low_rank(*of, **_DOWN_UP, alpha=True), "lora_unet_"),
+    "bias": with_bias,
+    "differences": with_differences,
+    "lokr": kronecker,
+    "lokr in parts": lambda *of: kronecker(*of, is_split=True),
+    "lokr fused": fused,
+    "peft's folder": in_folder,
+}
+
+
+def defects(made: Made, rng: random.Random) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Files with a mistake in one tensor. Only an absent alpha, bias or difference leaves another whole file."""
+    names = sorted(made.tensors)
+    name = rng.choice([each for each in names if not each.endswith(("alpha", "bias", "diff", "diff_b"))])
+    rest = {each: x for each, x in made.tensors.items() if each != name}
+    x = made.tensors[name]
+    yield "drop", rest
+    yield "rename", rest | {name.replace("lo", "la", 1) if "lo" in name else f"{name}x": x}
+    yield "rename layer", rest | {f"other_{name}": x}
+    yield "add", made.tensors | {"transformer.nothing.lora_A.weight": torch.ones(RANK, 4)}
+    yield "add kind", made.tensors | {f"{name.rpartition('.lo')[0]}.dora_scale": torch.ones(4)}
+    yield "reshape", rest | {name: torch.cat([x, x], dim=0)}
+    yield "reshape inputs", rest | {name: torch.cat([x, x], dim=1)}
+    yield "empty", rest | {name: x[:0]}
+    yield "whole numbers", rest | {name: x.to(torch.int32)}
+    yield "nan", rest | {name: torch.where(torch.arange(x.numel()).view(x.shape) == 1, torch.nan, x)}
+    yield "infinity", rest | {name: torch.where(torch.arange(x.numel()).view(x.shape) == 1, torch.inf, x)}
+
+
+def shapes_of(pipeline: Any) -> dict[str, list[int]]:
+    found = {}
+    for component in components_of(pipeline):
+        weights = original_weights(getattr(pipeline, component))
+        found |= {f"{component}.{name}": list(x.shape) for name, x in weights.items()}
+    return found
+
+
+def check(path: Path, pipeline: Any) -> list[str]:
+    """What admission does, without a child process; the warnings. Raises: LoraError, ModelError."""
+    LoraFiles(path.parent).check(path.name, None)
+    content = read_lora(path, pipeline, shapes_of(pipeline))
+    if content.lacking is not None:
+        raise ModelError(content.lacking)
+    return content.warnings
+
+
+def asked(path: Path, *, scale: float = SCALE, **entry: Any) -> JobSpec:
+    from gfgen.job.images import lora_sha256
+
+    lora = {"sha256": lora_sha256(path), "scale": scale, **entry}
+    return JobSpec(id="job", prompt="a fox", lora=[lora], lora_files=[str(path)])
+
+
+def save(made: Made, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> Path:
+    folder.mkdir(parents=True)
+    save_file(
+        {name: x.contiguous() for name, x in (tensors or made.tensors).items()},
+        path := folder / "lora.safetensors",
+    )
+    if made.settings is not None:
+        (folder / "adapter_config.json").write_text(json.dumps(made.settings))
+    return path
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_file_merges_as_its_format_says_or_is_refused(model: str, tmp_path: Path) -> None:
+    rng, count = random.Random(model), 0
+    torch.manual_seed(0)
+    pipeline = MODELS[model]()
+    merged, experts = MergedLoras(pipeline), components_of(pipeline)
+    before = {
+        one: {n: x.clone() for n, x in original_weights(getattr(pipeline, one)).items()} for one in experts
+    }
+    noise = torch.Generator().manual_seed(0)
+    for (format_, make), dtype in itertools.product(
+        FORMATS.items(), (torch.float32, torch.float64, torch.bfloat16)
+    ):
+        made = make(pipeline, noise)
+        if format_ == "bias" and dtype is torch.bfloat16:
+            made.tensors = {name: x.half() for name, x in made.tensors.items()}
+        folder, count = tmp_path / f"{count}", count + 1
+        path = save(made, folder, {name: x.to(dtype) for name, x in made.tensors.items()})
+        assert any("diffusers may leave out" in text for text in check(path, pipeline)) is (
+            format_ in ("alpha", "alpha, down and up", "lokr in parts", "differences", "peft's folder")
+        )
+        merged.merge(asked(path))
+        tolerance = 1e-5 if dtype is not torch.bfloat16 else 0.1
+        for one, weights in before.items():
+            now = original_weights(getattr(pipeline, one))
+            for name, base in weights.items():
+                change = SCALE * made.changes[name] if name in made.changes else torch.zeros_like(base)
+                assert torch.allclose(now[name] - base, change, atol=tolerance), (format_, one, name)
+        if dtype is not torch.float32:
+            continue
+        for kind, tensors in defects(made, rng):
+            path, count = save(made, tmp_path / f"{count}", tensors), count + 1
+            with pytest.raises((LoraError, ModelError)) as refused:
+                check(path, pipeline)
+            assert "\n" not in str(refused.value), (format_, kind)
+            if isinstance(refused.value, ModelError):
+                with pytest.raises(ModelError):
+                    merged.merge(asked(path))
+    merged.merge(JobSpec(id="job", prompt="a fox"))
+    for one, weights in before.items():
+        now = original_weights(getattr(pipeline, one))
+        assert all(torch.equal(now[name], base) for name, base in weights.items())
+    assert count >= 190
