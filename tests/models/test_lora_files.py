@@ -5,11 +5,12 @@ A file that passes `check` never gives a wrong weight, and never fails in the ru
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gfgen.errors import ModelError
-from gfgen.job.images import LoraError, LoraFiles
+from gfgen.job.images import LoraError, LoraFiles, lora_sha256
 from gfgen.job.spec import JobSpec
+from gfgen.models.families.adapter import SAMPLE
+from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.lora.reading import components_of, read_lora
 from gfgen.models.lora.weights import original_weights
@@ -193,7 +196,7 @@ FORMATS: Mapping[str, Callable[[Any, torch.Generator], Made]] = {
 
 
 def defects(made: Made, rng: random.Random) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Files with a mistake in one tensor. Only an absent alpha, bias or difference leaves another whole file."""
+    """Files with a mistake in a tensor without which the others make no whole file."""
     names = sorted(made.tensors)
     name = rng.choice([each for each in names if not each.endswith(("alpha", "bias", "diff", "diff_b"))])
     rest = {each: x for each, x in made.tensors.items() if each != name}
@@ -229,8 +232,6 @@ def check(path: Path, pipeline: Any) -> list[str]:
 
 
 def asked(path: Path, *, scale: float = SCALE, **entry: Any) -> JobSpec:
-    from gfgen.job.images import lora_sha256
-
     lora = {"sha256": lora_sha256(path), "scale": scale, **entry}
     return JobSpec(id="job", prompt="a fox", lora=[lora], lora_files=[str(path)])
 
@@ -289,3 +290,176 @@ def test_every_file_merges_as_its_format_says_or_is_refused(model: str, tmp_path
         now = original_weights(getattr(pipeline, one))
         assert all(torch.equal(now[name], base) for name, base in weights.items())
     assert count >= 190
+
+
+def weights_of(pipeline: Any) -> dict[str, Tensor]:
+    return {
+        f"{one}.{name}": x.clone()
+        for one in components_of(pipeline)
+        for name, x in original_weights(getattr(pipeline, one)).items()
+    }
+
+
+def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_files_in_every_order_of_three_give_what_each_gives_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    pipeline, noise = MODELS["flux"](), torch.Generator().manual_seed(1)
+    lora, lokr, split = (FORMATS[name](pipeline, noise) for name in ("diffusers", "lokr", "lokr in parts"))
+    broken, layer = (
+        dict(list(lora.tensors.items())[1:]),
+        next(iter(lora.tensors)).removesuffix("lora_A.weight"),
+    )
+    mixed = {name: x for name, x in lora.tensors.items() if not name.startswith(layer)}
+    mixed |= {name: x for name, x in lokr.tensors.items() if name.startswith(layer)}
+    tensors = {
+        "lora": lora.tensors,
+        "lokr": lokr.tensors,
+        "split": split.tensors,
+        "mixed": mixed,
+        "broken": broken,
+    }
+    paths = {name: save(lora, tmp_path / name, each) for name, each in tensors.items()}
+
+    def result(merged: MergedLoras, name: str) -> dict[str, Tensor] | None:
+        try:
+            merged.merge(asked(paths[name]))
+        except ModelError:
+            return None
+        return weights_of(merged._pipeline)
+
+    alone: dict[str, dict[str, Tensor] | None] = {}
+    for name in paths:
+        fresh = MergedLoras(pipeline)
+        alone[name] = result(fresh, name)
+        fresh.merge(JobSpec(id="job", prompt="a fox"))
+    assert [name for name, found in alone.items() if found is None] == ["broken"]
+    for order in itertools.permutations(paths, 3):
+        merged = MergedLoras(pipeline)
+        for name in order:
+            found, wanted = result(merged, name), alone[name]
+            assert (found is None) == (wanted is None)
+            assert found is None or wanted is None or equal(found, wanted), order
+        merged.merge(JobSpec(id="job", prompt="a fox"))
+
+
+def test_layers_of_the_second_expert_go_there_and_all_others_to_both(tmp_path: Path) -> None:
+    pipeline, noise = MODELS["wan"](), torch.Generator().manual_seed(1)
+    one, other = low_rank(pipeline, noise), low_rank(pipeline, noise)
+    both = prefixed(one, "transformer.").tensors | prefixed(other, "transformer_2.").tensors
+    cases = {
+        "both": (both, {"transformer": one, "transformer_2": other}),
+        "first": (prefixed(one, "transformer.").tensors, {"transformer": one, "transformer_2": one}),
+        "second": (prefixed(one, "transformer_2.").tensors, {"transformer_2": one}),
+    }
+    before = weights_of(pipeline)
+    for name, (tensors, wanted) in cases.items():
+        merged = MergedLoras(pipeline)
+        merged.merge(asked(save(one, tmp_path / name, tensors)))
+        for key, x in weights_of(pipeline).items():
+            component, _, parameter = key.partition(".")
+            changes = wanted[component].changes if component in wanted else {}
+            change = SCALE * changes.get(parameter, torch.zeros_like(x))
+            assert torch.allclose(x - before[key], change, atol=1e-5), (name, key)
+        merged.merge(JobSpec(id="job", prompt="a fox"))
+
+
+def vendors_wan(noise: torch.Generator, width: int = 16) -> dict[str, Tensor]:
+    """A Wan LoRA under the names of the published model, as trainers write it."""
+    found: dict[str, Tensor] = {}
+    for block, kind, layer in itertools.product(range(2), ("self_attn", "cross_attn"), "qkvo"):
+        name = f"diffusion_model.blocks.{block}.{kind}.{layer}"
+        found[f"{name}.lora_down.weight"] = torch.randn(RANK, width, generator=noise)
+        found[f"{name}.lora_up.weight"] = torch.randn(width, RANK, generator=noise)
+        found[f"{name}.alpha"] = torch.tensor(ALPHA)
+    return found
+
+
+def test_a_vendors_names_give_what_diffusers_gives_and_what_it_leaves_out_acts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    pipeline, noise = MODELS["wan"](), torch.Generator().manual_seed(1)
+    before, tensors = weights_of(pipeline), vendors_wan(noise)
+    theirs = MODELS["wan"]()
+    theirs.transformer.load_state_dict(pipeline.transformer.state_dict())
+    theirs.transformer.load_lora_adapter(
+        diffusers.WanPipeline.lora_state_dict({name: x.clone() for name, x in tensors.items()}),
+        adapter_name="one",
+    )
+    theirs.transformer.set_adapters(["one"], SCALE)
+    theirs.transformer.fuse_lora(adapter_names=["one"])
+    fused_weights = {
+        name.replace(".base_layer.", "."): x
+        for name, x in theirs.transformer.named_parameters()
+        if ".lora_" not in name
+    }
+    differences = {
+        "blocks.0.norm3.diff": "blocks.0.norm2.weight",
+        "blocks.1.self_attn.q.diff_b": "blocks.1.attn1.to_q.bias",
+    }
+    differences["head.modulation.diff"] = "scale_shift_table"
+    new = {
+        name: torch.randn(before[f"transformer.{own}"].shape, generator=noise)
+        for name, own in differences.items()
+    }
+    tensors |= {f"diffusion_model.{name}": x for name, x in new.items()}
+    for prefix in ("diffusion_model.", "", "base_model.model."):
+        renamed = {name.replace("diffusion_model.", prefix): x for name, x in tensors.items()}
+        path = save(Made(renamed, {}), tmp_path / f"at{prefix}")
+        assert any("whole differences of" in text for text in check(path, pipeline))
+        merged = MergedLoras(pipeline)
+        merged.merge(asked(path))
+        found = original_weights(pipeline.transformer)
+        for name, x in fused_weights.items():
+            wanted = x + SCALE * sum(new[key] for key, own in differences.items() if own == name)
+            assert torch.equal(found[name], wanted), name
+        merged.merge(JobSpec(id="job", prompt="a fox"))
+    lost = {**tensors, "diffusion_model.blocks.0.self_attn.qq.alpha": torch.tensor(ALPHA)}
+    with pytest.raises(
+        ModelError, match=r"1 tensor of it fill nothing: diffusion_model\.blocks\.0\.self_attn\.qq\.alpha"
+    ):
+        check(save(Made(lost, {}), tmp_path / "lost"), pipeline)
+
+
+def test_layers_that_the_model_lacks_are_left_out_if_the_entry_says_so(tmp_path: Path) -> None:
+    """An image-to-video LoRA of Wan2.1 on a model without image embeddings."""
+    pipeline, noise = MODELS["wan"](), torch.Generator().manual_seed(1)
+    tensors = vendors_wan(noise)
+    plain = save(Made(tensors, {}), tmp_path / "plain")
+    for block, layer in itertools.product(range(2), ("k_img", "v_img")):
+        name = f"diffusion_model.blocks.{block}.cross_attn.{layer}"
+        tensors |= {
+            f"{name}.lora_{kind}.weight": x
+            for kind, x in (("down", torch.ones(2, 16)), ("up", torch.ones(16, 2)))
+        }
+    path = save(Made(tensors, {}), tmp_path / "image")
+    with pytest.raises(
+        ModelError, match=r"8 tensors that fill nothing here: .*k_img.*and 3 more; this one is Wan"
+    ):
+        check(path, pipeline)
+    merged = MergedLoras(pipeline)
+    with pytest.raises(ModelError, match="8 tensors that fill nothing"):
+        merged.merge(asked(path))
+    merged.merge(asked(path, partial=True))
+    found = weights_of(pipeline)
+    merged.merge(asked(plain))
+    assert equal(found, weights_of(pipeline))
+
+
+def test_pictures_of_ten_files_are_finite_and_differ(tmp_path: Path) -> None:
+    adapter: Any = load_adapter(resolve_checkpoint("tiny-qwen-image"))
+    pipeline, noise, found = adapter.loras._pipeline, torch.Generator().manual_seed(1), set()
+    formats = [name for name in FORMATS if name != "kohya"][:10]
+    for idx, name in enumerate(formats):
+        made = FORMATS[name](pipeline, noise)
+        path = save(made, tmp_path / f"{idx}")
+        check(path, pipeline)
+        job = adapter.geometry.resolve(replace(asked(path), width=32, height=32, steps=2, seed=1))
+        prompt = adapter.encode(job)
+        condition, latents = adapter.prepare(job, prompt)
+        latents = adapter.denoise(job, prompt, condition, latents, step=0)
+        frames = adapter.decode(job, latents).tensors["frames"]
+        assert torch.isfinite(latents.tensors[SAMPLE]).all()
+        found.add(hashlib.sha256(frames.numpy().tobytes()).hexdigest())
+    assert len(found) > 5

@@ -113,9 +113,9 @@ def test_jobs_are_refused_for_misfits_and_unknown_targets(tmp_path: Path, width:
         {"path": "ok.safetensors", "target": "transformer_2"},
     )
     assert found == [
-        f"line 2: lora: {tmp_path}/other.safetensors: made for another model, which has 2 tensors that fill nothing "
-        "here: transformer.single_blocks.3.to_q.lora_A.weight, transformer.single_blocks.3.to_q.lora_B.weight; this "
-        "one is WanPipeline",
+        f"line 2: lora: {tmp_path}/other.safetensors: made for another model, which has 2 tensors that fill "
+        "nothing here: transformer.single_blocks.3.to_q.lora_A.weight, "
+        "transformer.single_blocks.3.to_q.lora_B.weight; this one is WanPipeline",
         "line 3: lora.target = transformer_2: transformer is accepted for shapes",
     ]
 

@@ -7,6 +7,7 @@ note where they go: a tensor that reaches no parameter is a problem, as any othe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,13 +76,9 @@ def read_lora(path: Path, pipeline: Any, weights: Shapes) -> Content:
         taken = {name for one in match.placed for name in one.tensors.values()}
         rest = {name: tensor for name, tensor in tensors.items() if name not in taken}
         for prefix in _PREFIXES:
-            try:
-                converted, accounted = _converted(pipeline, rest, prefix, weights)
-            except _REFUSALS:
-                continue
-            both = {**{name: tensors[name] for name in taken}, **converted}
-            tried = compared(both)
-            _name_sources(tried, accounted, rest)
+            converted, sources = _renamed(pipeline, rest, prefix, weights)
+            tried = compared(both := {**{name: tensors[name] for name in taken}, **converted})
+            _name_sources(tried, sources, rest)
             if tried.num_problems < match.num_problems:
                 match, found = tried, both
     if (error := match.error(name)) is not None:
@@ -102,6 +99,25 @@ def _name_sources(match: Match, sources: Mapping[str, set[str]], rest: Mapping[s
     used |= sources[""]
     failed = {*match.lacking, *match.odd} if not match.missing and not match.misshaped else set(rest)
     match.odd += sorted(rest.keys() - used - failed)
+
+
+def _renamed(
+    pipeline: Any, rest: Mapping[str, Tensor], prefix: str | None, weights: Shapes
+) -> tuple[dict[str, Tensor], dict[str, set[str]]]:
+    """As `_converted`; if diffusers refuses the whole, then layer by layer, without those that it refuses."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in rest.items():
+        layers.setdefault((split(name) or (name,))[0], {})[name] = tensor
+    for groups in ([rest], layers.values()):
+        converted, sources = dict[str, Tensor](), dict[str, set[str]]({"": set()})
+        for group in groups:
+            with contextlib.suppress(*_REFUSALS):
+                found, its = _converted(pipeline, group, prefix, weights)
+                converted |= found
+                sources |= its | {"": sources[""] | its[""]}
+        if converted:
+            break
+    return converted, sources
 
 
 def _converted(
@@ -164,7 +180,7 @@ class _Traced(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, name: str, read: set[str]) -> _Traced:
-        made = tensor.as_subclass(cls)
+        made = tensor.clone().as_subclass(cls)  # some converters scale in place
         made.sources, made.read = {name}, read
         return made
 
