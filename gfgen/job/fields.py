@@ -409,7 +409,7 @@ def _parse_one_lora(entry: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("file", "target"):
         if (text := entry.get(name)) is not None:
             parsed[name] = _parse_path(name, text)
-    if (partial := entry.get("partial")) not in (None, True, False):
+    if not isinstance(partial := entry.get("partial"), bool | None):
         raise Refused(f"partial is {shown(partial)}; true and false are accepted")
     return parsed | ({"partial": True} if partial else {})
 

@@ -379,6 +379,18 @@ def test_in_fp8_files_that_changed_since_loading_are_refused(
     assert not any(map(differing, bits_of(pipeline), before))
 
 
+def test_weights_that_the_files_lack_now_are_named(model: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(resolve_checkpoint(model), tmp_path / model))
+    wanted = {
+        name: x for name, x in loaded(model).transformer.named_parameters() if name.endswith("to_k.weight")
+    }
+    gone = min(wanted)
+    for path in (copy / "transformer").glob("*.safetensors"):
+        save_file({name: x for name, x in load_file(path).items() if name != gone}, path)
+    with pytest.raises(ModelError, match=f"lacks {gone}; the files of the model have changed"):
+        list(StoredWeights(copy).read("transformer", wanted, device=torch.device("cpu")))
+
+
 @pytest.mark.parametrize("way", ["random", "pickled"])
 def test_weights_that_no_safetensors_file_has_are_those_of_the_loaded_model(
     model: str, way: str, tmp_path: Path

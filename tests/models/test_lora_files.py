@@ -215,7 +215,7 @@ def defects(made: Made, rng: random.Random) -> Iterator[tuple[str, dict[str, Ten
 
 
 def shapes_of(pipeline: Any) -> dict[str, list[int]]:
-    found = {}
+    found: dict[str, list[int]] = {}
     for component in components_of(pipeline):
         weights = original_weights(getattr(pipeline, component))
         found |= {f"{component}.{name}": list(x.shape) for name, x in weights.items()}

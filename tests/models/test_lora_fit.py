@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from one_job import parse_job
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from gfgen.cli.shown.prediction import SimulatedMemory
 from gfgen.errors import InputError, ModelError
@@ -275,6 +277,60 @@ def test_a_server_places_copies_for_all_its_loras_or_does_not_start(
     assert not problems
     with pytest.raises(InputError, match=r"at least 40\.9 GB of main memory needed for copies .* 1\.0 GB"):
         on_gpus(80).memory.serve_loras(served, [checkpoint])
+
+
+@pytest.mark.parametrize(
+    ("gpu_gb", "main_gb", "lack"),
+    [(40, 300, "43.0 GB of memory"), (80, 1, "40.9 GB of main memory"), (80, 300, "")],
+)
+def test_a_server_in_fp8_does_not_start_with_loras_that_do_not_fit(
+    large_lora: JobSpec, monkeypatch: pytest.MonkeyPatch, gpu_gb: int, main_gb: int, lack: str
+) -> None:
+    monkeypatch.setattr(memory_module, "available_bytes", lambda: main_gb * GB)
+    served = find_loras([f"style={path}" for path in large_lora.lora_files or ()])
+    found = on_gpus(gpu_gb, precision=("fp8",))
+    checkpoint = found.models.find("qwen-image").checkpoint
+    expected = pytest.raises(InputError, match=f"at least {lack}") if lack else contextlib.nullcontext()
+    with expected:
+        found.memory.serve_loras(served, [checkpoint])
+
+
+def test_layers_that_a_model_lacks_are_left_out_with_a_warning_if_an_entry_says_so(
+    tmp_path: Path, width: int
+) -> None:
+    path = lora(tmp_path / "more.safetensors", width=width)
+    save_file(
+        load_file(path) | load_file(lora(tmp_path / "k.safetensors", "transformer.k_img", width=2)), path
+    )
+    specs = []
+    for partial in (False, True):
+        entry = {"path": "more.safetensors"} | ({"partial": True} if partial else {})
+        spec, refused = parse_job({"prompt": "a", "frames": 1, "lora": [entry]}, line=1, folder=tmp_path)
+        assert spec is not None, refused
+        assert to_mapping(spec)["lora"][0].get("partial", False) is partial
+        specs.append(spec)
+    (job,), (problem,) = admission()(specs)
+    assert "2 tensors that fill nothing here: transformer.k_img.lora_A.weight" in str(problem)
+    assert '"partial": true leaves them out' in str(problem)
+    assert ["2 tensors that fill nothing" in str(warned) for warned in job.info.warnings] == [True]
+    _, (problem,) = parse_job(
+        {"prompt": "a", "lora": [{"path": "more.safetensors", "partial": 1}]}, folder=tmp_path
+    )
+    assert "partial is 1; true and false are accepted" in str(problem)
+
+
+def test_problems_of_loras_are_found_once_for_all_jobs_with_them(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora(tmp_path / "ok.safetensors", width=width)
+    job = {"prompt": "a red circle", "frames": 1, "lora": ["ok.safetensors"]}
+    spec, _ = parse_job(job, folder=tmp_path)
+    assert spec is not None
+    changed_in = Mock(side_effect=LoraFit.changed_in, autospec=True)
+    monkeypatch.setattr(LoraFit, "changed_in", lambda fit, target: changed_in(fit, target))
+    jobs, _ = admission()([replace(spec, id=f"job{idx}") for idx in range(50)])
+    assert len(jobs) == 50
+    assert changed_in.call_count < 10
 
 
 def test_a_request_names_a_lora_of_the_server(tmp_path: Path, width: int) -> None:

@@ -260,13 +260,15 @@ def compare(tensors: Shapes, weights: Shapes, settings: Settings, *, pads: bool 
             continue
         if missing or not (kept := {kind: name for kind, name in kinds.items() if name not in odd}):
             continue
+        owner, _, module = key[0].partition(".")
+        if "down" in kept and settings.rank(owner, module) not in (None, tensors[kept["down"]][0]):
+            match.ranks.append(module)
+            continue
         twins = [key]
         if not has_second and places.has_second and key[0].startswith("transformer."):
             twins.append(tuple(path.replace("transformer.", f"{SECOND}.", 1) for path in key))
         for paths in twins:
-            owner, _, module = key[0].partition(".")
-            scaling, rank = settings.scaling(owner, module), settings.rank(owner, module)
-            _place(match, paths, kept, tensors, weights, pads=pads, scaling=scaling, rank=rank)
+            _place(match, paths, kept, tensors, weights, scaling=settings.scaling(owner, module), pads=pads)
     for names in (match.lacking, match.odd, match.misshaped, match.ranks, match.padded):
         names[:] = dict.fromkeys(names)  # both experts have the same
     return match
@@ -301,9 +303,8 @@ def _place(
     tensors: Shapes,
     weights: Shapes,
     *,
-    pads: bool,
     scaling: tuple[float, float] | None,
-    rank: int | None,
+    pads: bool,
 ) -> None:
     """Add a layer to what is placed, or to what has other sizes."""
     component, shapes = paths[0].partition(".")[0], {kind: tensors[name] for kind, name in kinds.items()}
@@ -318,11 +319,9 @@ def _place(
         return
     own = [weights[name] for name in names if name in weights]
     whole = [sum(shape[0] for shape in own), *own[0][1:]] if own and own[0] else []
-    if not all(_fits(kind, shapes, whole, pads=pads) for kind in kinds):
+    are_alike = all(list(shape) == list(own[0]) for shape in own)
+    if not are_alike or not all(_fits(kind, shapes, whole, pads=pads) for kind in kinds):
         match.misshaped.append(", ".join(parts))
-        return
-    if "down" in kinds and rank not in (None, shapes["down"][0]):
-        match.ranks.append(", ".join(parts))
         return
     if "down" in kinds and math.prod(shapes["down"][1:]) != math.prod(whole[1:]):
         match.padded.append(", ".join(parts))
