@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,10 +28,21 @@ def split_by_loras(
         why = Problem.of("lora", None, str(error))
         kept = [job for job in jobs if not job.spec.lora]
         return kept, [replace(why, line=job.spec.line) for job in asking]
-    judge = functools.cache(functools.partial(_judged, fits, is_offloaded=is_offloaded))
-    kept, problems = list[AdmittedJob](), list[Problem]()
+    kept, problems, known = list[AdmittedJob](), list[Problem](), dict[object, Problem | tuple[Warned, ...]]()
     for job in jobs:
-        found = [judge(job.checkpoint, job.spec.model, *each) for each in _entries(job)]
+        found = []
+        for lora, path in zip(job.spec.lora or (), job.spec.lora_files or (), strict=True):
+            key = (
+                job.checkpoint,
+                job.spec.model,
+                path,
+                lora["sha256"],
+                lora.get("target"),
+                lora.get("partial"),
+            )
+            if key not in known:
+                known[key] = _judged(fits, job, lora, path, is_offloaded=is_offloaded)
+            found.append(known[key])
         refused = [replace(each, line=job.spec.line) for each in found if isinstance(each, Problem)]
         if not refused:
             kept.append(job.warned(*(text for each in found if isinstance(each, tuple) for text in each)))
@@ -102,30 +112,19 @@ def _is_of_text_encoder(weight: str) -> bool:
     return TEXT_ENCODER.fullmatch(weight.partition(".")[0]) is not None
 
 
-def _entries(job: AdmittedJob) -> Iterator[tuple[str, str, str | None, bool]]:
-    for lora, path in zip(job.spec.lora or (), job.spec.lora_files or (), strict=True):
-        yield path, lora["sha256"], lora.get("target"), bool(lora.get("partial"))
-
-
 def _judged(
-    fits: LoraFits,
-    checkpoint: Path,
-    model: str | None,
-    path: str,
-    sha256: str,
-    target: str | None,
-    partial: bool,
-    *,
-    is_offloaded: bool,
+    fits: LoraFits, job: AdmittedJob, lora: Mapping[str, Any], path: str, *, is_offloaded: bool
 ) -> Problem | tuple[Warned, ...]:
     """What is wrong with a LoRA for a model, or what jobs with it are warned of."""
-    fit = fits.of(checkpoint, sha256)
+    fit, target = fits.of(job.checkpoint, lora["sha256"]), lora.get("target")
     if fit.error is not None:
         return Problem.of("lora", None, fit.error)
-    if fit.lacking is not None and not partial:
+    if fit.lacking is not None and not lora.get("partial"):
         return Problem.of("lora", None, f'{fit.lacking}; "partial": true leaves them out')
     if target is not None and target not in fit.components:
-        return Problem.of("lora.target", target, f"{' or '.join(fit.components)} is accepted for {model}")
+        return Problem.of(
+            "lora.target", target, f"{' or '.join(fit.components)} is accepted for {job.spec.model}"
+        )
     if not fit.changed_in(target):
         return Problem.of("lora.target", target, f"{path} changes no layer of it; leave it out")
     if is_offloaded and any(map(_is_of_text_encoder, fit.changed_in(target))):

@@ -64,7 +64,8 @@ def read_lora(path: Path, pipeline: Any, weights: Shapes) -> Content:
     if not weights:
         raise ModelError(f"{path}: {name} takes no LoRAs")
     with safe_open(path, framework="pt") as file:
-        tensors = {key: _computable(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 (no mapping)
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    tensors = {key: x.float() if x.itemsize == 1 else x for key, x in tensors.items()}  # fp8 has no products
     pads = hasattr(pipeline, "_maybe_expand_lora_state_dict")
 
     def compared(tensors: Mapping[str, Tensor]) -> Match:
@@ -81,14 +82,12 @@ def read_lora(path: Path, pipeline: Any, weights: Shapes) -> Content:
             _name_sources(tried, sources, rest)
             if tried.num_problems < match.num_problems:
                 match, found = tried, both
+            if not match.num_problems:
+                break
     if (error := match.error(name)) is not None:
         raise ModelError(f"{path}: {error}")
     lacking = match.what_lacks(name)
     return Content(match, found, lacking and f"{path}: {lacking}", match.warnings(settings, tensors))
-
-
-def _computable(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
 
 
 def _name_sources(match: Match, sources: Mapping[str, set[str]], rest: Mapping[str, Tensor]) -> None:
