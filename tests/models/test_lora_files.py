@@ -304,6 +304,25 @@ def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"r": RANK, "lora_alpha": ALPHA, "use_dora": True}, "has use_dora, which gfgen cannot merge"),
+        ({"r": RANK, "lora_alpha": "much"}, "lora_alpha much; numbers above 0 are accepted"),
+        ({"r": RANK + 1, "lora_alpha": ALPHA}, "another rank than its settings say"),
+        ({"r": RANK, "rank_pattern": {"to_q": 9}}, "another rank than its settings say in"),
+        ({"r": RANK, "lora_alpha": ALPHA, "peft_type": "LOHA"}, "has peft_type LOHA"),
+        ([1], "adapter_config.json cannot be read"),
+    ],
+)
+def test_settings_that_cannot_act_are_refused(settings: Any, problem: str, tmp_path: Path) -> None:
+    pipeline = MODELS["qwen"]()
+    made = prefixed(low_rank(pipeline, torch.Generator()), "base_model.model.")
+    made.settings = settings
+    with pytest.raises(ModelError, match=problem):
+        check(save(made, tmp_path / "lora"), pipeline)
+
+
 def test_files_in_every_order_of_three_give_what_each_gives_alone(tmp_path: Path) -> None:
     torch.manual_seed(0)
     pipeline, noise = MODELS["flux"](), torch.Generator().manual_seed(1)

@@ -7,6 +7,7 @@ which parameters it creates. A tensor that fills no parameter is a problem, and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -52,6 +53,7 @@ _DORA = re.compile(r"dora_scale|lora_magnitude_vector")
 _METADATA = "lora_adapter_metadata"
 """Key of a file's metadata with settings of peft. Source: diffusers 0.42 loaders/lora_base.py."""
 _UNSUPPORTED = ("use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens")
+_NUMBERS = ("r", "lora_alpha", "alpha", "rank_pattern", "alpha_pattern")
 MAX_NAMED = 5
 
 Shapes = Mapping[str, Sequence[int]]
@@ -108,6 +110,9 @@ class Settings:
             key = name.rpartition(".")[2]
             if key in _UNSUPPORTED and value:
                 raise ModelError(f"{path}: {source} has {name}, which gfgen cannot merge")
+            numbers = value.values() if isinstance(value, dict) and key.endswith("_pattern") else (value,)
+            if key in _NUMBERS and value and not all(isinstance(x, int | float) and x > 0 for x in numbers):
+                raise ModelError(f"{path}: {source} has {name} {value}; numbers above 0 are accepted")
             if key == "peft_type" and value not in ("LORA", "LOKR"):
                 raise ModelError(f"{path}: {source} has {name} {value}; LORA and LOKR are accepted")
         return found
@@ -119,20 +124,21 @@ class Settings:
         rank = _by_pattern(self.get(component, "rank_pattern"), module, self.get(component, "r"))
         return None if rank is None else int(rank)
 
-    def scaling(self, component: str, module: str) -> tuple[float, float] | None:
-        """Alpha and what it is divided by. The default alpha is peft's."""
-        if (rank := self.rank(component, module)) is None:
+    def scaling(self, component: str, module: str, rank: int | None) -> tuple[float, float] | None:
+        """Alpha and what it is divided by, for a layer of this rank. The default alpha is peft's."""
+        whole = self.get(component, "lora_alpha", self.get(component, "alpha"))
+        if ((said := self.rank(component, module)) is None and whole is None) or not (rank := said or rank):
             return None
-        whole = self.get(component, "lora_alpha", self.get(component, "alpha", 8))
-        alpha = _by_pattern(self.get(component, "alpha_pattern"), module, whole)
+        alpha = _by_pattern(self.get(component, "alpha_pattern"), module, 8 if whole is None else whole)
         return float(alpha), math.sqrt(rank) if self.get(component, "use_rslora") else rank
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """Source: peft 0.21 utils/other.py get_pattern_key."""
     for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
+        with contextlib.suppress(re.error):
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
     return default
 
 
@@ -261,14 +267,17 @@ def compare(tensors: Shapes, weights: Shapes, settings: Settings, *, pads: bool 
         if missing or not (kept := {kind: name for kind, name in kinds.items() if name not in odd}):
             continue
         owner, _, module = key[0].partition(".")
-        if "down" in kept and settings.rank(owner, module) not in (None, tensors[kept["down"]][0]):
+        rank = tensors[kept["down"]][0] if "down" in kept and tensors[kept["down"]] else None
+        if rank is not None and settings.rank(owner, module) not in (None, rank):
             match.ranks.append(module)
             continue
         twins = [key]
         if not has_second and places.has_second and key[0].startswith("transformer."):
             twins.append(tuple(path.replace("transformer.", f"{SECOND}.", 1) for path in key))
         for paths in twins:
-            _place(match, paths, kept, tensors, weights, scaling=settings.scaling(owner, module), pads=pads)
+            _place(
+                match, paths, kept, tensors, weights, scaling=settings.scaling(owner, module, rank), pads=pads
+            )
     for names in (match.lacking, match.odd, match.misshaped, match.ranks, match.padded):
         names[:] = dict.fromkeys(names)  # both experts have the same
     return match
