@@ -67,6 +67,19 @@ class Problem:
         return cls(line=None, field=field, value=_shortened(value), accepted=accepted)
 
 
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something in a job that does not act as written, although the job runs (runtime/core/effects.py)."""
+
+    kind: str
+    """What it is, in words that are equal for all such jobs; the log has each kind once per job file."""
+    detail: str = ""
+    """What differs between these jobs, such as the words that are left out."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}" if self.detail else self.kind
+
+
 def at(line: int) -> str:
     """A line of a job file in words, or what is in its place (job/inputs.py)."""
     return f"{getattr(line, 'place', 'line')} {line}"

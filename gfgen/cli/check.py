@@ -19,7 +19,8 @@ from gfgen.cli.shown.prediction import known_here, machine
 from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.inputs import FileLine
 from gfgen.job.reader import JobSource
-from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of, tell_of_rounding
+from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
+from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.ownership import STATUSES, Claims
 from gfgen.runtime.predict.profile_file import Profile, check_profile
@@ -45,7 +46,7 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
     with _collected() as logged:
         cluster, admission = options.cluster, session_of(options, options.cluster).admission
         found = judge(source, admission, claims=claims, has_bar=has_bar(options))
-        tell_of_rounding(found.jobs)
+        tell_of_warnings(job.info for job in found.jobs)
         todo = [job for job in found.jobs if job.job_id not in claims.done_ids]
         check_batch(options.batch, families_of(todo))
         warn_of_passed_deadlines(todo, now=now)

@@ -263,9 +263,7 @@ def _card(job: JobReport, found: tuple[Path, str] | None, number: int) -> str:
     )
     if job.line.get("met_deadline") is False:
         rows.append('<p class="bad">missed its deadline</p>')
-    for text in filter(
-        None, [job.line.get("error"), job.line.get("rounded"), *(job.line.get("warnings") or ())]
-    ):
+    for text in filter(None, [job.line.get("error"), *(job.line.get("warnings") or ())]):
         rows.append(f"<p>{html.escape(str(text))}</p>")
     return f'<article class="{html.escape(job.status)}">{picture}{"".join(rows)}</article>'
 

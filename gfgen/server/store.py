@@ -110,6 +110,8 @@ class JobFacts:
     """Where it is sent at its end, if its request said so."""
     owner: str | None = None
     """Name of the key that it came with; None for the admin's."""
+    warnings: Sequence[str] = ()
+    """What in it does not act as written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +506,7 @@ _BATCH_COLUMNS = ", ".join(field.name for field in fields(BatchRow))
 def _facts(text: str) -> JobFacts:
     values = json.loads(text)
     values.pop("seconds", None)  # of stores of version 1
-    return JobFacts(**values)
+    return JobFacts(**values | {"warnings": tuple(values.get("warnings", ()))})
 
 
 def _kept(row: Sequence[Any]) -> StoredJob:

@@ -37,7 +37,8 @@ from gfgen.models.families.registry import (
     resolve_checkpoint,
 )
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
-from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit, tell_of_rounding
+from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
+from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.files.ownership import Claims
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
 from gfgen.session.loras import ServedLora, with_served_loras
@@ -86,7 +87,7 @@ def jobs_to_run(
         logger.warning("%s: %s; these jobs are skipped", name, counted(len(problems), "problem"))
     for line in listed(problems):
         logger.warning("%s: %s", name, line)
-    tell_of_rounding(found.jobs)
+    tell_of_warnings(job.info for job in found.jobs)
     return found.jobs, problems
 
 

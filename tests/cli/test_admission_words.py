@@ -2,11 +2,13 @@
 
 import pytest
 
+from gfgen.errors import Warned
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import tell_of_other_models
 from gfgen.runtime.control.state import State
-from gfgen.runtime.core.admission import admit, tell_of_rounding
+from gfgen.runtime.core.admission import admit
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.session.admission import find_weightless, tell_of_unused
@@ -47,28 +49,30 @@ def jobs_of(*specs):
     return admitted
 
 
-def test_what_the_model_rounds_is_told_with_the_lines_of_the_jobs(caplog):
+def test_a_kind_of_warning_is_told_once_with_its_lines_their_number_and_details(caplog):
     small = {"prompt": "a fox", "width": 100, "height": 100}
     specs = [JobSpec(id=f"small-{line}", line=line, **small) for line in (1, 2, 5)]
     specs.append(JobSpec(id="short", prompt="a fox", frames=2, line=3))
     specs.append(JobSpec(id="exact", prompt="a fox", width=96, height=96, frames=9, line=4))
-    with caplog.at_level("INFO"):
-        tell_of_rounding(jobs_of(*specs))
+    other = Warned("is left out")
+    jobs = [job.warned(other) if job.job_id == "exact" else job for job in jobs_of(*specs)]
+    tell_of_warnings(job.info for job in jobs)
     assert [record.getMessage() for record in caplog.records] == [
-        "lines 1, 2, 5: shapes rounds 100x100 -> 96x96",
-        "line 3: shapes rounds 2 -> 1 frames",
+        "lines 1, 2, 5, 3 (4 jobs): rounded by shapes: 100x100 -> 96x96; 2 -> 1 frames",
+        "line 4: is left out",
     ]
 
 
-def test_roundings_that_are_told_are_bounded(caplog):
+def test_details_of_a_kind_that_are_told_are_bounded(caplog):
     sizes = [17 + 16 * number for number in range(12)]
-    with caplog.at_level("INFO"):
-        tell_of_rounding(jobs_of(*[JobSpec(id=f"a{n}", prompt="x", width=n, height=64) for n in sizes]))
-    assert len(caplog.records) == 11
-    assert caplog.records[-1].getMessage() == "2 more sizes are rounded; the manifest has all of them"
+    jobs = jobs_of(*[JobSpec(id=f"a{n}", prompt="x", width=n, height=64) for n in sizes])
+    tell_of_warnings(job.info for job in jobs)
+    assert [record.getMessage() for record in caplog.records] == [
+        "job a17 (12 jobs): rounded by shapes: 17x64 -> 16x64; 33x64 -> 32x64; 49x64 -> 48x64 and 9 more"
+    ]
 
 
-def test_rounding_is_among_the_warnings_of_the_job():
+def test_warnings_of_admission_are_those_of_the_running_job():
     (job,) = jobs_of(JobSpec(id="a", prompt="a fox", width=100, height=100, frames=2))
     state = State([job], RunStart(num_ranks=1), clock=Clock(virtual=True), costs=CostModel())
-    assert state.jobs.records["a"].trouble.warnings == ["rounded 100x100 -> 96x96, 2 -> 1 frames"]
+    assert state.jobs.records["a"].trouble.warnings == ["rounded by shapes: 100x100 -> 96x96, 2 -> 1 frames"]

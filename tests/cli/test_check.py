@@ -129,7 +129,7 @@ def test_rounding_warnings_and_fields_of_all_jobs_are_shown(capsys, folder):
     assert report["defaults"] == {"jobs.jsonl": {"model": "tiny-qwen-image", "steps": 4}}
     assert report["rounded"] == {"late": "70x64 -> 64x64"}
     assert any("has passed; late runs anyway" in text for text in report["warnings"])
-    assert any("rounds 70x64 -> 64x64" in text for text in report["notes"])
+    assert "line 2: rounded by tiny-qwen-image: 70x64 -> 64x64" in report["warnings"]
     code, out, _ = gfgen(capsys, "check", "jobs.jsonl", "--seed", "3", "--device", "cpu")
     assert code == 0
     lines = out.splitlines()

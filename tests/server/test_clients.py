@@ -303,7 +303,12 @@ def test_a_conversation_without_a_prompt_is_refused(server, fields, param):
 def test_a_field_without_effect_is_a_warning(server, fields, warning):
     video = server.post("/v1/videos", prompt="a fox", num_inference_steps=1, **fields).json()
     assert video["warnings"] == (None if warning is None else [warning])
-    assert "warnings" not in server.job(video["id"])
+    assert server.job(video["id"])["warnings"] is None
+
+
+def test_what_does_not_act_as_written_is_a_warning_of_the_job_to_its_end(server):
+    video = server.post("/v1/videos", prompt="a fox", size="70x64", num_inference_steps=1).json()
+    assert video["warnings"] == ["rounded by fake-video: 70x64 -> 64x64"]
 
 
 @pytest.fixture(scope="module")

@@ -73,8 +73,7 @@ class Jobs:
         elif spec.deadline_at is not None:
             deadline_s = spec.deadline_at - start.started_at
         record = JobRecord(job, self._costs.class_of(job), spec.arrival_s, deadline_s)
-        if job.info.rounding is not None:
-            record.trouble.warnings.append(f"rounded {job.info.rounding}")
+        record.trouble.warnings += map(str, job.info.warnings)
         if (point := self._resume.pop(job.job_id, None)) is not None:
             made = point.producer
             record.progress = Progress(

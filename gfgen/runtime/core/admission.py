@@ -6,23 +6,21 @@ support. Admission collects all problems of all jobs, so that you fix a file onc
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gfgen.errors import InputError, JobError, ModelError, Problem
+from gfgen.errors import InputError, JobError, ModelError, Problem, Warned
 from gfgen.graph import Stage, Trajectory
 from gfgen.job.spec import JobSpec, output_name, spec_hash, with_defaults
 from gfgen.layout import MAX_RANKS, Limits
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
+from gfgen.runtime.core.effects import warnings_of
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.content import Content
-from gfgen.system.wording import MAX_NAMED, in_lines
-
-logger = logging.getLogger(__name__)
+from gfgen.system.wording import in_lines
 
 BATCH_FAMILIES = ("qwen-image", "wan")
 """Beginnings of the names of families whose adapters are `BatchAdapter`s."""
@@ -70,6 +68,12 @@ class AdmittedJob:
     def with_priority(self, priority: int) -> AdmittedJob:
         """The same job with another priority."""
         return replace(self, info=replace(self.info, spec=replace(self.spec, priority=priority)))
+
+    def warned(self, *warnings: Warned) -> AdmittedJob:
+        """The same job with more warnings."""
+        if not warnings:
+            return self
+        return replace(self, info=replace(self.info, warnings=(*self.info.warnings, *warnings)))
 
     @property
     def limits(self) -> Limits:
@@ -161,18 +165,6 @@ def check_batch(size: int, families: Mapping[str, str]) -> None:
             )
 
 
-def tell_of_rounding(jobs: Iterable[AdmittedJob]) -> None:
-    """Log each size and number of frames that a model rounds, with the lines of the jobs."""
-    lines: dict[str, list[int | None]] = defaultdict(list)
-    for job in jobs:
-        if job.info.rounding is not None:
-            lines[f"{job.spec.model} rounds {job.info.rounding}"].append(job.spec.line)
-    for what, numbers in list(lines.items())[:MAX_NAMED]:
-        logger.info("%s: %s", in_lines(numbers), what)
-    if len(lines) > MAX_NAMED:
-        logger.info("%d more sizes are rounded; the manifest has all of them", len(lines) - MAX_NAMED)
-
-
 def _missing_model(name: str, error: object, lines: Sequence[int | None]) -> Problem:
     """One problem for all jobs of a model, at their first line."""
     reason = str(error).removeprefix(f"model {name}: ")
@@ -228,4 +220,4 @@ def _admit_one(
     trajectory = Trajectory(run.id, run.steps, first.trajectory.artifacts)
     if run.reuse is not None:
         trajectory = geometry.trajectory(run)
-    return replace(first, info=info, trajectory=trajectory)
+    return replace(first, info=info, trajectory=trajectory).warned(*warnings_of(info))

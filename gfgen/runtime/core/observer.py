@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gfgen.errors import Warned
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
@@ -36,6 +37,8 @@ class JobInfo:
     family: str
     job_file: str | None = None
     """The job file, as the manifest names it (ownership.py); None for a job without one."""
+    warnings: tuple[Warned, ...] = ()
+    """What in it does not act as written (effects.py)."""
 
     @property
     def job_id(self) -> str:

@@ -28,7 +28,8 @@ from typing import Any, Literal
 from gfgen.errors import OutputError, Problem, listed
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import JobSpec, input_files, name_key
-from gfgen.runtime.core.admission import AdmittedJob, tell_of_rounding
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME, GrowingManifest, finished_jobs
 from gfgen.runtime.files.ownership import claim_files, job_file_name, with_dates
@@ -243,7 +244,7 @@ class Inbox(Observer):
         self._remember(key, num_jobs=len(jobs))
         started = [job for job in jobs if job.job_id in todo]
         logger.info("took %s: %s, %d to do", path.name, counted(len(jobs), "job"), len(started))
-        tell_of_rounding(started)
+        tell_of_warnings(job.info for job in started)
         return started
 
     def _judge(self, path: Path, content: bytes) -> tuple[list[AdmittedJob], list[Problem]]:

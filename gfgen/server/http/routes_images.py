@@ -147,6 +147,8 @@ async def _take(
     requested = image_jobs(asked_for, picture=body.file, models=models, ignored=ignored)
     ids = await service.take(requested, key=await request_key(request, body))
     log_ignored(ids, warnings)
+    records = [record for job_id in ids if (record := service.job(job_id)) is not None]
+    warnings += dict.fromkeys(text for record in records for text in record.facts.warnings)
     return ids
 
 

@@ -26,7 +26,16 @@ from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, num_pictures
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import NO_PATHS, ApiError, bad, checked, opened, refused, renamed
+from gfgen.server.protocol.problems import (
+    NO_PATHS,
+    ApiError,
+    bad,
+    checked,
+    opened,
+    refused,
+    renamed,
+    without_folders,
+)
 from gfgen.server.store import JobFacts, NewJob
 
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
@@ -393,6 +402,7 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         input_file=job.job_id if requested.has_inputs else None,
         webhook=requested.webhook,
         owner=run.owner,
+        warnings=tuple(without_folders(str(warned)) for warned in job.info.warnings),
     )
     stored = replace(
         spec, owner=run.owner, deadline_s=None, deadline_at=deadline_at, seed=run.seed, line=None, image=None

@@ -18,6 +18,7 @@ from typing import Any
 
 from gfgen.errors import OutputError, Problem
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server.jobs import job_requests
@@ -169,6 +170,7 @@ class JobService:
         accepted = [job_requests.accepted(one, job, now=now) for one, job in jobs]
         await self.store.accept(accepted, batch_id=batch_id, key=key, owner=self.owner, now=now)
         self.mirror.add(ServedJob(one.facts) for one in accepted)
+        tell_of_warnings(job.info for _, job in jobs)
         self.submit([job for _, job in jobs])
 
     def submit(self, jobs: Sequence[AdmittedJob]) -> None:

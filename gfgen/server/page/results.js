@@ -125,6 +125,7 @@ export class Results {
       ...fact("steps", job.status === "completed" ? job.steps : `${job.step} of ${job.steps}`),
       ...fact("seed", job.seed), ...fact("priority", job.priority || null), ...fact("tag", job.tag),
       ...fact("deadline", late), ...fact("ended", ended), ...fact("id", job.id),
+      ...fact("warnings", job.warnings?.join("; ")),
     ];
   }
 

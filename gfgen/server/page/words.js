@@ -128,6 +128,7 @@ export function facts(job) {
   parts.push(counted(job.steps, "step"));
   if (job.priority && job.status !== "queued") parts.push(`priority ${job.priority}`);
   if (job.tag) parts.push(job.tag);
+  parts.push(...(job.warnings ?? []).map((text) => `\u26a0 ${text}`));
   return parts.join(" \u00b7 ");
 }
 

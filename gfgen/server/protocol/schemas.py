@@ -195,6 +195,7 @@ class Job(ResponseModel):
         None, description="Steps that ran without the transformer, of a job with `reuse` that has ended."
     )
     owner: str | None = Field(None, description="Name of the API key that it came with; null for the admin.")
+    warnings: list[str] | None = Field(None, description="What in it does not act as it was written.")
     content_url: str | None = Field(None, description="Path of the finished file.")
     thumbnail_url: str | None = Field(None, description="Path of its thumbnail.")
     preview_url: str | None = Field(
@@ -209,7 +210,8 @@ class Video(Job):
     object: Literal["video"] = "video"
     status: Literal["queued", "in_progress", "completed", "failed"]
     warnings: list[str] | None = Field(
-        None, description="Fields that were ignored; only in the response that creates the video."
+        None,
+        description="As of a job; the response that creates the video adds the fields that were ignored.",
     )
 
     peak_memory_mb: float = Field(
@@ -218,7 +220,7 @@ class Video(Job):
 
     @classmethod
     def of(cls, job: Job, *, warnings: Sequence[str] = ()) -> Video:
-        values = dict(job) | {"object": "video", "warnings": list(warnings) or None}
+        values = dict(job) | {"object": "video", "warnings": [*warnings, *(job.warnings or ())] or None}
         values["peak_memory_mb"] = job.peak_memory_mb or 0.0
         if job.status == "cancelled":
             values |= {"status": "failed", "error": JobFailure(code="cancelled", message="cancelled")}

@@ -147,6 +147,7 @@ class ServedJob:
             completed_at=None if ending is None else int(ending.completed_at),
             expires_at=None if self.expires_at is None else int(self.expires_at),
             error=_failure(ending),
+            warnings=list(facts.warnings) or None,
             step=self.step,
             stage="write" if self.is_writing else None if self.stage is None else self.stage.value,
             layout=None if self.layout is None else layout_view(self.layout),

@@ -1,0 +1,42 @@
+"""The rule of admission: each field, tensor, token and channel of a job acts, is refused, or is warned about.
+
+What is refused is a `Problem`. Anything else that does not act as written is a `Warned` among
+`JobInfo.warnings`, which `gfgen check`, the log, the manifest, HTTP and the page show.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from gfgen.errors import Warned
+from gfgen.runtime.core.observer import JobInfo
+from gfgen.system.wording import counted, in_lines
+
+logger = logging.getLogger(__name__)
+
+MAX_DETAILS = 3
+"""Details of a kind of warning that the log shows; the manifest has all."""
+
+
+def warnings_of(info: JobInfo) -> Iterator[Warned]:
+    """What in a job does not act as written, as far as its fields tell."""
+    if info.rounding is not None:
+        yield Warned(f"rounded by {info.spec.model}", info.rounding)
+
+
+def tell_of_warnings(infos: Iterable[JobInfo]) -> None:
+    """Log each kind of warning once, with the lines of its jobs, their number and the first details."""
+    kinds: dict[str, list[tuple[JobInfo, str]]] = defaultdict(list)
+    for info in infos:
+        for warned in info.warnings:
+            kinds[warned.kind].append((info, warned.detail))
+    for kind, found in kinds.items():
+        lines = [info.spec.line for info, _ in found]
+        where = in_lines(lines) if lines[0] is not None else f"job {found[0][0].job_id}"
+        count = f" ({counted(len(found), 'job')})" if len(found) > 1 else ""
+        details = list(dict.fromkeys(detail for _, detail in found if detail))
+        more = f" and {len(details) - MAX_DETAILS} more" if len(details) > MAX_DETAILS else ""
+        shown = f": {'; '.join(details[:MAX_DETAILS])}{more}" if details else ""
+        logger.warning("%s%s: %s%s", where, count, kind, shown)
