@@ -239,6 +239,16 @@ def _parse_format(value: object) -> str:
     return name
 
 
+def _parse_colour(value: object) -> str:
+    from PIL import ImageColor
+
+    try:
+        red, green, blue = ImageColor.getrgb(_string(value))  # type: ignore[misc]
+    except ValueError:
+        raise Refused("") from None
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
 def _object(name: str, accepted: str, parse_value: Callable[[str, Any], object]) -> Field:
 
     def parse(value: object) -> dict[str, Any]:
@@ -381,6 +391,7 @@ FIELDS: dict[str, Field] = {
         _range("true_cfg_scale", 0, MAX_SCALE),
         _range("seed", 0, 2**63 - 1, is_whole=True),
         _label("image", MAX_PATH_CHARS, f"the path of a picture ({', '.join(IMAGE_FORMATS)})"),
+        Field("background", 'a colour, such as "white" or "#ff8800"', _parse_colour, STRING),
         _object("args", ARGS_ACCEPTED, _parse_plain),
         _object("files", FILES_ACCEPTED, _parse_paths),
         _object("scheduler", SCHEDULER_ACCEPTED, _parse_plain),

@@ -188,7 +188,7 @@ def _admit_one(
     except JobError as error:
         problems += error.problems
     try:
-        file = output_name(asked, geometry.output_kind(asked))
+        file = output_name(asked, geometry.output_kind(asked), has_alpha=geometry.has_alpha)
     except JobError as error:
         problems += error.problems
     if problems:
@@ -220,4 +220,6 @@ def _admit_one(
     trajectory = Trajectory(run.id, run.steps, first.trajectory.artifacts)
     if run.reuse is not None:
         trajectory = geometry.trajectory(run)
-    return replace(first, info=info, trajectory=trajectory).warned(*warnings_of(info))
+    return replace(first, info=info, trajectory=trajectory).warned(
+        *warnings_of(info, has_alpha=geometry.has_alpha)
+    )

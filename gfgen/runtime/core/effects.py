@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from gfgen.errors import Warned
+from gfgen.job.images import TRANSPARENT, remarks_on
+from gfgen.job.spec import JobSpec, input_files
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.system.wording import counted, in_lines
 
@@ -20,10 +22,28 @@ MAX_DETAILS = 3
 """Details of a kind of warning that the log shows; the manifest has all."""
 
 
-def warnings_of(info: JobInfo) -> Iterator[Warned]:
-    """What in a job does not act as written, as far as its fields tell."""
+def warnings_of(info: JobInfo, *, has_alpha: bool) -> Iterator[Warned]:
+    """What in a job does not act as written, as far as its fields and files tell.
+
+    has_alpha: the model takes and makes pictures with alpha.
+    """
     if info.rounding is not None:
         yield Warned(f"rounded by {info.spec.model}", info.rounding)
+    yield from _warnings_of_inputs(info.spec, has_alpha=has_alpha)
+
+
+def _warnings_of_inputs(spec: JobSpec, *, has_alpha: bool) -> Iterator[Warned]:
+    hashes = {"image": spec.image_sha256, **(spec.files_sha256 or {})}
+    remarks = [
+        remark
+        for name, path in input_files(spec)
+        if name in hashes
+        for remark in remarks_on(str(path), str(hashes[name]), argument=name)
+    ]
+    others = [remark for remark in remarks if remark.kind != TRANSPARENT]
+    yield from others if has_alpha or spec.background else remarks
+    if spec.background and not has_alpha and others == remarks:
+        yield Warned("background has no effect: no pixel of a picture is transparent")
 
 
 def tell_of_warnings(infos: Iterable[JobInfo]) -> None:
