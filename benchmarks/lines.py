@@ -2,8 +2,8 @@
 
     python -m benchmarks.lines [--only REGEX] [--to RESULTS.md]
 
-A job with every field and file of the pipeline's call runs in gfgen's adapter of any pipeline, and its files are
-written. The line that they contain is parsed, resolved and run by a fresh pipeline object with equal weights.
+A job with every field and file of the pipeline's call runs in gfgen's adapter of any pipeline, and its files
+are written. The line that they contain is parsed, resolved and run by a fresh pipeline with equal weights.
 Each pipeline runs in a process of its own.
 """
 
