@@ -220,6 +220,4 @@ def _admit_one(
     trajectory = Trajectory(run.id, run.steps, first.trajectory.artifacts)
     if run.reuse is not None:
         trajectory = geometry.trajectory(run)
-    return replace(first, info=info, trajectory=trajectory).warned(
-        *warnings_of(info, has_alpha=geometry.has_alpha)
-    )
+    return replace(first, info=info, trajectory=trajectory).warned(*warnings_of(info, geometry))

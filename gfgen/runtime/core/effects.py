@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from gfgen.errors import Warned
 from gfgen.job.images import TRANSPARENT, remarks_on
 from gfgen.job.spec import JobSpec, input_files
+from gfgen.models.geometry.model import Geometry
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.system.wording import counted, in_lines
 
@@ -22,14 +23,11 @@ MAX_DETAILS = 3
 """Details of a kind of warning that the log shows; the manifest has all."""
 
 
-def warnings_of(info: JobInfo, *, has_alpha: bool) -> Iterator[Warned]:
-    """What in a job does not act as written, as far as its fields and files tell.
-
-    has_alpha: the model takes and makes pictures with alpha.
-    """
+def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
+    """What in a job does not act as written, as far as its fields and files tell."""
     if info.rounding is not None:
         yield Warned(f"rounded by {info.spec.model}", info.rounding)
-    yield from _warnings_of_inputs(info.spec, has_alpha=has_alpha)
+    yield from _warnings_of_inputs(info.spec, has_alpha=geometry.has_alpha)
 
 
 def _warnings_of_inputs(spec: JobSpec, *, has_alpha: bool) -> Iterator[Warned]:
