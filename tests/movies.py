@@ -28,7 +28,7 @@ def stream_line(ffmpeg: str, path: Path) -> str:
 
 
 def write_videos(folder: Path) -> Path:
-    """Two seconds at an even rate, as MP4 and MKV; and `phone.mp4`, with frames missing, and turned."""
+    """Two seconds at an even rate; `phone.mp4`, with frames missing, and turned; and one with alpha."""
     import imageio_ffmpeg
 
     def make(*options: str) -> None:
@@ -39,4 +39,13 @@ def write_videos(folder: Path) -> Path:
     make(*source, "even.mkv")
     make(*source, "-vf", "select='lt(n,20)+not(mod(n,3))'", "-fps_mode", "vfr", "uneven.mp4")
     make("-display_rotation", "90", "-i", "uneven.mp4", "-c", "copy", "phone.mp4")
+    make(
+        "-f",
+        "lavfi",
+        "-i",
+        "color=red@0.5:size=64x32:rate=30:duration=1,format=rgba",
+        "-c:v",
+        "png",
+        "alpha.mov",
+    )
     return folder

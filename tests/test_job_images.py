@@ -145,6 +145,9 @@ class TestWhatIsSaidOfFiles:
         assert remarks(tmp_path / "phone.mp4") == [
             "frames of uneven times are repeated or left out: phone.mp4: 33 become 58, 30 per second"
         ]
+        assert remarks(tmp_path / "alpha.mov") == [
+            "transparent pixels of a video show what lies under them: alpha.mov"
+        ]
 
     def test_a_file_that_is_gone_has_none(self, tmp_path: Path) -> None:
         assert remarks(tmp_path / "a.png") == remarks(tmp_path / "a.mp4") == []

@@ -253,6 +253,8 @@ def _remarks_on_picture(path: Path, *, has_frames: bool) -> Iterator[Warned]:
 def _remarks_on_video(path: Path) -> Iterator[Warned]:
     """ffmpeg repeats or leaves out frames so that they have equal times."""
     done = _read_by_ffmpeg(path, "-c", "copy", "-f", "framecrc")
+    if re.search(rb"Video: .*(yuva|rgba|bgra|argb|abgr|gbrap)", done.stderr):
+        yield Warned("transparent pixels of a video show what lies under them", path.name)
     text, rate = done.stdout.decode(), re.search(rb"([\d.]+)(k?) tbr", done.stderr)
     ticks = [int(tick) for tick in re.findall(r"^0, *-?\d+, *(-?\d+)", text, re.MULTILINE)]
     if rate and ticks and (unit := re.search(r"#tb 0: (\d+)/(\d+)", text)):
