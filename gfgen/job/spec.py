@@ -211,9 +211,7 @@ def output_name(spec: JobSpec, kind: str, *, has_alpha: bool = False) -> str:
             raise JobError(Problem.of("output", name, accepted))
     written = spec.format or format_of(os.path.splitext(name)[1], kind) or ""
     if has_alpha and written == "jpeg" and spec.background is None:
-        accepted = (
-            "has no transparency, and the model's pictures have; use png, webp or avif, or give background"
-        )
+        accepted = "has no alpha, unlike the model's pictures; use png, webp or avif, or give background"
         raise JobError(Problem.of("format" if spec.format else "output", spec.format or name, accepted))
     if spec.quality is not None and written in WITHOUT_QUALITY:
         raise JobError(Problem.of("quality", str(spec.quality), f"{written} files have none; leave it out"))

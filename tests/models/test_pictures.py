@@ -119,9 +119,9 @@ def test_layers_have_the_alpha_of_the_pipelines_own_call(
     assert output_name(dataclasses.replace(jpeg, background="#ffffff"), **options) == "a.jpg"
 
 
-@pytest.mark.parametrize(("channels", "expected"), [(1, 3), (3, 3), (4, 4)])
-def test_outputs_have_three_or_four_channels(channels: int, expected: int) -> None:
+@pytest.mark.parametrize("channels", [3, 4])
+def test_outputs_have_three_or_four_channels(channels: int) -> None:
     made = np.full((2, 4, 6, channels), 0.5, np.float32)
     frames = as_frames(type("Output", (), {"images": made}))
-    assert frames.shape == (2, 4, 6, expected)
+    assert frames.shape == (2, 4, 6, channels)
     assert frames.unique().tolist() == [128]

@@ -182,11 +182,8 @@ class PipelineGeometry:
             return False
         field = "true_cfg_scale" if "true_cfg_scale" in taken else "guidance_scale"
         scale, argument = getattr(spec, field), self.signature.argument_of(field)
-        default = taken[argument].default if argument else None
-        if "negative_prompt" in taken:
-            scale = default if scale is None else scale
-        elif scale == default:  # it may be an input of the transformer
-            return False
+        if "negative_prompt" not in taken and argument and scale == taken[argument].default:
+            return False  # it may be an input of the transformer
         return isinstance(scale, (int, float)) and scale > 1
 
     def _number_problems(self, spec: JobSpec) -> Iterator[Problem]:

@@ -328,10 +328,7 @@ def as_frames(output: Any) -> torch.Tensor:
     pictures = torch.as_tensor(np.stack([np.asarray(each) for each in _flat(found)]))
     if pictures.dtype != torch.uint8:
         pictures = (pictures.float() * 255).round().clamp(0, 255).to(torch.uint8)
-    pictures = pictures.reshape(-1, *pictures.shape[-3:])
-    if pictures.shape[-1] < 3:  # grey
-        pictures = pictures[..., :1].expand(*pictures.shape[:-1], 3)
-    return pictures[..., :4].contiguous()
+    return pictures.reshape(-1, *pictures.shape[-3:])[..., :4].contiguous()
 
 
 def _sound(output: Any) -> torch.Tensor | None:
