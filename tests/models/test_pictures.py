@@ -11,6 +11,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_layered
 from diffusers.utils.loading_utils import load_image as diffusers_image
 from diffusers.utils.loading_utils import load_video as diffusers_video
 from movies import write_videos
@@ -32,6 +33,7 @@ def test_a_picture_without_transparent_pixels_is_that_of_diffusers(picture: Path
     assert np.array_equal(np.asarray(load_image(picture)), np.asarray(diffusers_image(str(picture))))
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # diffusers leaves the file open
 @pytest.mark.parametrize("times", [100, [20, 100, 500, 20]], ids=["even", "uneven"])
 def test_frames_of_an_animation_are_those_of_diffusers(tmp_path: Path, times: Any) -> None:
     path = movie(tmp_path / "a.gif", times)
@@ -81,8 +83,10 @@ def layered_checkpoint(base: Path, folder: Path) -> Path:
 
 
 def test_layers_have_the_alpha_of_the_pipelines_own_call(
-    tiny_models: Mapping[str, Path], tmp_path: Path
+    tiny_models: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The call knows two sizes, of which the smaller one takes a minute.
+    monkeypatch.setattr(pipeline_qwenimage_layered, "calculate_dimensions", lambda area, ratio: (64, 64))
     checkpoint = layered_checkpoint(tiny_models["tiny-qwen-image"], tmp_path / "layered")
     Image.fromarray(NOISE).resize((64, 64)).save(tmp_path / "cut.png")
     adapter = load_adapter(checkpoint)
