@@ -197,7 +197,7 @@ def as_rgb(picture: Image.Image, *, background: str | None = None, has_alpha: bo
 
 
 def _is_transparent(picture: Image.Image) -> bool:
-    return picture.has_transparency_data and picture.convert("RGBA").getextrema()[3][0] < 255  # type: ignore[index]
+    return picture.has_transparency_data and any(picture.convert("RGBA").getchannel("A").histogram()[:255])
 
 
 def _white_of(picture: Image.Image) -> float:

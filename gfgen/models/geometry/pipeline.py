@@ -182,8 +182,9 @@ class PipelineGeometry:
             return False
         field = "true_cfg_scale" if "true_cfg_scale" in taken else "guidance_scale"
         scale, argument = getattr(spec, field), self.signature.argument_of(field)
-        if "negative_prompt" not in taken and argument and scale == taken[argument].default:
-            return False  # it may be an input of the transformer
+        default = taken[argument].default if argument else None
+        if scale in (None, default):  # a default may be an input of the transformer
+            scale = default if "negative_prompt" in taken else None
         return isinstance(scale, (int, float)) and scale > 1
 
     def _number_problems(self, spec: JobSpec) -> Iterator[Problem]:

@@ -211,10 +211,9 @@ def _write_image(
 ) -> None:
     from PIL import Image, PngImagePlugin
 
-    images = map(Image.fromarray, frames)
+    image, *later = map(Image.fromarray, frames)
     if (background := metadata.get("background")) is not None:
-        images = (as_rgb(image, background=background) for image in images)
-    image, *later = images
+        image, *later = (as_rgb(each, background=background) for each in (image, *later))
     text = labels.parameters_text(metadata, size=image.size, place=place)
     as_json = labels.to_json(metadata)
     suffix = path.suffix.lower()
