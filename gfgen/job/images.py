@@ -245,9 +245,10 @@ def _remarks_on_picture(path: Path, *, has_frames: bool) -> Iterator[Warned]:
             found = [(_is_transparent(frame), frame.info.get("duration", 0)) for frame in frames]
             if any(is_transparent for is_transparent, _ in found):
                 yield Warned(TRANSPARENT, path.name)
-            least, *_, most = sorted(2 * [time for _, time in found])
-            if least < most:
-                yield Warned("frames of uneven times count once each", f"{path.name}: {least} to {most} ms")
+            times = {time for _, time in found}
+            if len(times) > 1:
+                detail = f"{path.name}: {min(times)} to {max(times)} ms"
+                yield Warned("frames of uneven times count once each", detail)
 
 
 def _remarks_on_video(path: Path) -> Iterator[Warned]:
