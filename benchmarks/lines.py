@@ -57,9 +57,11 @@ def again(name: str, folder: Path) -> str:
         inputs = folder / str(number)
         inputs.mkdir()
         geometry = _geometry(name)
-        first = _made(
-            name, geometry, _spec(geometry, _line(geometry, call, inputs), inputs), inputs / "first"
-        )
+        asked = _spec(geometry, _line(geometry, call, inputs), inputs)
+        try:
+            first = _made(name, geometry, asked, inputs / "first")
+        except Exception as error:
+            raise CannotBuildError(f"the job itself fails: {error}") from None
         metadata = read_metadata(first[0])
         for path in first:
             assert read_metadata(path) == metadata
@@ -88,7 +90,7 @@ def _line(geometry: PipelineGeometry, call: Mapping[str, Any], folder: Path) -> 
             line[fields[name]] = value
         elif name in signature.files:
             line.setdefault("files", {})[name] = _saved(value, folder, name)
-        elif name in signature.args and value is not None:
+        elif name in signature.args and isinstance(value, (str, int, float, list, type(None))):
             line.setdefault("args", {})[name] = value
         elif name not in ("output_type", "prompt"):
             raise CannotBuildError(f"{name}: no job has it")
