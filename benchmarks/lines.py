@@ -57,9 +57,9 @@ def again(name: str, folder: Path) -> str:
         inputs = folder / str(number)
         inputs.mkdir()
         geometry = _geometry(name)
-        asked = _spec(geometry, _line(geometry, call, inputs), inputs)
+        line = _line(geometry, call, inputs)
         try:
-            first = _made(name, geometry, asked, inputs / "first")
+            first = _made(name, geometry, _spec(geometry, line, inputs), inputs / "first")
         except Exception as error:
             raise CannotBuildError(f"the job itself fails: {error}") from None
         metadata = read_metadata(first[0])
