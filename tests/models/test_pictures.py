@@ -20,6 +20,7 @@ from test_job_images import NOISE, movie
 
 from gfgen.errors import JobError
 from gfgen.job.spec import JobSpec, output_name
+from gfgen.models.families.adapter import Adapter
 from gfgen.models.families.pictures import load_frames, load_image, load_video
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.model import load_geometry
@@ -60,6 +61,14 @@ def test_frames_of_a_video_are_those_of_diffusers(videos: Path, name: str) -> No
     assert np.array_equal([np.asarray(frame) for frame in load_video(videos / name)], theirs)
 
 
+def made_by(adapter: Adapter, spec: JobSpec) -> np.ndarray:
+    prompt = moved(adapter.encode(spec))
+    condition, latents = map(moved, adapter.prepare(spec, prompt))
+    for step in range(spec.steps or 0):
+        latents = moved(adapter.denoise(spec, prompt, condition, latents, step=step))
+    return adapter.decode(spec, latents).tensors["frames"].numpy()
+
+
 def layered_checkpoint(base: Path, folder: Path) -> Path:
     """A Qwen-Image-Layered checkpoint whose VAE has four channels, as the published one."""
     parts = diffusers.QwenImagePipeline.from_pretrained(base)
@@ -94,11 +103,7 @@ def test_layers_have_the_alpha_of_the_pipelines_own_call(
         id="a", prompt="a fox", image=str(tmp_path / "cut.png"), args={"layers": 2}, steps=2, seed=5
     )
     spec = adapter.geometry.resolve(asked)
-    prompt = moved(adapter.encode(spec))
-    condition, latents = map(moved, adapter.prepare(spec, prompt))
-    for step in range(2):
-        latents = moved(adapter.denoise(spec, prompt, condition, latents, step=step))
-    ours = adapter.decode(spec, latents).tensors["frames"]
+    ours = made_by(adapter, spec)
 
     pipeline = diffusers.QwenImageLayeredPipeline.from_pretrained(checkpoint)
     with Image.open(tmp_path / "cut.png") as image:
@@ -110,7 +115,7 @@ def test_layers_have_the_alpha_of_the_pipelines_own_call(
             generator=torch.Generator("cpu").manual_seed(5),
         ).images[0]
     assert [layer.mode for layer in theirs] == ["RGBA"] * 2
-    assert np.array_equal(ours.numpy(), [np.asarray(layer) for layer in theirs])
+    assert np.array_equal(ours, [np.asarray(layer) for layer in theirs])
 
     geometry = load_geometry(checkpoint)
     assert geometry.has_alpha
@@ -121,6 +126,25 @@ def test_layers_have_the_alpha_of_the_pipelines_own_call(
     ):
         output_name(jpeg, **options)
     assert output_name(dataclasses.replace(jpeg, background="#ffffff"), **options) == "a.jpg"
+
+
+def test_qwen_image_with_a_vae_of_four_channels_makes_alpha(
+    tiny_models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    base = diffusers.QwenImagePipeline.from_pretrained(tiny_models["tiny-qwen-image"])
+    vae = {name: value for name, value in dict(base.vae.config).items() if name[0] != "_"}
+    torch.manual_seed(0)
+    base.register_modules(vae=diffusers.AutoencoderKLQwenImage(**vae | {"input_channels": 4}))
+    base.save_pretrained(tmp_path)
+    adapter = load_adapter(tmp_path)
+    asked = JobSpec(id="a", prompt="a fox", width=64, height=64, steps=2, seed=5, true_cfg_scale=1.0)
+    spec = adapter.geometry.resolve(asked)
+    assert adapter.geometry.trajectory(spec).frames_shape == (1, 64, 64, 4)
+    generator = torch.Generator("cpu").manual_seed(5)
+    size = {"width": 64, "height": 64, "num_inference_steps": 2, "true_cfg_scale": 1.0}
+    (theirs,) = base(prompt="a fox", generator=generator, **size).images
+    assert theirs.mode == "RGBA"
+    assert np.array_equal(made_by(adapter, spec)[0], np.asarray(theirs))
 
 
 @pytest.mark.parametrize("channels", [3, 4])
