@@ -347,20 +347,19 @@ def test_an_encoder_has_a_quarter_of_the_cores_within_bounds(num_cores: int, num
 
 
 def parsed_by_a1111(text: str) -> dict[str, str]:
-    """Source: parse_generation_parameters of AUTOMATIC1111's web UI 1.10 (infotext_utils.py), shortened."""
-    pattern = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
-    *lines, last = text.strip().split("\n")
-    assert len(pattern.findall(last)) >= 3, "otherwise it takes the line for a part of the prompt"
-    found: dict[str, str] = {}
-    prompts = {"Prompt": "", "Negative prompt": ""}
-    into = "Prompt"
-    for line in map(str.strip, lines):
-        if line.startswith("Negative prompt:"):
-            into, line = "Negative prompt", line[16:].strip()
-        prompts[into] += line if prompts[into] == "" else "\n" + line
-    for name, value in pattern.findall(last):
-        found[name] = json.loads(value) if value[0] == '"' and value[-1] == '"' else value
-    return prompts | found
+    """What AUTOMATIC1111's web UI finds: pairs in the last line, in which JSON strings are quoted values."""
+    *lines, last = text.split("\n")
+    prompt, _, negative = "\n".join(lines).partition("\nNegative prompt: ")
+    found = {"Prompt": prompt, "Negative prompt": negative}
+    while last:
+        name, _, last = last.partition(": ")
+        end = (last + ",").index(",")
+        found[name] = last[:end]
+        if last.startswith('"'):
+            found[name], end = json.JSONDecoder().raw_decode(last)
+        last = last[end:].removeprefix(",").lstrip()
+    assert len(found) >= 5, "it takes a line with fewer than three pairs for a part of the prompt"
+    return found
 
 
 def a1111_text(path: Path) -> str:
