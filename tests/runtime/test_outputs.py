@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
