@@ -75,6 +75,7 @@ class FakeGeometry:
     kind: str
     family: str = "fake"
     num_heads: int = 8
+    has_alpha: bool = False
 
     def resolve(self, spec: JobSpec) -> JobSpec:
         if spec.true_cfg_scale is not None:

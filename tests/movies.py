@@ -1,4 +1,4 @@
-"""Reading the videos that were written."""
+"""Videos: reading those that were written, and writing some as phones do."""
 
 from __future__ import annotations
 
@@ -25,3 +25,27 @@ def decoded(path: Path, *, height: int, width: int) -> Frames:
 def stream_line(ffmpeg: str, path: Path) -> str:
     shown = subprocess.run([ffmpeg, "-hide_banner", "-i", str(path)], check=False, capture_output=True)
     return next(line for line in shown.stderr.decode().splitlines() if "Video:" in line)
+
+
+def write_videos(folder: Path) -> Path:
+    """Two seconds at an even rate; `phone.mp4`, with frames missing, and turned; and one with alpha."""
+    import imageio_ffmpeg
+
+    def make(*options: str) -> None:
+        subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", *options], check=True, cwd=folder)
+
+    source = ("-f", "lavfi", "-i", "testsrc=size=64x32:rate=30:duration=2", "-pix_fmt", "yuv420p")
+    make(*source, "even.mp4")
+    make(*source, "even.mkv")
+    make(*source, "-vf", "select='lt(n,20)+not(mod(n,3))'", "-fps_mode", "vfr", "uneven.mp4")
+    make("-display_rotation", "90", "-i", "uneven.mp4", "-c", "copy", "phone.mp4")
+    make(
+        "-f",
+        "lavfi",
+        "-i",
+        "color=red@0.5:size=64x32:rate=30:duration=1,format=rgba",
+        "-c:v",
+        "png",
+        "alpha.mov",
+    )
+    return folder

@@ -341,6 +341,7 @@ def test_fields_of_a_job():
         "true_cfg_scale",
         "seed",
         "image",
+        "background",
         "args",
         "files",
         "scheduler",

@@ -316,6 +316,16 @@ def _parse_format(value: object) -> str:
     return name
 
 
+def _parse_colour(value: object) -> str:
+    from PIL import ImageColor
+
+    try:
+        red, green, blue = ImageColor.getrgb(_string(value))  # type: ignore[misc]
+    except ValueError:
+        raise Refused("") from None
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
 def _object(name: str, accepted: str, parse_value: Callable[[str, Any], object]) -> Field:
 
     def parse(value: object) -> dict[str, Any]:
@@ -462,6 +472,7 @@ FIELDS: dict[str, Field] = {
         _range("true_cfg_scale", 0, MAX_SCALE),
         _range("seed", RANDOM_SEED, NUM_SEEDS - 1, is_whole=True),
         _label("image", MAX_PATH_CHARS, f"the path of a picture ({', '.join(IMAGE_FORMATS)})"),
+        Field("background", 'a colour, such as "white" or "#ff8800"', _parse_colour, STRING),
         _object("args", ARGS_ACCEPTED, _parse_plain),
         _object("files", FILES_ACCEPTED, _parse_paths),
         _object("scheduler", SCHEDULER_ACCEPTED, _parse_plain),

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
+import itertools
 import json
+import re
 import subprocess
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gfgen.errors import Warned
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 MAX_IMAGE_BYTES = 64 * 2**20
 MAX_IMAGE_PIXELS = 50_000_000
 """150 MB decoded; no model here takes more than a few megapixels."""
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 """Only these decoders open the file, so other formats cannot reach less safe decoders."""
-VIDEO_FORMATS = ("MP4", "M4V", "MOV", "MKV", "WEBM", "AVI", "GIF")
-"""Endings of the names of videos; any other file is a picture."""
+ANIMATED_FORMATS = ("GIF", "WEBP", "AVIF")
+MAX_ANIMATION_PIXELS = 2**31
+VIDEO_FORMATS = ("MP4", "M4V", "MOV", "MKV", "WEBM", "AVI")
+"""Endings of the names of videos that ffmpeg reads; any other file is a picture."""
 DEMUXERS = ("-format_whitelist", "mov,matroska,avi,gif")
 """Options of ffmpeg. It goes by content, and a playlist (HLS, concat) would make it read other files."""
 MAX_VIDEO_BYTES = 2**30
@@ -57,26 +69,30 @@ class NoImages(ImageReader):
 
 
 def is_video(name: str | Path) -> bool:
-    """Whether a file is read as a video, by its name."""
+    """Whether ffmpeg reads a file, by its name."""
     return Path(name).suffix[1:].upper() in VIDEO_FORMATS
 
 
 def first_frame(path: Path) -> bytes:
     """The first frame of a video as PNG; raises ImageError if ffmpeg cannot decode it."""
+    return _read_by_ffmpeg(path, "-frames:v", "1", "-f", "image2pipe", "-c:v", "png").stdout
+
+
+def _read_by_ffmpeg(path: Path, *output: str) -> subprocess.CompletedProcess[bytes]:
+    """What ffmpeg makes of the first stream of pictures, and what it says."""
     try:
         import imageio_ffmpeg
 
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-nostdin", *DEMUXERS]
-        command += ["-i", f"file:{path.absolute()}", "-map", "0:v:0", "-frames:v", "1"]
-        command += ["-f", "image2pipe", "-c:v", "png", "pipe:1"]
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", *DEMUXERS]
+        command += ["-i", f"file:{path.absolute()}", "-map", "0:v:0", *output, "pipe:1"]
         done = subprocess.run(command, capture_output=True, check=False, timeout=FFMPEG_TIMEOUT_S)
     except (ImportError, RuntimeError):
         raise ImageError("reading videos needs ffmpeg; pip install imageio-ffmpeg") from None
     except subprocess.TimeoutExpired:
-        raise ImageError(f"{path}: its first frame takes over {FFMPEG_TIMEOUT_S:.0f} s") from None
+        raise ImageError(f"{path}: reading it takes over {FFMPEG_TIMEOUT_S:.0f} s") from None
     if done.returncode != 0 or not done.stdout:
         raise ImageError(f"{path} is not a video that ffmpeg can read")
-    return done.stdout
+    return done
 
 
 def thumbnail(path: Path, side: int) -> bytes:
@@ -84,7 +100,7 @@ def thumbnail(path: Path, side: int) -> bytes:
     from PIL import Image
 
     with Image.open(io.BytesIO(first_frame(path)) if path.suffix == ".mp4" else path) as picture:
-        small = picture.convert("RGB")
+        small = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     small.thumbnail((side, side))
     content = io.BytesIO()
     small.save(content, format="WEBP", quality=80)
@@ -135,7 +151,10 @@ def _decode(content: bytes) -> None:
             picture = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
             if picture.width * picture.height > MAX_IMAGE_PIXELS:
                 raise ImageError(f"{picture.width}x{picture.height} is more than {MAX_IMAGE_PIXELS:,} pixels")
-            picture.load()
+            if (pixels := num_frames(picture) * picture.width * picture.height) > MAX_ANIMATION_PIXELS:
+                raise ImageError(f"its frames have {pixels:,} pixels, more than {MAX_ANIMATION_PIXELS:,}")
+            for _ in frames_of(picture):
+                pass
     except ImageError:
         raise
     except Image.DecompressionBombError:
@@ -145,6 +164,107 @@ def _decode(content: bytes) -> None:
     # Decoders meet broken bytes with nearly any exception (SyntaxError, struct.error, IndexError).
     except Exception as error:
         raise ImageError(f"the picture is broken ({error})") from None
+
+
+def num_frames(picture: Image.Image) -> int:
+    return getattr(picture, "n_frames", 1) if picture.format in ANIMATED_FORMATS else 1
+
+
+def frames_of(picture: Image.Image) -> Iterator[Image.Image]:
+    """A decoded picture, once for each of its frames."""
+    for idx in range(num_frames(picture)):
+        picture.seek(idx)
+        picture.load()
+        yield picture
+
+
+def as_rgb(picture: Image.Image, *, background: str | None = None, has_alpha: bool = False) -> Image.Image:
+    """A picture of any kind as RGB, with a colour, by default white, under transparent pixels; or as RGBA.
+
+    Numbers of more than 8 bits are scaled.
+    """
+    import numpy as np
+    from PIL import Image
+
+    if picture.mode.startswith(("I", "F")):
+        levels = np.nan_to_num(np.asarray(picture, np.float64) * (255 / _white_of(picture)))
+        picture = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
+    if has_alpha:
+        return picture.convert("RGBA")
+    if not _is_transparent(picture):
+        return picture.convert("RGB")
+    below = Image.new("RGBA", picture.size, background or "white")
+    return Image.alpha_composite(below, picture.convert("RGBA")).convert("RGB")
+
+
+def _is_transparent(picture: Image.Image) -> bool:
+    return picture.has_transparency_data and any(picture.convert("RGBA").getchannel("A").histogram()[:255])
+
+
+def _white_of(picture: Image.Image) -> float:
+    """The number for white. Where the format has none, the first of 1 (for floats), 255 and 65,535 that no
+    pixel exceeds, or the largest pixel."""
+    import numpy as np
+
+    if picture.mode.startswith("I;16"):
+        return 65_535.0
+    pixels = np.asarray(picture, np.float64)
+    most = float(pixels[np.isfinite(pixels)].max(initial=0))
+    return next((x for x in (1.0, 255.0, 65_535.0)[picture.mode == "I" :] if most <= x), most)
+
+
+TRANSPARENT = "transparent pixels become white; `background` gives them another colour"
+
+
+def takes_frames(argument: str) -> bool:
+    """Whether an argument of a pipeline's call gets all frames of an animation, and not the first one."""
+    return "image" not in argument
+
+
+@functools.lru_cache(4096)
+def remarks_on(path: str, sha256: str, *, argument: str) -> tuple[Warned, ...]:
+    """What in a file with this hash does not act as it looks; nothing if it cannot be read any more."""
+    with contextlib.suppress(OSError, ImageError):
+        if is_video(path):
+            return tuple(_remarks_on_video(Path(path)))
+        return tuple(_remarks_on_picture(Path(path), has_frames=takes_frames(argument)))
+    return ()
+
+
+def _remarks_on_picture(path: Path, *, has_frames: bool) -> Iterator[Warned]:
+    from PIL import Image
+
+    with Image.open(path, formats=IMAGE_FORMATS) as picture:
+        number, moves = getattr(picture, "n_frames", 1), has_frames and num_frames(picture) > 1
+        if number > 1 and not moves and picture.format != "MPO":
+            yield Warned("the first of several frames or pages counts", f"{path.name} has {number}")
+        if picture.mode in ("I", "F"):
+            white = f"{path.name}: {_white_of(picture):g} is taken for white"
+            yield Warned("numbers in a picture whose format does not say what is white", white)
+        if moves or picture.has_transparency_data:  # others need not be decoded
+            frames = itertools.islice(frames_of(picture), None if moves else 1)
+            found = [(_is_transparent(frame), frame.info.get("duration", 0)) for frame in frames]
+            if any(is_transparent for is_transparent, _ in found):
+                yield Warned(TRANSPARENT, path.name)
+            times = {time for _, time in found}
+            if len(times) > 1:
+                detail = f"{path.name}: {min(times)} to {max(times)} ms"
+                yield Warned("frames of uneven times count once each", detail)
+
+
+def _remarks_on_video(path: Path) -> Iterator[Warned]:
+    """ffmpeg repeats or leaves out frames so that they have equal times."""
+    done = _read_by_ffmpeg(path, "-c", "copy", "-f", "framecrc")
+    if re.search(rb"Video: .*(yuva|rgba|bgra|argb|abgr|gbrap)", done.stderr):
+        yield Warned("transparent pixels of a video show what lies under them", path.name)
+    text, rate = done.stdout.decode(), re.search(rb"([\d.]+)(k?) tbr", done.stderr)
+    ticks = [int(tick) for tick in re.findall(r"^0, *-?\d+, *(-?\d+)", text, re.MULTILINE)]
+    if rate and ticks and (unit := re.search(r"#tb 0: (\d+)/(\d+)", text)):
+        per_second = float(rate[1]) * (1000 if rate[2] else 1)
+        read = 1 + round((max(ticks) - min(ticks)) * int(unit[1]) / int(unit[2]) * per_second)
+        if read != len(ticks):
+            detail = f"{path.name}: {len(ticks)} become {read}, {per_second:g} per second"
+            yield Warned("frames of uneven times are repeated or left out", detail)
 
 
 MAX_LORA_BYTES = 8 * 2**30

@@ -55,7 +55,7 @@ NUM_SEEDS = 2**64
 HASHED_FIELDS = (
     *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
     *("seed", "output", "format", "quality"),
-    *("image_sha256", "args", "files_sha256", "scheduler", "sigmas", "lora", "reuse"),
+    *("image_sha256", "background", "args", "files_sha256", "scheduler", "sigmas", "lora", "reuse"),
 )
 """What decides the file's content and name: the canonical spec."""
 _NO_ARGUMENTS = (
@@ -97,6 +97,8 @@ class JobSpec:
     """Absolute path of a picture that was readable when the job was admitted."""
     image_sha256: str | None = None
     """Hash of the image file's bytes at that time; it stands for the image in `spec_hash`."""
+    background: str | None = None
+    """Colour under transparent pixels: of inputs (None: white) if the model takes no alpha, or of its own."""
     args: Mapping[str, Any] | None = field(default=None, hash=False)
     """Arguments of the pipeline's call by name, as plain JSON values."""
     files: Mapping[str, str | list[str]] | None = field(default=None, hash=False)
@@ -228,7 +230,7 @@ def default_output(spec: JobSpec, kind: str) -> str:
     return f"{spec.id}{suffix_of(spec.format, kind)}"
 
 
-def output_name(spec: JobSpec, kind: str) -> str:
+def output_name(spec: JobSpec, kind: str, *, has_alpha: bool = False) -> str:
     """The file name inside the output folder: the job's own, or the default.
 
     Raises: JobError when its format is not one of this kind, or cannot be written here.
@@ -244,6 +246,9 @@ def output_name(spec: JobSpec, kind: str) -> str:
             accepted = f"a name that ends in {suffix_of(spec.format, kind)}, as format = {spec.format!r} asks"
             raise JobError(Problem.of("output", name, accepted))
     written = spec.format or format_of(os.path.splitext(name)[1], kind) or ""
+    if has_alpha and written == "jpeg" and spec.background is None:
+        accepted = "has no alpha, unlike the model's pictures; use png, webp or avif, or give background"
+        raise JobError(Problem.of("format" if spec.format else "output", spec.format or name, accepted))
     if spec.quality is not None and written in WITHOUT_QUALITY:
         raise JobError(Problem.of("quality", str(spec.quality), f"{written} files have none; leave it out"))
     if (lack := lack_of(written)) is not None:

@@ -16,6 +16,7 @@ from benchmarks.families import POLICY, end, has_frames, job_of, own_frames, sta
 from benchmarks.small_checkpoints import save_checkpoints
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.manifest import MANIFEST_NAME, read_manifest
+from gfgen.runtime.files.outputs import read_metadata
 
 torch.set_num_threads(1)
 """As ranks compute."""
@@ -109,6 +110,16 @@ def test_pictures_are_those_of_the_pipelines_own_call(folder: Path) -> None:
     for number, picture in enumerate(made.images, start=1):
         with Image.open(folder / "calm" / f"cats-{number}.png") as ours:
             assert np.array_equal(np.asarray(ours), np.asarray(picture))
+
+
+def test_the_lines_in_files_run_again_and_give_their_bytes(folder: Path) -> None:
+    files = ["cats-2.png", "moving.mp4", "FluxPipeline.png"]
+    lines = [json.dumps(read_metadata(folder / "calm" / file)) for file in files]
+    (folder / "again.jsonl").write_text("\n".join(lines))
+    code, text = end(start(folder, "again", jobs="again.jsonl"))
+    assert code == 0, text
+    before = hashes(folder / "calm")
+    assert hashes(folder / "again") == {name: before[name] for name in ("cats", "moving", "FluxPipeline")}
 
 
 def test_two_ranks_share_the_steps_of_a_pipeline(folder: Path) -> None:

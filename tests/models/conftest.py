@@ -20,12 +20,14 @@ def two_processes() -> Iterator[tuple[SteppingProcess, SteppingProcess]]:
 
 @pytest.fixture(scope="session")
 def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small picture with colours, with alpha, lying on its side by its EXIF data."""
+    """A small picture with colours, with an opaque alpha channel, lying on its side by its EXIF data."""
     import numpy as np
     from PIL import Image
 
     rows, columns = np.mgrid[0:90, 0:140]
-    pixels = np.stack([columns * 255 // 140, rows * 255 // 90, (rows + columns) % 256, 255 - rows], axis=-1)
+    pixels = np.stack(
+        [columns * 255 // 140, rows * 255 // 90, (rows + columns) % 256, 255 + 0 * rows], axis=-1
+    )
     image = Image.fromarray(pixels.astype("uint8"), mode=None)
     exif = image.getexif()
     exif[0x0112] = 6  # orientation: turned by a quarter

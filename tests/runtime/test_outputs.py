@@ -118,6 +118,7 @@ def test_thousand_frames_are_streamed(tmp_path: Path) -> None:
         (gradient(2), "a.mp4", None, "needs fps"),
         (gradient(1), "a.tiff", None, ".png, .jpg"),
         (gradient(1)[0], "a.png", None, r"\[F, H, W, 3\]"),
+        (np.zeros((1, 8, 8, 4), np.uint8), "a.mp4", 8, r"\[F, H, W, 3\]"),
         (gradient(1).astype(np.float32), "a.png", None, "uint8"),
     ],
 )
@@ -283,10 +284,22 @@ def test_metadata_without_what_files_cannot_hold(tmp_path: Path) -> None:
     assert read_metadata(tmp_path / "a.png") == {"prompt": "ab?c"}
 
 
-def test_overlong_prompt_is_cut_in_the_file() -> None:
-    cut = str(describe(JobSpec(id="a", prompt="x" * 100_000))["prompt"])
-    assert cut.endswith("... (cut)")
-    assert len(cut) < 5000
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.avif", "a.mp4", "a.gif"])
+@pytest.mark.parametrize("prompt", ["x" * 20_000, "\u96ea" * 20_000])
+def test_the_longest_prompt_is_whole_in_the_file(tmp_path: Path, name: str, prompt: str) -> None:
+    if lack_of(name[2:]) is not None:
+        pytest.skip(lack_of(name[2:]) or "")
+    metadata = describe(JobSpec(id="a", prompt=prompt))
+    write_output(gradient(1), tmp_path / name, fps=8, metadata=metadata)
+    assert read_metadata(tmp_path / name) == metadata
+
+
+def test_a_jpeg_has_no_line_rather_than_a_part_of_one(tmp_path: Path) -> None:
+    long = "\u96ea" * 20_000
+    write_output(
+        gradient(1), tmp_path / "a.jpg", fps=None, metadata={"prompt": long, "negative_prompt": long}
+    )
+    assert read_metadata(tmp_path / "a.jpg") == {}
 
 
 def test_metadata_names_the_image_without_its_folder() -> None:
@@ -328,6 +341,109 @@ def admitted(line: str, folder: Path) -> AdmittedJob:
 @pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 2), (2, 2), (16, 4), (32, 8), (128, 8)])
 def test_an_encoder_has_a_quarter_of_the_cores_within_bounds(num_cores: int, num_threads: int) -> None:
     assert encoder_threads(num_cores) == num_threads
+
+
+def parsed_by_a1111(text: str) -> dict[str, str]:
+    """What AUTOMATIC1111's web UI finds: pairs in the last line, in which JSON strings are quoted values."""
+    *lines, last = text.split("\n")
+    prompt, _, negative = "\n".join(lines).partition("\nNegative prompt: ")
+    found = {"Prompt": prompt, "Negative prompt": negative}
+    while last:
+        name, _, last = last.partition(": ")
+        end = (last + ",").index(",")
+        found[name] = last[:end]
+        if last.startswith('"'):
+            found[name], end = json.JSONDecoder().raw_decode(last)
+        last = last[end:].removeprefix(",").lstrip()
+    assert len(found) >= 5, "it takes a line with fewer than three pairs for a part of the prompt"
+    return found
+
+
+def a1111_text(path: Path) -> str:
+    """Source: read_info_from_image of its images.py, where piexif reads the comment."""
+    with Image.open(path) as image:
+        if image.format == "PNG":
+            return str(image.info["parameters"])
+        raw = image.info["exif"].removeprefix(b"Exif\0\0")
+        assert b"\x92\x86\0\7" in raw, "piexif takes a comment of type UNDEFINED alone"
+        comment = image.getexif().get_ifd(0x8769)[0x9286]
+    assert comment.startswith(b"UNICODE\0")
+    return str(comment[8:].decode("utf-16-be"))
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp"])
+def test_the_parser_of_a1111_reads_every_value(tmp_path: Path, name: str) -> None:
+    spec = replace(
+        SPEC,
+        prompt="a fox, red: (sitting:1.2)\nin snow \u96ea",
+        negative_prompt='blur, "text"',
+        tag='cover, "A"',
+        model="models/flux, dev: v2",
+        args={"strength": 0.5, "prompt_2": 'a, "b"'},
+        sigmas=[1.0, 0.5],
+        background="#ff8800",
+    )
+    write_output(gradient(1), tmp_path / name, fps=None, metadata=describe(spec, weights="abc"), place=(2, 4))
+    found = parsed_by_a1111(a1111_text(tmp_path / name))
+    assert (found["Prompt"], found["Negative prompt"]) == (spec.prompt, spec.negative_prompt)
+    assert {key: found[key] for key in ("Steps", "CFG scale", "Seed", "Size", "Model", "Picture", "tag")} == {
+        "Steps": "8",
+        "CFG scale": "5.0",
+        "Seed": "42",
+        "Size": "48x32",
+        "Model": spec.model,
+        "Picture": "2 of 4",
+        "tag": spec.tag,
+    }
+    assert json.loads(found["args"]) == spec.args
+    assert json.loads(found["sigmas"]) == spec.sigmas
+    assert found["background"] == "#ff8800"
+    assert read_metadata(tmp_path / name) == describe(spec)
+
+
+def test_the_size_is_that_of_the_picture(tmp_path: Path) -> None:
+    """Pipelines may make another one than the job asked for."""
+    write_output(gradient(1, 40, 64), tmp_path / "a.png", fps=None, metadata=METADATA)
+    assert parsed_by_a1111(a1111_text(tmp_path / "a.png"))["Size"] == "64x40"
+
+
+@pytest.mark.parametrize(
+    ("output", "format_"),
+    [("a.jpg", "jpeg"), ("a.JPEG", "jpeg"), ("a.webp", "webp"), ("a.gif", "gif"), ("a.avif", "avif")],
+)
+def test_a_line_says_the_format_that_the_name_gave(output: str, format_: str) -> None:
+    assert describe(JobSpec(id="a", prompt="x", output=output))["format"] == format_
+    assert "format" not in describe(JobSpec(id="a", prompt="x", output="a.png"))
+
+
+# Alpha ------------------------------------------------------------------------------------------
+
+
+def with_alpha() -> Frames:
+    alpha = np.where(np.arange(48) < 24, 0, 255)[None, None, :, None] * np.ones((1, 32, 48, 1))
+    return np.concatenate([gradient(1), alpha], -1).astype(np.uint8)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.webp", "a.avif"])
+def test_pictures_keep_alpha(tmp_path: Path, name: str) -> None:
+    if lack_of(name[2:]) is not None:
+        pytest.skip(lack_of(name[2:]) or "")
+    write_output(with_alpha(), tmp_path / name, fps=None, metadata=METADATA)
+    with Image.open(tmp_path / name) as image:
+        assert image.mode == "RGBA"
+        assert np.array_equal(np.asarray(image)[..., 3], with_alpha()[0, ..., 3])
+        if name == "a.png":
+            assert np.array_equal(np.asarray(image), with_alpha()[0])
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg"])
+def test_a_background_is_under_transparent_pixels(tmp_path: Path, name: str) -> None:
+    metadata = METADATA | {"background": "#ff0000", "quality": 100}
+    write_output(with_alpha(), tmp_path / name, fps=None, metadata=metadata)
+    with Image.open(tmp_path / name) as image:
+        assert image.mode == "RGB"
+        assert np.abs(np.asarray(image).astype(int)[:, :20] - (255, 0, 0)).max() <= 3
+        assert np.abs(np.asarray(image).astype(int)[:, 28:] - gradient(1)[0, :, 28:]).mean() < 3
 
 
 # Other formats ----------------------------------------------------------------------------------

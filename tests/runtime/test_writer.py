@@ -126,8 +126,8 @@ def test_descriptors_do_not_pile_up(channel: Channel, tmp_path: Path) -> None:
 def ask_for_output(channel: Channel, request: WriteRequest, frames: Frames, *, sound: Any = None) -> Any:
     """Write pictures and sound whose size only the memory says."""
     fd = os.memfd_create("output")
-    num_frames, height, width, _ = frames.shape
-    shape = OutputShape((num_frames, height, width, 3))
+    num_frames, height, width, channels = frames.shape
+    shape = OutputShape((num_frames, height, width, channels))
     if sound is not None:
         shape = replace(shape, sound=sound.shape, sound_rate=8000)
     memory = map_for(fd, shape)
@@ -166,6 +166,16 @@ def test_each_of_several_pictures_has_a_numbered_file(channel: Channel, tmp_path
         assert read_metadata(tmp_path / name) == {"seed": "42"}
     assert [Image.open(tmp_path / name).getpixel((0, 0))[0] for name in ("a-1.png", "a-2.png")] == [10, 200]  # type: ignore[index]
     assert not (tmp_path / "a.png").exists()
+
+
+def test_alpha_reaches_the_file(channel: Channel, tmp_path: Path) -> None:
+    frames = np.random.default_rng(0).integers(0, 256, (2, 5, 7, 4), np.uint8)
+    answer = ask_for_output(channel, request_for(tmp_path / "a.png", frames), frames)
+    assert isinstance(answer, WriteDone), answer
+    for number, frame in enumerate(frames, start=1):
+        with Image.open(tmp_path / f"a-{number}.png") as picture:
+            assert np.array_equal(np.asarray(picture), frame)
+            assert f"Picture: {number} of 2" in picture.info["parameters"]
 
 
 def test_a_numbered_file_of_another_is_kept(channel: Channel, tmp_path: Path) -> None:
@@ -208,9 +218,9 @@ def test_memory_without_an_output_fails(channel: Channel, tmp_path: Path, conten
 
 
 def test_a_full_size_request_fits_a_message() -> None:
-    longest = {"prompt": "\u96ea" * 4010, "negative_prompt": "\u96ea" * 4010}
+    longest = {"prompt": "\u96ea" * 20_000, "negative_prompt": "\u96ea" * 20_000}
     request = WriteRequest("x" * 200, (81, 704, 1280, 3), "y" * 4000, fps=24, metadata=longest)
-    assert len(pickle.dumps(request)) < MAX_MESSAGE_BYTES // 2
+    assert len(pickle.dumps(request)) < MAX_MESSAGE_BYTES * 2 / 3
 
 
 def test_frames_of_a_video_are_one_animation_and_pictures_are_not(channel: Channel, tmp_path: Path) -> None:

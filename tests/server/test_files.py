@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
 from pathlib import Path
 
@@ -77,3 +78,13 @@ def test_a_thumbnail_that_cannot_be_written_says_so_and_leaves_nothing(picture, 
         small(picture, tmp_path / "kept.webp")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["picture.png"]
     assert small(picture, tmp_path / "kept.webp").exists()
+
+
+def test_alpha_is_kept_where_the_format_has_it(tmp_path):
+    path = tmp_path / "cut.png"
+    Image.new("RGBA", (16, 16), (255, 0, 0, 0)).save(path)
+    shown = {kind: asyncio.run(files.picture_as(path, kind)) for kind in ("webp", "jpeg")}
+    small(path, tmp_path / "small.webp")
+    for content in (shown["webp"], (tmp_path / "small.webp").read_bytes()):
+        assert Image.open(io.BytesIO(content)).getpixel((0, 0))[3] == 0
+    assert min(Image.open(io.BytesIO(shown["jpeg"])).getpixel((0, 0))) > 250

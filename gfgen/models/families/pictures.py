@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,28 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from gfgen.errors import JobError, Problem, in_one_line
 from gfgen.job.fields import MAX_VOLUME_PIXELS
-from gfgen.job.images import DEMUXERS
+from gfgen.job.images import DEMUXERS, as_rgb, frames_of
 
 
-def load_image(path: str | Path, *, sha256: str | None = None) -> Image.Image:
-    """The picture at a path as RGB, upright as its EXIF data says.
+def load_image(path: str | Path, **options: Any) -> Image.Image:
+    """The picture at a path, or the first frame of an animation; with the options of `load_frames`."""
+    return load_frames(path, most=1, **options)[0]
+
+
+def load_frames(
+    path: str | Path, *, sha256: str | None = None, most: int | None = None, **colours: Any
+) -> list[Image.Image]:
+    """The frames of an animation, one of a picture, upright as EXIF data says; `colours` are of `as_rgb`.
 
     sha256: the file's hash when its job was admitted; None accepts any file.
 
     Raises: JobError when it is missing, no picture, or has changed since admission.
-    Source: diffusers.utils.load_image.
+    Source: diffusers.utils.load_image, and load_video for GIF.
     """
     try:
         with Image.open(io.BytesIO(_content(path, sha256=sha256))) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            frames = itertools.islice(frames_of(image), most)
+            return [as_rgb(ImageOps.exif_transpose(frame), **colours) for frame in frames]
     except OSError as error:
         why = "it is none" if isinstance(error, UnidentifiedImageError) else error.strerror or error
         reason = f"cannot be read as a picture ({why}); put it back and run again"
@@ -41,9 +50,10 @@ def _content(path: str | Path, *, sha256: str | None) -> bytes:
 
 
 def load_video(path: str | Path, *, sha256: str | None = None) -> list[Image.Image]:
-    """The frames of a video as RGB; the hash is that of `load_image`.
+    """The frames of a video as RGB; the hash is that of `load_frames`.
 
     Raises: JobError when it cannot be read, has changed since admission, or has too many frames.
+    Source: diffusers.utils.load_video.
     """
     import imageio.v3 as imageio
 
@@ -66,7 +76,7 @@ def load_video(path: str | Path, *, sha256: str | None = None) -> list[Image.Ima
 def to_uint8(pictures_FCHW: torch.Tensor) -> torch.Tensor:
     """Pictures in [0, 1] as bytes, on their own device.
 
-    Shapes: pictures_FCHW [F, 3, H, W] float -> [F, H, W, 3] uint8, contiguous.
+    Shapes: pictures_FCHW [F, C, H, W] float -> [F, H, W, C] uint8, contiguous.
     Source: diffusers 0.42 VaeImageProcessor.pt_to_numpy and numpy_to_pil, which round half to
             even as torch does; converting before the copy to the host moves a quarter of the bytes.
     """

@@ -103,7 +103,9 @@ class WanAdapter(BatchAdapter):
             scheduler.set_begin_index(0)
             return Fields(), solver.save_state(scheduler, self._text.prepare_latents(*shape, *noise))
         picture = self._image.video_processor.preprocess(
-            load_image(spec.image, sha256=spec.image_sha256), height=spec.height, width=spec.width
+            load_image(spec.image, sha256=spec.image_sha256, background=spec.background),
+            height=spec.height,
+            width=spec.width,
         )
         picture = picture.to(self.device, dtype=torch.float32)
         latents, condition, *_ = self._image.prepare_latents(picture, *shape, *noise)

@@ -35,6 +35,11 @@ class Geometry(Protocol):
         """video or image."""
         ...
 
+    @property
+    def has_alpha(self) -> bool:
+        """Whether its pictures have four channels, those that it takes and those that it makes."""
+        ...
+
     def resolve(self, spec: JobSpec) -> JobSpec:
         """The job as run: defaults filled in, sizes and frames rounded as the pipeline rounds them.
 

@@ -15,7 +15,7 @@ from typing import Any
 from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.fields import MAX_STEPS
-from gfgen.job.spec import JobSpec, num_pictures
+from gfgen.job.spec import SHAPE_FIELDS, JobSpec, num_pictures
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
@@ -107,6 +107,8 @@ class PipelineGeometry:
     """Pixels of which sides are multiples (sizes.py)."""
     why_no_guidance: str | None = None
     """Why a guidance scale has no effect; None if it may have one."""
+    has_alpha: bool = False
+    """See `Geometry`."""
 
     @property
     def family(self) -> str:
@@ -147,10 +149,10 @@ class PipelineGeometry:
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
         pictures = rules.known(spec.frames) * num_pictures(spec.args)
-        frames_bytes = pictures * math.prod(_size(spec)) * 3
+        pixels = pictures * math.prod(_size(spec))
         artifacts = (
             *(Artifact(name, (), room_bytes=ROOM_BYTES) for name in ("prompt", "condition", "latents")),
-            Artifact("frames", (), room_bytes=frames_bytes),
+            Artifact("frames", (), room_bytes=pixels * (4 if self.has_alpha else 3)),
         )
         return with_reuse(Trajectory(spec.id, rules.known(spec.steps), artifacts), spec, output=None)
 
@@ -207,9 +209,10 @@ class PipelineGeometry:
         if "true_cfg_scale" in taken and "negative_prompt" in taken and spec.negative_prompt is None:
             return False
         field = "true_cfg_scale" if "true_cfg_scale" in taken else "guidance_scale"
-        scale = getattr(spec, field)
-        if scale is None and "negative_prompt" in taken and (argument := self.signature.argument_of(field)):
-            scale = taken[argument].default
+        scale, argument = getattr(spec, field), self.signature.argument_of(field)
+        default = taken[argument].default if argument else None
+        if scale in (None, default):  # a default may be an input of the transformer
+            scale = default if "negative_prompt" in taken else None
         return isinstance(scale, (int, float)) and scale > 1
 
     def _number_problems(self, spec: JobSpec) -> Iterator[Problem]:
@@ -238,6 +241,7 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         raise ModelError(f"{where}: {error}; install a diffusers that has it, or use another model") from None
     if NO_PICTURES.search(checkpoint.pipeline_class):
         raise ModelError(f"{where}: {checkpoint.pipeline_class} makes neither pictures nor videos")
+    vae = checkpoint.configs.get("vae", {})
     return PipelineGeometry(
         multiple=size_multiple(checkpoint, methods_of(checkpoint.pipeline_class, source=source)),
         signature=signature,
@@ -245,6 +249,7 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
             _defaults(signature), checkpoint.settings, where=str(checkpoint.path / SETTINGS_NAME)
         ),
         scheduler_class=checkpoint.class_of("scheduler"),
+        has_alpha=4 == vae.get("input_channels", vae.get("in_channels")) == vae.get("out_channels", 4),
         own_code=code,
         why_no_reuse=_why_no_reuse(checkpoint, signature),
         why_no_guidance=_why_no_guidance(checkpoint, signature),
@@ -302,9 +307,9 @@ def _num_heads(config: Mapping[str, Any]) -> int:
 def _defaults(signature: CallSignature) -> dict[str, Any]:
     """The call's own numbers, and common ones where it has none."""
     found = dict(DEFAULTS) if "width" in signature.arguments else {"steps": DEFAULTS["steps"]}
-    for name in ("width", "height", "frames", "steps", "fps"):
+    for name in (*SHAPE_FIELDS, "guidance_scale", "guidance_scale_2", "true_cfg_scale"):
         argument = signature.argument_of(name)
         value = signature.arguments[argument].default if argument else None
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[name] = int(value)
+            found[name] = int(value) if name in SHAPE_FIELDS else float(value)
     return {"frames": 1, "fps": DEFAULT_FPS, **found}

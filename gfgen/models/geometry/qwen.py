@@ -60,6 +60,10 @@ class QwenGeometry:
         return "image"
 
     @property
+    def has_alpha(self) -> bool:
+        return self.vae.pixel_channels == 4
+
+    @property
     def multiple(self) -> int:
         """Side of a token in pixels: the VAE's factor times the packing."""
         return 2 << len(self.vae.temporal_downsample)
@@ -102,7 +106,7 @@ class QwenGeometry:
         names = ["prompt_embeds"] + ["negative_prompt_embeds"] * self.uses_cfg(spec)
         prompt = tuple((name, (1, MAX_TEXT_TOKENS, self.text_dim), "float32") for name in names)
         latent = (1, self.num_tokens(spec), self.in_channels)
-        picture = (1, rules.known(spec.height), rules.known(spec.width), 3)
+        picture = (1, rules.known(spec.height), rules.known(spec.width), 4 if self.has_alpha else 3)
         artifacts = (
             Artifact("prompt", prompt),
             Artifact("condition", ()),

@@ -59,6 +59,8 @@ class WanGeometry:
     text_encoder_flops: float
     vae: VaeShape
 
+    has_alpha = False
+
     @property
     def kind(self) -> str:
         return "video"

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from gfgen.errors import ModelError
-from gfgen.job.images import is_video
+from gfgen.job.images import is_video, takes_frames
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Adapter, Fields
@@ -30,7 +30,7 @@ from gfgen.models.families.outputs import (
     keep_outputs,
     watch_scheduler,
 )
-from gfgen.models.families.pictures import load_image, load_video
+from gfgen.models.families.pictures import load_frames, load_image, load_video
 from gfgen.models.fast import compiled, stop_checks
 from gfgen.models.fast.cut_texts import cut_texts
 from gfgen.models.fast.evaluation import Evaluator, evaluate_call, is_recordable
@@ -200,11 +200,12 @@ class PipelineAdapter(Adapter):
     def arguments(self, spec: JobSpec) -> dict[str, Any]:
         """The arguments of the pipeline's call for a job, with its files loaded."""
         arguments = self._signature.arguments_for(spec)
+        colours = {"background": spec.background, "has_alpha": self.geometry.has_alpha}
         if spec.image is not None:
-            arguments["image"] = load_image(spec.image, sha256=spec.image_sha256)
+            arguments["image"] = load_image(spec.image, sha256=spec.image_sha256, **colours)
         hashes = spec.files_sha256 or {}
         for name, path in (spec.files or {}).items():
-            arguments[name] = _load(path, hashes.get(name))
+            arguments[name] = _load(name, path, hashes.get(name), **colours)
         if "output_type" in self._signature.arguments:
             arguments["output_type"] = "np"
         return arguments
@@ -310,17 +311,23 @@ def _settings(pipeline: Any) -> set[str]:
     return set(pipeline._get_signature_keys(pipeline)[1])
 
 
-def _load(path: str | list[str], sha256: str | list[str] | None) -> Any:
-    """A picture, the frames of a video, or a list of pictures."""
+def _load(name: str, path: str | list[str], sha256: str | list[str] | None, **colours: Any) -> Any:
+    """A picture, the frames of a video or an animation, or a list of pictures."""
     if isinstance(path, list):
         hashes = sha256 if isinstance(sha256, list) else [sha256] * len(path)
-        return [_load(each, one) for each, one in zip(path, hashes, strict=True)]
+        return [_load("image", each, one, **colours) for each, one in zip(path, hashes, strict=True)]
     assert not isinstance(sha256, list)
-    return load_video(path, sha256=sha256) if is_video(path) else load_image(path, sha256=sha256)
+    if is_video(path):
+        return load_video(path, sha256=sha256)
+    frames = load_frames(path, sha256=sha256, most=None if takes_frames(name) else 1, **colours)
+    return frames if len(frames) > 1 or "video" in name else frames[0]
 
 
 def as_frames(output: Any) -> torch.Tensor:
-    """What a pipeline returned as uint8 [F, H, W, 3]; several pictures of one call are frames."""
+    """What a pipeline returned as uint8 [F, H, W, C]; several pictures of one call are frames.
+
+    C is 3, or 4 with alpha.
+    """
     values = [getattr(output, name, None) for name in ("images", "frames", "video", "videos")]
     found = next((value for value in values if value is not None), None)
     if found is None:
@@ -328,7 +335,7 @@ def as_frames(output: Any) -> torch.Tensor:
     pictures = torch.as_tensor(np.stack([np.asarray(each) for each in _flat(found)]))
     if pictures.dtype != torch.uint8:
         pictures = (pictures.float() * 255).round().clamp(0, 255).to(torch.uint8)
-    return pictures.reshape(-1, *pictures.shape[-3:])[..., :3].contiguous()
+    return pictures.reshape(-1, *pictures.shape[-3:])[..., :4].contiguous()
 
 
 def _sound(output: Any) -> torch.Tensor | None:

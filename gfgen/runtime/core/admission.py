@@ -185,7 +185,8 @@ def _admit_one(
     except JobError as error:
         problems += error.problems
     try:
-        file = filled(output_name(asked, geometry.output_kind(asked)), model=asked.model, index=asked.place)
+        name = output_name(asked, geometry.output_kind(asked), has_alpha=geometry.has_alpha)
+        file = filled(name, model=asked.model, index=asked.place)
     except JobError as error:
         problems += error.problems
     if problems:

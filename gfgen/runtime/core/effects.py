@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from gfgen.errors import Warned
-from gfgen.job.spec import JobSpec
+from gfgen.job.images import TRANSPARENT, remarks_on
+from gfgen.job.spec import JobSpec, input_files
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.runtime.core.observer import JobInfo
@@ -34,10 +35,11 @@ IN_PROMPTS: Mapping[str, re.Pattern[str]] = {
 
 
 def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
-    """What in a job does not act as written, as far as its fields tell."""
+    """What in a job does not act as written, as far as its fields and files tell."""
     asked = info.asked
     if info.rounding is not None:
         yield Warned(f"rounded by {info.spec.model}", info.rounding)
+    yield from _warnings_of_inputs(info.spec, has_alpha=geometry.has_alpha)
     for kind, pattern in IN_PROMPTS.items():
         if found := pattern.findall(f"{asked.prompt}\n{asked.negative_prompt or ''}"):
             yield Warned(kind, ", ".join(dict.fromkeys(found)))
@@ -58,6 +60,20 @@ def _unused_by_call(asked: JobSpec, geometry: PipelineGeometry) -> Iterator[Warn
         yield Warned(f"guidance_scale has no effect on {asked.model}: {why}", f"{asked.guidance_scale:g}")
     if "strength" in (asked.args or {}) and asked.image is None and not asked.files:
         yield Warned("args.strength has no effect without an image")
+
+
+def _warnings_of_inputs(spec: JobSpec, *, has_alpha: bool) -> Iterator[Warned]:
+    hashes = {"image": spec.image_sha256, **(spec.files_sha256 or {})}
+    remarks = [
+        remark
+        for name, path in input_files(spec)
+        if name in hashes
+        for remark in remarks_on(str(path), str(hashes[name]), argument=name)
+    ]
+    others = [remark for remark in remarks if remark.kind != TRANSPARENT]
+    yield from others if has_alpha or spec.background else remarks
+    if spec.background and not has_alpha and others == remarks:
+        yield Warned("background has no effect: no pixel of a picture is transparent")
 
 
 def tell_of_warnings(infos: Iterable[JobInfo]) -> None:

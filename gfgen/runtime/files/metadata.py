@@ -13,14 +13,10 @@ from pathlib import PurePath
 from typing import Any
 
 from gfgen.job.reader import to_mapping
-from gfgen.job.spec import JobSpec
+from gfgen.job.spec import SUFFIXES, JobSpec, format_of
 from gfgen.system.machine import key_versions
 
 Metadata = Mapping[str, Any]
-
-MAX_TEXT_CHARS = 4000
-"""Longest prompt in metadata. Text encoders read 512 to 1024 tokens, and a JPEG's Exif block has at most
-64 KB; the manifest has the whole prompt."""
 
 _LEFT_OUT = ("arrival", "deadline", "timeout", "priority", "output")
 _WEIGHTS = "weights"
@@ -31,17 +27,23 @@ _IN_WORDS = ("prompt", "negative_prompt", "width", "height")
 def describe(spec: JobSpec, *, weights: str | None = None) -> dict[str, Any]:
     """The metadata of a job as run: every field that determines the picture, and what names its weights."""
     fields = {name: value for name, value in to_mapping(spec).items() if name not in _LEFT_OUT}
+    suffix = PurePath(spec.output or "").suffix.lower()
+    if spec.format is None and suffix not in ("", *SUFFIXES.values()):
+        fields["format"] = format_of(suffix, "image") or format_of(suffix, "video")
     for name in ("image", "files", "lora"):  # pictures are shared, folders are private
         if name in fields:
             fields[name] = _texts_by(lambda path: PurePath(path).name, fields[name])
-    found = {name: _texts_by(_shortened, value) for name, value in fields.items()}
-    return found if weights is None else found | {_WEIGHTS: weights}
+    return fields if weights is None else fields | {_WEIGHTS: weights}
 
 
-def parameters_text(metadata: Metadata) -> str:
+def parameters_text(
+    metadata: Metadata, *, size: tuple[int, int] | None = None, place: tuple[int, int] | None = None
+) -> str:
     """Prompt, negative prompt and `Name: value` pairs, as image tools show them.
 
-    Source: the "parameters" text of AUTOMATIC1111's web UI, which galleries look for.
+    size: width and height as made; place: the picture's number among those of its call, and theirs.
+
+    Source: the "parameters" text of AUTOMATIC1111's web UI, which galleries look for, and its `quote`.
     """
     lines = [str(metadata.get("prompt", ""))]
     if metadata.get("negative_prompt"):
@@ -50,8 +52,10 @@ def parameters_text(metadata: Metadata) -> str:
     pairs = {title: known.pop(title) for title in _TITLES.values() if title in known}
     if _WEIGHTS in known:
         pairs["Weights"] = known.pop(_WEIGHTS)
-    if "width" in metadata and "height" in metadata:
-        pairs["Size"] = f"{metadata['width']}x{metadata['height']}"
+    if size is not None:
+        pairs["Size"] = "{}x{}".format(*size)
+    if place is not None:
+        pairs["Picture"] = "{} of {}".format(*place)
     known["Version"] = "; ".join(f"{name} {number}" for name, number in key_versions().items())
     lines.append(", ".join(f"{title}: {_in_text(value)}" for title, value in (pairs | known).items()))
     return "\n".join(line for line in lines if line)
@@ -105,7 +109,8 @@ def _writable(value: str) -> str:
 
 
 def _in_text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, Mapping)) else str(value)
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, (list, Mapping)) else str(value)
+    return json.dumps(text, ensure_ascii=False) if re.search('[,:"\n]|^$', text) else text
 
 
 def _texts_by(change: Callable[[str], str], value: Any) -> Any:
@@ -115,7 +120,3 @@ def _texts_by(change: Callable[[str], str], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _texts_by(change, inner) for name, inner in value.items()}
     return [_texts_by(change, inner) for inner in value] if isinstance(value, list) else value
-
-
-def _shortened(value: str) -> str:
-    return value if len(value) <= MAX_TEXT_CHARS else f"{value[:MAX_TEXT_CHARS]}... (cut)"

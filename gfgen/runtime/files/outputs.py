@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gfgen.errors import OutputError
+from gfgen.job.images import as_rgb
 from gfgen.runtime.files import metadata as labels
 from gfgen.runtime.ipc.content import (
     IMAGE_SUFFIXES,
@@ -58,7 +59,8 @@ _CODECS = {
 }
 _MP4_SHRINKS = 20
 """Raw bytes per MP4 byte, a low estimate for the message about a full disk."""
-_EXIF_DESCRIPTION, _EXIF_MAKER_NOTE = 0x010E, 0x927C
+_EXIF_MAKER_NOTE, _EXIF_IFD, _EXIF_USER_COMMENT = 0x927C, 0x8769, 0x9286
+_JPEG_EXIF_BYTES = 65_533
 _INSTALL_FFMPEG = "cannot write MP4 files without ffmpeg; pip install imageio-ffmpeg"
 
 
@@ -71,8 +73,11 @@ def write_output(
     replaces: Content | None = None,
     made_for: Mapping[str, Any] | None = None,
     sound: Sound | None = None,
+    place: tuple[int, int] | None = None,
 ) -> Content:
-    """Write frames [F, H, W, 3] and return the content of the file.
+    """Write frames [F, H, W, C], RGB or with alpha, and return the content of the file.
+
+    place: the picture's number among several of its call, and how many these are.
 
     An image has one frame, an MP4 (H.264, yuv420p) any number. H.264 with this chroma has even sizes only,
     so an odd edge is repeated once; nothing is rescaled. Sound is AAC in the MP4.
@@ -90,7 +95,7 @@ def write_output(
         if path.suffix.lower() in VIDEO_SUFFIXES:
             _write_video(frames, temporary, fps=fps or 1, metadata=metadata, sound=sound)
         else:
-            _write_image(frames, temporary, fps=fps or 1, metadata=metadata)
+            _write_image(frames, temporary, fps=fps or 1, metadata=metadata, place=place)
         return name_file(temporary, path, replaces=replaces, made_for=made_for)
     except OSError as error:
         raise OutputError(_explain(error, path, frames)) from error
@@ -113,9 +118,10 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _check(frames: Frames, path: Path, fps: float | None) -> None:
-    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or frames.size == 0:
-        raise OutputError(f"{path}: frames must be uint8 [F, H, W, 3], got {frames.dtype} {frames.shape}")
     suffix = path.suffix.lower()
+    channels = (3,) if suffix in VIDEO_SUFFIXES else (3, 4)
+    if frames.ndim != 4 or frames.shape[3] not in channels or frames.dtype != np.uint8 or frames.size == 0:
+        raise OutputError(f"{path}: frames must be uint8 [F, H, W, 3], got {frames.dtype} {frames.shape}")
     if suffix in VIDEO_SUFFIXES and fps is None:
         raise OutputError(f"{path}: a video needs fps, got none")
     if suffix in STILL_SUFFIXES and len(frames) > 1:
@@ -125,11 +131,16 @@ def _check(frames: Frames, path: Path, fps: float | None) -> None:
         raise OutputError(f"{path}: cannot write '{path.suffix}' files; name it {accepted}")
 
 
-def _write_image(frames: Frames, path: Path, *, fps: float, metadata: labels.Metadata) -> None:
+def _write_image(
+    frames: Frames, path: Path, *, fps: float, metadata: labels.Metadata, place: tuple[int, int] | None
+) -> None:
     from PIL import Image, PngImagePlugin
 
-    text, as_json = labels.parameters_text(metadata), labels.to_json(metadata)
     image, *later = map(Image.fromarray, frames)
+    if (background := metadata.get("background")) is not None:
+        image, *later = (as_rgb(each, background=background) for each in (image, *later))
+    text = labels.parameters_text(metadata, size=image.size, place=place)
+    as_json = labels.to_json(metadata)
     suffix = path.suffix.lower()
     options: dict[str, Any] = {}
     if later:
@@ -144,23 +155,34 @@ def _write_image(frames: Frames, path: Path, *, fps: float, metadata: labels.Met
             elif suffix == ".gif":
                 image.save(stream, format="GIF", comment=as_json.encode(), **options)
             else:
-                exif = Image.Exif()
-                exif[_EXIF_DESCRIPTION] = text.encode()
-                exif[_EXIF_MAKER_NOTE] = as_json.encode()
                 kind = {".webp": "WEBP", ".avif": "AVIF"}.get(suffix, "JPEG")
-                quality = metadata.get("quality", PICTURE_QUALITY)
+                exif, quality = _exif(text, as_json), metadata.get("quality", PICTURE_QUALITY)
+                if kind == "JPEG" and len(exif) > _JPEG_EXIF_BYTES:
+                    exif = _exif("", as_json)
+                    exif = exif if len(exif) <= _JPEG_EXIF_BYTES else b""
                 image.save(stream, format=kind, quality=quality, exif=exif, **options)
     except ValueError as error:
         raise OutputError(f"cannot write {path.name}: {error}") from error
+
+
+def _exif(text: str, as_json: str) -> bytes:
+    """The text where AUTOMATIC1111's web UI has it, whose reader takes no other type, and the JSON."""
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[_EXIF_MAKER_NOTE] = as_json.encode()
+    exif.get_ifd(_EXIF_IFD)[_EXIF_USER_COMMENT] = b"UNICODE\0" + text.encode("utf-16-be")
+    return exif.tobytes().replace(b"\x92\x86\0\1", b"\x92\x86\0\7", 1)  # Pillow calls it BYTE
 
 
 def _write_video(
     frames: Frames, path: Path, *, fps: float, metadata: labels.Metadata, sound: Sound | None
 ) -> None:
     """Stream the frames through ffmpeg. Raises OSError or OutputError."""
+    size = (frames.shape[2], frames.shape[1])
     tags = {
         "title": labels.title_of(metadata),
-        "description": labels.parameters_text(metadata),
+        "description": labels.parameters_text(metadata, size=size),
         "comment": labels.to_json(metadata),
     }
     samples = b"" if sound is None else np.ascontiguousarray(sound.samples_CS.T).tobytes()

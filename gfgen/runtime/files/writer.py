@@ -98,7 +98,8 @@ def _write(request: WriteRequest, frames_fd: int) -> list[tuple[Path, Content]]:
     for idx in range(len(frames)):
         each = path.with_name(numbered_name(path.name, idx + 1))
         replaces = request.replaces_numbered.get(each.name)
-        files.append((each, write(frames[idx : idx + 1], each, replaces=replaces)))
+        one = frames[idx : idx + 1]
+        files.append((each, write(one, each, replaces=replaces, place=(idx + 1, len(frames)))))
     return files
 
 

@@ -247,7 +247,8 @@ def _converted(path: Path, kind: str) -> bytes:
         if kind == "png":
             return path.read_bytes()
         with Image.open(path) as picture:
-            picture.convert("RGB").save(content, format=kind.upper(), quality=95)
+            shown = images.as_rgb(picture) if kind == "jpeg" else picture
+            shown.save(content, format=kind.upper(), quality=95)
     except OSError as error:
         raise _unreadable(error) from None
     return content.getvalue()

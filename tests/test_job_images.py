@@ -1,0 +1,181 @@
+"""Inputs of every kind: how they become RGB, which files are read, and what is said of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from movies import write_videos
+from one_job import parse_job
+from PIL import Image, features
+
+from gfgen.job import images
+from gfgen.job.images import ImageError, ImageReader, as_rgb, remarks_on
+from gfgen.job.spec import JobSpec
+from gfgen.runtime.core.admission import admit
+from gfgen.session.admission import find_weightless
+
+NOISE = np.random.default_rng(0).integers(0, 256, (8, 12, 4), np.uint8)
+
+
+def pixels(picture: Image.Image, **options: Any) -> np.ndarray:
+    return np.asarray(as_rgb(picture, **options))
+
+
+def transparent_kinds() -> dict[str, Image.Image]:
+    """Pictures of every mode that can be transparent, each with two pixels: red, and a transparent one."""
+    rgba = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
+    rgba.putpixel((1, 0), (0, 200, 0, 0))
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([255, 0, 0, 0, 200, 0])
+    palette.putpixel((1, 0), 1)
+    palette.info["transparency"] = 1
+    key = rgba.convert("RGB")
+    key.info["transparency"] = (0, 200, 0)
+    return {"RGBA": rgba, "P": palette, "RGB": key, "PA": rgba.convert("PA")}
+
+
+class TestTransparentPixels:
+    @pytest.mark.parametrize("mode", ["RGBA", "P", "RGB", "PA"])
+    def test_what_lies_under_them_changes_nothing(self, mode: str) -> None:
+        picture = transparent_kinds()[mode]
+        assert picture.mode == mode
+        assert pixels(picture).tolist() == [[[255, 0, 0], [255, 255, 255]]]
+        assert pixels(picture, background="#0000ff").tolist() == [[[255, 0, 0], [0, 0, 255]]]
+        assert pixels(picture, has_alpha=True)[0, :, 3].tolist() == [255, 0]
+
+    def test_half_transparent_pixels_are_mixed(self) -> None:
+        alpha = NOISE[..., 3:] / 255
+        expected = NOISE[..., :3] * alpha + 255 * (1 - alpha)
+        assert np.abs(pixels(Image.fromarray(NOISE)) - expected).max() <= 1
+
+    def test_opaque_pixels_keep_their_bits(self) -> None:
+        opaque = NOISE.copy()
+        opaque[..., 3] = 255
+        assert np.array_equal(pixels(Image.fromarray(opaque)), opaque[..., :3])
+        opaque[0, 0, 3] = 0
+        assert np.array_equal(pixels(Image.fromarray(opaque))[1:], opaque[1:, :, :3])
+
+
+class TestNumbersOfMoreThan8Bits:
+    @pytest.mark.parametrize("name", ["a.png", "a.tiff"])
+    def test_grey_of_16_bits_is_scaled(self, tmp_path: Path, name: str) -> None:
+        grey = NOISE[..., 0]
+        Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / name)
+        with Image.open(tmp_path / name) as picture:
+            assert picture.mode.startswith("I;16")
+            assert np.array_equal(pixels(picture), np.stack([grey] * 3, -1))
+
+    @pytest.mark.parametrize(
+        ("dtype", "values", "expected"),
+        [
+            (np.float32, [0, 0.5, 1], [0, 128, 255]),
+            (np.float32, [0, 128, 255], [0, 128, 255]),
+            (np.float32, [0, 32_768, 65_535], [0, 128, 255]),
+            (np.float32, [-1, 0.25, np.nan], [0, 64, 0]),
+            (np.float32, [0, 1e6, 2e6], [0, 128, 255]),
+            (np.float32, [0, 0, 0], [0, 0, 0]),
+            (np.int32, [0, 1, 255], [0, 1, 255]),
+            (np.int32, [0, 257, 65_535], [0, 1, 255]),
+        ],
+    )
+    def test_other_numbers_are_scaled_by_the_largest(
+        self, dtype: Any, values: list[float], expected: list[int]
+    ) -> None:
+        picture = Image.fromarray(np.array([values], dtype))
+        assert pixels(picture)[0, :, 0].tolist() == expected
+
+    def test_a_range_that_is_taken_is_told(self, tmp_path: Path) -> None:
+        Image.fromarray(np.ones((2, 2), np.float32) * 300).save(tmp_path / "depth.tiff")
+        (remark,) = remarks_on(str(tmp_path / "depth.tiff"), "", argument="image")
+        assert remark.detail == "depth.tiff: 65535 is taken for white"
+
+
+def movie(path: Path, times: list[int] | int = 100, **options: Any) -> Path:
+    frames = [Image.fromarray(np.roll(NOISE[..., :3], idx, 1)) for idx in range(4)]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=times, loop=0, **options)
+    return path
+
+
+class TestFormats:
+    @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "gif", "tiff", "avif"])
+    def test_what_gfgen_writes_and_what_others_write_is_read(self, tmp_path: Path, suffix: str) -> None:
+        if suffix == "avif" and not features.check("avif"):
+            pytest.skip("this Pillow has no AVIF")
+        Image.fromarray(NOISE[..., :3]).save(tmp_path / f"a.{suffix}")
+        for given in ({"image": f"a.{suffix}"}, {"files": {"mask_image": f"a.{suffix}"}}):
+            _, problems = parse_job({"prompt": "a", **given}, folder=tmp_path)
+            assert problems == ()
+
+    @pytest.mark.parametrize("suffix", ["gif", "webp"])
+    def test_an_animation_is_checked_to_its_last_frame(self, tmp_path: Path, suffix: str) -> None:
+        content = movie(tmp_path / f"a.{suffix}").read_bytes()
+        (tmp_path / f"a.{suffix}").write_bytes(content[: int(len(content) * 0.8)])
+        with pytest.raises(ImageError, match=r"broken|not a picture"):
+            ImageReader(tmp_path).check(f"a.{suffix}", may_be_video=True)
+
+    def test_too_many_frames_are_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(images, "MAX_ANIMATION_PIXELS", 300)
+        with pytest.raises(ImageError, match="its frames have 384 pixels, more than 300"):
+            ImageReader(tmp_path).check(movie(tmp_path / "a.gif").name)
+
+
+def remarks(path: Path, argument: str = "video") -> list[str]:
+    return list(map(str, remarks_on(str(path), "", argument=argument)))
+
+
+class TestWhatIsSaidOfFiles:
+    @pytest.mark.parametrize("suffix", ["gif", "webp"])
+    def test_frames_of_uneven_times(self, tmp_path: Path, suffix: str) -> None:
+        assert remarks(movie(tmp_path / f"even.{suffix}")) == []
+        uneven = movie(tmp_path / f"a.{suffix}", [20, 100, 500, 20])
+        assert remarks(uneven) == [f"frames of uneven times count once each: a.{suffix}: 20 to 500 ms"]
+
+    @pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.tiff"])
+    def test_a_picture_of_several_frames_where_one_counts(self, tmp_path: Path, name: str) -> None:
+        assert remarks(movie(tmp_path / name), "control_image") == [
+            f"the first of several frames or pages counts: {name} has 4"
+        ]
+
+    def test_a_video_whose_rate_changes(self, tmp_path: Path) -> None:
+        write_videos(tmp_path)
+        assert remarks(tmp_path / "even.mp4") == remarks(tmp_path / "even.mkv") == []
+        assert remarks(tmp_path / "phone.mp4") == [
+            "frames of uneven times are repeated or left out: phone.mp4: 33 become 58, 30 per second"
+        ]
+        assert remarks(tmp_path / "alpha.mov") == [
+            "transparent pixels of a video show what lies under them: alpha.mov"
+        ]
+
+    def test_a_file_that_is_gone_has_none(self, tmp_path: Path) -> None:
+        assert remarks(tmp_path / "a.png") == remarks(tmp_path / "a.mp4") == []
+
+
+def warnings_of(folder: Path, **fields: Any) -> list[str]:
+    spec, problems = parse_job({"prompt": "a star", "model": "shapes", **fields}, folder=folder)
+    assert isinstance(spec, JobSpec)
+    (job,), refused = admit([spec], default_model="shapes", find_model=find_weightless)
+    assert (problems, refused) == ((), ())
+    return list(map(str, job.info.warnings))
+
+
+class TestWarningsOfAJob:
+    def test_transparent_pixels_unless_the_job_has_a_colour_for_them(self, tmp_path: Path) -> None:
+        Image.fromarray(NOISE).save(tmp_path / "cut.png")
+        assert warnings_of(tmp_path, image="cut.png") == [f"{images.TRANSPARENT}: cut.png"]
+        assert warnings_of(tmp_path, image="cut.png", background="gold") == []
+
+    def test_a_colour_without_transparent_pixels(self, tmp_path: Path) -> None:
+        Image.fromarray(NOISE[..., :3]).save(tmp_path / "a.png")
+        assert warnings_of(tmp_path, image="a.png") == []
+        expected = ["background has no effect: no pixel of a picture is transparent"]
+        assert warnings_of(tmp_path, image="a.png", background="gold") == expected
+        assert warnings_of(tmp_path, background="gold") == expected
+
+    @pytest.mark.parametrize("value", ["nope", "#12", "#11223344", 5, ["red"], ""])
+    def test_other_values_than_colours_are_refused(self, value: Any) -> None:
+        _, (problem,) = parse_job({"prompt": "a", "background": value})
+        assert problem.field == "background"
+        assert problem.accepted.startswith('a colour, such as "white" or "#ff8800"')
