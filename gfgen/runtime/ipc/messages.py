@@ -250,6 +250,8 @@ class TaskFault:
     number: int
     reason: str
     void: bool = False
+    is_timeout: bool = False
+    """It waited too long for another rank."""
 
 
 @dataclass(frozen=True, slots=True)
