@@ -46,9 +46,9 @@ def _share_of_cores() -> float:
 
 
 def fitting_ranks(most: int) -> int:
-    """At most this many CPU ranks, and no more than quotas and memory limits here allow."""
-    limit, quota = cgroups.memory_limit(), cgroups.cpu_quota()
-    by_memory = most if limit is None else (limit - RUN_BYTES) // RANK_BYTES
+    """At most this many CPU ranks, and no more than the quota and the available memory allow."""
+    available, quota = available_bytes(), cgroups.cpu_quota()
+    by_memory = most if available is None else (available - RUN_BYTES) // RANK_BYTES
     return max(1, min(most, by_memory, most if quota is None else math.ceil(quota)))
 
 

@@ -178,15 +178,15 @@ def test_without_cgroups_there_are_no_limits(machine):
 def test_the_number_of_ranks_and_the_name_of_the_cpu_follow_the_limits(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(cgroups, "cpu_quota", lambda: None)
-    monkeypatch.setattr(cgroups, "memory_limit", lambda: None)
+    monkeypatch.setattr(this_machine, "available_bytes", lambda: None)
     assert (this_machine.fitting_ranks(4), this_machine.num_cores()) == (4, 8)
     assert this_machine.cpu_name().startswith("8 cores of ")
     monkeypatch.setattr(cgroups, "cpu_quota", lambda: 1.5)
     assert (this_machine.fitting_ranks(4), this_machine.num_cores()) == (2, 2)
     assert this_machine.cpu_name().startswith("1.5 cores of ")
-    monkeypatch.setattr(cgroups, "memory_limit", lambda: RUN_BYTES + 3 * RANK_BYTES // 2)
+    monkeypatch.setattr(this_machine, "available_bytes", lambda: RUN_BYTES + 3 * RANK_BYTES // 2)
     assert this_machine.fitting_ranks(4) == 1
-    monkeypatch.setattr(cgroups, "memory_limit", lambda: 1000)
+    monkeypatch.setattr(this_machine, "available_bytes", lambda: 1000)
     assert this_machine.fitting_ranks(4) == 1
     assert AskedRanks(device="cpu").here().num_ranks == 1
     assert AskedRanks(device="cpu", ranks=3).here().num_ranks == 3
