@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 59_850,
+    "lines of the package": 59_843,
     "files of the package": 306,
     "lines of the core": 6_000,
     "files of the core": 30,

@@ -139,18 +139,18 @@ def test_the_first_cause_of_a_failure_counts():
     assert attempts[1].cause == Cause("boom")
 
 
-def waited_in_vain(paused_s, *, is_timeout=True):
+def waited_in_vain(paused_s, *, is_late=True):
     """What the task of two ranks fails of, if all processes were stopped meanwhile."""
     pool, attempts, recovery = recovering(dispatches((1, [0, 1], None, [])))
     pool.clock._looked_s -= paused_s
     pool.clock.look()
-    recovery.fail(pool.workers[0], TaskFault(1, "no answer", is_timeout=is_timeout))
+    recovery.fail(pool.workers[0], TaskFault(1, "no answer", is_late=is_late))
     return attempts[1].cause
 
 
 def test_waits_that_ran_out_while_all_processes_were_stopped_are_nobodys_fault():
     assert waited_in_vain(31.0) is None
-    assert waited_in_vain(0.3) == waited_in_vain(31.0, is_timeout=False) == Cause("no answer")
+    assert waited_in_vain(0.3) == waited_in_vain(31.0, is_late=False) == Cause("no answer")
 
 
 def test_a_pause_before_a_task_began_is_no_excuse():
@@ -159,7 +159,7 @@ def test_a_pause_before_a_task_began_is_no_excuse():
     pool.clock.look()
     (dispatch,) = dispatches((1, [0, 1], None, [])).values()
     attempts.begin(dispatch, deadline_s=100.0, paused_before_s=pool.clock.paused_s)
-    recovery.fail(pool.workers[0], TaskFault(1, "no answer", is_timeout=True))
+    recovery.fail(pool.workers[0], TaskFault(1, "no answer", is_late=True))
     assert attempts[1].cause == Cause("no answer")
 
 

@@ -250,8 +250,7 @@ class TaskFault:
     number: int
     reason: str
     void: bool = False
-    is_timeout: bool = False
-    """It waited too long for another rank."""
+    is_late: bool = False  # it waited too long for another rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,9 +241,8 @@ class Child:
         self.enter(Phase.ENDED)
         code = self.process.exitcode
         is_killed = code in (-signal.SIGKILL, 255) and self.verdict is None  # 255: the fork server was killed
-        if is_killed and (reason := machine.why_killed(self.oom_kills)) is not None:
-            return reason
-        return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        why = machine.why_killed(self.oom_kills) if is_killed else None
+        return why or (f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}")
 
 
 class WriterProcess(Child):

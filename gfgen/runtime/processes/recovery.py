@@ -76,13 +76,12 @@ class Recovery:
         attempt = self._attempts.get(fault.number)
         if attempt is None:
             return
-        paused_s = self._pool.clock.paused_s - attempt.paused_before_s
-        is_void = fault.void or (fault.is_timeout and paused_s > PAUSE_S)
-        cause = None if is_void else Cause(fault.reason)
+        is_excused = fault.is_late and self._pool.clock.paused_s > attempt.paused_before_s + PAUSE_S
+        cause = None if fault.void or is_excused else Cause(fault.reason)
         if attempt.is_given_up:
             attempt.cause = attempt.cause or cause
             return
-        if is_void:
+        if cause is None:
             logger.info("%s: dispatch %d was given up: %s", worker.name, fault.number, fault.reason)
         self.give_up({fault.number: cause})
 

@@ -320,8 +320,7 @@ class Worker:
             gc.collect()
             self.device.note_shortage()
             reason = f"out of memory; fewer --ranks or a smaller size may help: {reason}"
-        is_timeout = isinstance(error, PeerTimeoutError)
-        self._fail(messages.TaskFault(number, reason, void=is_void, is_timeout=is_timeout))
+        self._fail(messages.TaskFault(number, reason, is_void, is_late=isinstance(error, PeerTimeoutError)))
 
     def _fail(self, fault: messages.TaskFault) -> None:
         """Report, and wait until the control plane has given the dispatch up."""
