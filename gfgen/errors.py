@@ -17,7 +17,7 @@
           AbortedError          1   the host gave the exchange up
           ProtocolError         1   a peer sent what this exchange did not expect
       LockedError              75   another run holds the output folder (EX_TEMPFAIL)
-      InterruptedRunError     130   stopped by SIGINT (or 143: SIGTERM)
+      InterruptedRunError     130   stopped by SIGINT (143: SIGTERM; 128 and the signal's number)
 
 What a user did wrong raises one of these, with a message of one line that names the field
 or path, the value, and what would be accepted. `assert` is for mistakes of our own.

@@ -6,12 +6,14 @@ import contextlib
 import json
 import logging
 import logging.handlers
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
 from gfgen.errors import InputError
+from gfgen.system.outlet import unblocked
 
 _UTC = "%Y-%m-%dT%H:%M:%S"
 _READABLE = "%(asctime)s %(levelname)-7s %(message)s"
@@ -59,7 +61,8 @@ def configure(
 ) -> None:
     """Send records of `gfgen` to a stream (standard error by default), and append them to a file.
 
-    Replaces what an earlier call installed, so it can be called again.
+    Replaces what an earlier call installed, so it can be called again. From now on nobody who writes to
+    standard error waits for its reader.
 
     Raises: InputError when the file cannot be written.
     """
@@ -68,6 +71,7 @@ def configure(
         logger.removeHandler(old)
         if isinstance(old, _LogFile):
             old.close()
+    sys.stderr = unblocked(sys.stderr)
     shown = stream or sys.stderr
     handler = logging.StreamHandler(shown)
     handler.addFilter(lambda record: not getattr(record, "file_only", False))
@@ -90,6 +94,12 @@ class _LogFile(logging.handlers.WatchedFileHandler):
 
     One that cannot be written any more is given up, and standard error says so.
     """
+
+    def _open(self) -> Any:
+        # A pipe is opened for reading, too: otherwise this waits for its first reader.
+        way = os.O_RDWR if Path(self.baseFilename).is_fifo() else os.O_WRONLY
+        fd = os.open(self.baseFilename, way | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return unblocked(os.fdopen(fd, "a", encoding=self.encoding, errors=self.errors))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 59_500,
-    "files of the package": 304,
+    "lines of the package": 59_843,
+    "files of the package": 306,
     "lines of the core": 6_000,
     "files of the core": 30,
     "modules of one folder": 14,
@@ -35,12 +35,12 @@ CIRCLES = {
 types of the modules that launch them."""
 ORDER = [
     "gfgen.errors",
-    "gfgen.log",
     "gfgen.layout",
     "gfgen.graph",
     "gfgen.job",
     "gfgen.snapshot",
     "gfgen.system",
+    "gfgen.log",
     "gfgen.gfc",
     "gfgen.gfc.cuda",
     "gfgen.models.geometry",

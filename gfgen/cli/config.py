@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from gfgen.errors import InputError, nearest
+from gfgen.system.machine import home
 
 LOCAL_NAME = "gfgen.toml"
 NOT_SET = frozenset({"prompt", "help", "version", "yes"})
@@ -24,8 +25,8 @@ _OTHER_VARIABLES = ("GFGEN_CACHE", "GFGEN_COMPLETE")
 
 
 def config_paths() -> tuple[Path, ...]:
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return Path(LOCAL_NAME), home / "gfgen" / "config.toml"
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config")
+    return Path(LOCAL_NAME), folder / "gfgen" / "config.toml"
 
 
 @dataclass(frozen=True, slots=True)

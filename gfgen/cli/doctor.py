@@ -31,7 +31,8 @@ from gfgen.models.families.registry import find_configs
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
 from gfgen.session import caches
-from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, cache_dir
+from gfgen.system import cgroups
+from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, cache_dir, home
 from gfgen.system.wording import counted, size_in_words
 
 _CUDNN = "nvidia-cudnn-frontend"
@@ -68,6 +69,11 @@ def _machine() -> Iterator[str]:
     yield f"Python {platform.python_version()}, {platform.system()} {platform.release()}"
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield f"{len(os.sched_getaffinity(0))} CPU cores, {pages / _GIB:.0f} GiB of memory"
+    quota, limit = cgroups.cpu_quota(), cgroups.memory_limit()
+    limits = [] if quota is None else [f"{quota:.3g} cores"]
+    limits += [] if limit is None else [f"{size_in_words(limit)} of memory"]
+    if limits:
+        yield f"limits of this container or job: {', '.join(limits)}"
 
 
 def _packages(missing: list[str]) -> Iterator[str]:
@@ -283,5 +289,5 @@ def _facts(cache: caches.Cache) -> dict[str, Any]:
 
 
 def _short(path: Path) -> str:
-    home = Path.home()  # in a container perhaps the root folder
-    return f"~/{path.relative_to(home)}" if home.name and path.is_relative_to(home) else str(path)
+    own = home()  # in a container perhaps the root folder
+    return f"~/{path.relative_to(own)}" if own.name and path.is_relative_to(own) else str(path)

@@ -7,7 +7,6 @@ import errno
 import importlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import click
 from gfgen import log
 from gfgen.cli.config import defaults_of, with_variables
 from gfgen.errors import GfgenError, InputError, InterruptedRunError, RunError, nearest
+from gfgen.system.signals import leave_to_the_run
 
 _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate the pictures and videos of a job file."),
@@ -99,8 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exit_code = _invoke(arguments)
     except GfgenError as error:
         if isinstance(error, InterruptedRunError):  # the run has ended, so a further signal changes nothing
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
+            leave_to_the_run()
         if debug:
             logging.getLogger(__name__).exception("failed")
         if logging.getLogger("gfgen").handlers:  # the log file records the end of the command, too

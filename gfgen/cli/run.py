@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import signal
+import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,8 @@ from gfgen.runtime.files.ownership import default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.session.admission import with_time
 from gfgen.session.session import Arrivals, Session, try_to_write
+from gfgen.system.machine import warn_of_unknown_zone
+from gfgen.system.outlet import drain, unblocked
 from gfgen.system.wording import counted
 
 if TYPE_CHECKING:
@@ -145,6 +148,7 @@ def run(given: Arguments) -> int:
     output_dir = given.output or default_folder(Path("outputs"), name, first)
     check_written(source.paths if source else (), {"--trace": given.trace, "--log-file": logs.log_file})
     logs.configure(file=logs.log_file)
+    warn_of_unknown_zone()
     if given.output is None and output_dir.name != name:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
     with cluster.connected(
@@ -415,7 +419,9 @@ def _tell_of_end(summary: Summary, options: RunOptions, *, stopped_by: str | Non
 
 
 def _say(line: str) -> None:
+    drain(sys.stderr)  # perhaps the same terminal
     with contextlib.suppress(OSError):  # a closed pipe or terminal does not fail a run that has ended
+        sys.stdout = unblocked(sys.stdout)
         click.echo(line)
 
 

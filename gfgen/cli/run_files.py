@@ -40,6 +40,7 @@ from gfgen.runtime.files.manifest import (
 from gfgen.runtime.files.ownership import Claims
 from gfgen.session.admission import Admission, jobs_to_run, judge
 from gfgen.session.session import Session, SessionOptions
+from gfgen.system.linefile import check_appendable
 from gfgen.system.wording import counted, in_words
 
 if TYPE_CHECKING:
@@ -72,9 +73,12 @@ def check_watched(folder: Path, output_dir: Path) -> None:
 
 
 def check_records(output_dir: Path) -> None:
-    """Raises InputError if another program wrote the lists in the folder, to which gfgen appends lines."""
+    """Raises InputError if another program wrote the lists in the folder, to which gfgen appends lines, or if
+    this user may not append to them, before ranks start."""
     for name in (MANIFEST_NAME, WATCHED_NAME):
         check_own(output_dir / name)
+    for name in (MANIFEST_NAME, WATCHED_NAME, JOURNAL_NAME):
+        check_appendable(output_dir / name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import re
@@ -33,6 +32,7 @@ from gfgen.cli.options import (
     policy_option,
     takes,
 )
+from gfgen.cli.remote.server import is_loopback
 from gfgen.cli.run_files import ClusterOptions, session_of
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.cluster.ray_cluster import RayCluster
@@ -56,7 +56,7 @@ from gfgen.session.live import write_live
 from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import machine
-from gfgen.system.machine import SERVING, check_addresses, check_packages, versions
+from gfgen.system.machine import SERVING, check_limits, check_packages, versions, warn_of_unknown_zone
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -230,6 +230,7 @@ def serve(given: Arguments) -> int:
     context, logs = click.get_current_context(), given.logs
     context.call_on_close(partial(os.umask, os.umask(int(given.umask, 8))))
     logs.configure(file=logs.log_file)
+    warn_of_unknown_zone()
     keys = _checked_keys(given)
     models = given.models or (DEFAULT_MODEL,)
     for alias, name in given.api.aliases.items():
@@ -286,7 +287,7 @@ def serve_models(options: ServeOptions) -> None:
             the output folder; InterruptedRunError when a second signal did not let steps end.
     """
     machine.allow_most()
-    check_addresses()
+    check_limits()
     with contextlib.ExitStack() as stack:
         listener = listen(options.host, options.port)
         stack.callback(listener.close)
@@ -378,7 +379,7 @@ def _checked_keys(given: Arguments) -> Mapping[str, str]:
     keys = {} if given.key_file is None else read_keys(given.key_file)
     if given.api_key in keys.values():
         raise InputError(f"--api-key: it is also in {given.key_file}; give the admin a key of its own")
-    if not (_is_loopback(given.host) or given.api_key or keys or given.no_key):
+    if not (is_loopback(given.host) or given.api_key or keys or given.no_key):
         raise InputError(
             f"--host {given.host}: other machines can reach this address; give --api-key (or "
             f"{KEY_VARIABLE}), or --no-key to allow requests without a key"
@@ -399,13 +400,6 @@ def url_of(host: str, port: int) -> str:
     """Where this machine reaches a server that listens there."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _has_signal(signals: SignalPipe) -> bool:

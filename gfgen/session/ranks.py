@@ -33,7 +33,8 @@ from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.session.admission import Admission, Models
 from gfgen.session.memory import GpuMemory, HostMemory
-from gfgen.system.machine import COMPUTING, check_addresses, check_packages, cpu_name, key_versions
+from gfgen.system import machine
+from gfgen.system.machine import COMPUTING, check_packages, cpu_name, key_versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -175,7 +176,7 @@ class AskedRanks:
     attention: tuple[str, ...] = ()
 
     def here(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
-        """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them.
+        """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them, or fewer under limits.
 
         Raises: InputError if the machine has fewer GPUs or none with fp8, or if --memory is no size.
         """
@@ -184,7 +185,7 @@ class AskedRanks:
             self.device, self.ranks, memory_limit=limit, ranks_per_gpu=self.ranks_per_gpu
         )
         if devices.kind == CPU:
-            devices = replace(devices, num_ranks=self.ranks or cpu_ranks)
+            devices = replace(devices, num_ranks=self.ranks or machine.fitting_ranks(cpu_ranks))
         capability = min((gpu.capability for gpu in devices.gpus), default=None)
         device = devices.gpus[0].name if devices.gpus else "a CPU"
         check_precision(self.precision, capability=capability, device=device)
@@ -239,7 +240,7 @@ def ready_pool(
     writers keep `keep_fds` open until they end. `worker_main` replaces the program of the workers. Kernels
     are compiled for `jobs`, or if there are none, for whatever these models can do.
     """
-    check_addresses()
+    machine.check_limits(ranks.num_ranks)
     if worker_main is None:
         check_packages(COMPUTING)
     logger.info(

@@ -254,10 +254,10 @@ class Session:
         )
         if options.keeps_records:
             warn_of_passed_deadlines(jobs, now=clock.started_at, arrived_at=setup.start.arrived_at)
+            manifest = ManifestWriter(options.output_dir / MANIFEST_NAME, made_with=self._made_with)
             live = LiveRun(options.output_dir, started_at=clock.started_at, watched=arrivals.watched)
             if arrivals.requests is None and live.takes_requests:
                 setup = replace(setup, arrivals=replace(arrivals, requests=live))
-            manifest = ManifestWriter(options.output_dir / MANIFEST_NAME, made_with=self._made_with)
             observers = (manifest, *observers, live)
         seen_by = with_view([*observers, *arrivals.observers])
         with contextlib.ExitStack() as stack:
@@ -406,6 +406,7 @@ def _held_folder(folder: Path) -> Iterator[int]:
         raise InputError(f"--output {folder}: {reason}; name another folder") from None
     try:
         with hold_folder(folder) as lock:
+            _find_temporary(folder)
             if num_leftovers := remove_leftovers(folder):
                 logger.info("removed %s of an earlier run", counted(num_leftovers, "unfinished file"))
             yield lock
@@ -413,6 +414,15 @@ def _held_folder(folder: Path) -> Iterator[int]:
         with contextlib.suppress(OSError):
             for each in made:
                 each.rmdir()
+
+
+def _find_temporary(folder: Path) -> None:
+    """Let this process and its children put temporary files here if there is no other place."""
+    try:
+        tempfile.gettempdir()
+    except OSError:
+        tempfile.tempdir = os.environ["TMPDIR"] = str(folder.absolute())
+        logger.warning("no folder for temporary files can be written, so %s has them", folder)
 
 
 def _remove_leftovers_below(folder: Path, jobs: Sequence[AdmittedJob]) -> None:

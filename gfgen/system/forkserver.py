@@ -82,8 +82,9 @@ def _our_start(keep_fds: Sequence[int]) -> Iterator[None]:
 
 def _lifeline() -> str:
     """Statements for a child of this process, which may not find this package."""
-    bind = f"lifeline.die_with_parent({os.getpid()}); lifeline.bind_forks()"
-    return f"import sys; sys.path.append({str(PACKAGE_ROOT)!r}); from gfgen.system import lifeline; {bind}"
+    bind = f"lifeline.die_with_parent({os.getpid()}); lifeline.bind_forks(); outlet.drop_unread()"
+    found = f"import sys; sys.path.append({str(PACKAGE_ROOT)!r}); from gfgen.system import lifeline, outlet"
+    return f"{found}; {bind}"
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from gfgen.errors import OutputError
+from gfgen.errors import InputError, OutputError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -26,7 +26,7 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         except OSError as error:
             raise OutputError(_explain(path, error)) from error
         self._opened = os.fstat(self._fd)
@@ -62,6 +62,12 @@ class LineFile:
         with suppress(OSError):
             os.fsync(self._fd)
         os.close(self._fd)
+
+
+def check_appendable(path: Path) -> None:
+    """Raises: InputError if the file is there and this user may not append to it."""
+    if path.exists() and not os.access(path, os.W_OK):
+        raise InputError(f"{path}: you may not write it (its owner can, chmod g+w); name another --output")
 
 
 def _explain(path: Path, error: OSError) -> str:

@@ -3,26 +3,53 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import importlib.util
+import logging
 import math
 import os
 import platform
 import re
 import resource
+import stat
+import sys
+import tempfile
+import zoneinfo
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from gfgen.errors import InputError
-from gfgen.system.wording import size_in_words
+from gfgen.system import cgroups
+from gfgen.system.wording import counted, size_in_words
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = ("gfgen", "torch", "diffusers", "transformers")
-_MAX_CGROUP_DEPTH = 32
-_NO_LIMIT = 1 << 60
-"""Version 1 of cgroups writes a number near 2**63 where there is no limit."""
+RUN_BYTES, RANK_BYTES = 380_000_000, 80_000_000
+"""Runs of tiny-wan on 1, 2 and 4 CPU ranks peak at 457, 552 and 689 MB; processes share their imports."""
+LEAST_FILE_BYTES = 1 << 27
+"""The shared memory of a rank is a file to the system."""
 LEAST_ADDRESSES_BYTES = 1_500_000_000
 """For a CPU rank with the built-in model: with 1.0 GB it does not start, with 1.3 GB its tasks fail."""
+
+
+def num_cores() -> int:
+    """The cores that this process may keep busy, by its affinity and its quota."""
+    return math.ceil(_share_of_cores())
+
+
+def _share_of_cores() -> float:
+    return min(len(os.sched_getaffinity(0)), cgroups.cpu_quota() or math.inf)
+
+
+def fitting_ranks(most: int) -> int:
+    """At most this many CPU ranks, and no more than the quota and the available memory allow."""
+    available, quota = available_bytes(), cgroups.cpu_quota()
+    by_memory = most if available is None else (available - RUN_BYTES) // RANK_BYTES
+    return max(1, min(most, by_memory, most if quota is None else math.ceil(quota)))
 
 
 def cpu_name() -> str:
@@ -32,7 +59,7 @@ def cpu_name() -> str:
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
-    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
+    return f"{_share_of_cores():.3g} cores of {names[0] if names else platform.machine()}"
 
 
 def versions() -> dict[str, str]:
@@ -58,11 +85,32 @@ def free_bytes(folder: Path) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
+def home() -> Path:
+    """The user's home. A user id without a home gets one for temporary files; libraries use it, too."""
+    try:
+        return Path.home()
+    except RuntimeError:  # no HOME, and no entry in the list of users
+        pass
+    try:
+        folder = Path(tempfile.gettempdir(), f"gfgen-home-{os.getuid()}")
+        with suppress(FileExistsError):
+            folder.mkdir(0o700)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o170077 != stat.S_IFDIR:
+            folder = Path(tempfile.mkdtemp(prefix="gfgen-home-"))  # another user has made the first
+    except OSError as error:
+        raise InputError(f"there is no home, and no place for temporary files ({error}); set HOME") from None
+    os.environ["HOME"] = str(folder)
+    os.environ.setdefault("USER", str(os.getuid()))
+    logger.warning("this user has no home: there is no user configuration, and caches are in %s", folder)
+    return folder
+
+
 def cache_dir() -> Path:
     """Where gfgen keeps what it makes for itself: $GFGEN_CACHE, or gfgen/ in the user's cache folder."""
     if own := os.environ.get("GFGEN_CACHE"):
         return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "gfgen"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache").expanduser() / "gfgen"
 
 
 def prepared_dirs() -> list[Path]:
@@ -116,10 +164,23 @@ def allow_most() -> float:
     A run holds a few files for each started job, a server one for each connection. Child processes inherit
     it.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _raise_limit(resource.RLIMIT_NOFILE)
+
+
+def _raise_limit(kind: int) -> float:
+    soft, hard = resource.getrlimit(kind)
     if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(kind, (hard, hard))
     return math.inf if hard == resource.RLIM_INFINITY else hard
+
+
+def why_killed(kills_before: int) -> str | None:
+    """The reason if the kernel has killed processes here for lack of memory since it had killed so many."""
+    if cgroups.oom_kills() <= kills_before:
+        return None
+    limit = cgroups.memory_limit()
+    most = "" if limit is None else f" (the limit is {size_in_words(limit)})"
+    return f"killed for lack of memory{most}; fewer --ranks, smaller jobs or more memory help"
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -173,12 +234,32 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
     Page cache that can be dropped counts as available.
     """
-    rooms = [_machine_room(root / "proc/meminfo"), *_cgroup_rooms(root)]
-    return min((room for room in rooms if room is not None), default=None)
+    free_kib = cgroups.number_in(cgroups.text_of(root / "proc/meminfo"), "MemAvailable:")
+    rooms = [*cgroups.rooms(root), *([] if free_kib is None else [free_kib * 1024])]
+    return min(rooms, default=None)
 
 
-def check_addresses() -> None:
-    """Raises: InputError if `ulimit -v` is below the address space that any rank needs."""
+def check_limits(num_ranks: int = 0) -> None:
+    """Raises: InputError if this machine does not let so many ranks start; it says what to do."""
+    if sys.flags.optimize > 1:
+        raise InputError("PYTHONOPTIMIZE=2 (python -OO) removes texts that diffusers needs: unset it")
+    need, available = RUN_BYTES + num_ranks * RANK_BYTES, available_bytes()
+    if available is not None and available < need:
+        fitting = (available - RUN_BYTES) // RANK_BYTES
+        help_ = f"--ranks {fitting} would fit" if fitting > 0 else "free memory, or raise the limit"
+        raise InputError(
+            f"{counted(num_ranks, 'rank')}: about {size_in_words(need)} of memory needed without models, "
+            f"{size_in_words(available)} available; {help_}"
+        )
+    _raise_limit(resource.RLIMIT_FSIZE)
+    try:
+        with os.fdopen(os.memfd_create("gfgen"), "wb") as file:
+            file.truncate(LEAST_FILE_BYTES)
+    except OSError as error:
+        why, help_ = f"memfd_create: {error.strerror}", "a container or sandbox has to allow it"
+        if error.errno == errno.EFBIG:
+            why, help_ = f"files of {size_in_words(LEAST_FILE_BYTES)} are too large", "raise ulimit -f"
+        raise InputError(f"shared memory is refused here ({why}); {help_}") from None
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY and most < LEAST_ADDRESSES_BYTES:
         raise InputError(
@@ -187,49 +268,10 @@ def check_addresses() -> None:
         )
 
 
-def _machine_room(meminfo: Path) -> int | None:
-    room = _number(_text(meminfo), "MemAvailable:")
-    return None if room is None else room * 1024
-
-
-def _cgroup_rooms(root: Path) -> list[int | None]:
-    """The rest of the limit of each memory cgroup of this process (versions 1 and 2)."""
-    rooms: list[int | None] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if controllers
-            else ("memory.max", "memory.current")
-        )
-        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        parts = Path(path.lstrip("/")).parts[:_MAX_CGROUP_DEPTH]
-        rooms += [_room(base.joinpath(*parts[:depth]), *names) for depth in range(len(parts) + 1)]
-    return rooms
-
-
-def _room(folder: Path, limit_name: str, used_name: str) -> int | None:
-    limit = _text(folder / limit_name).strip()
-    if not limit.isdigit() or int(limit) >= _NO_LIMIT:
-        return None
-    used = _text(folder / used_name).strip()
-    if not used.isdigit():
-        return None
-    stat = _text(folder / "memory.stat")
-    cache = (_number(stat, "inactive_file") or 0) + (_number(stat, "active_file") or 0)
-    return max(0, int(limit) - int(used) + cache)
-
-
-def _number(text: str, name: str) -> int | None:
-    """The number behind this name in a text with a name and a number per line."""
-    found = re.search(rf"^{name}\s+(\d+)", text, re.MULTILINE)
-    return None if found is None else int(found[1])
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
+def warn_of_unknown_zone() -> None:
+    """Log if TZ names a time zone that this system does not have: it then counts as UTC."""
+    name = os.environ.get("TZ", "").removeprefix(":")
+    is_rule = re.match(r"(\w{3,}|<[^>]+>)[+-]?\d", name)  # such as CET-1CEST
+    if name in ("", "UTC", "GMT") or is_rule or any(Path(each, name).is_file() for each in zoneinfo.TZPATH):
+        return
+    logger.warning("TZ=%s is no time zone of this system, so times of day are those of UTC", name)

@@ -21,8 +21,10 @@ def locked(path: Path, *, timeout_s: float) -> IO[bytes]:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # another has it, or the file system has no locks
+        except BlockingIOError:  # another has it
             if time.monotonic() < until_s:
                 time.sleep(_POLL_S)
                 continue
+        except OSError:  # the file system has no locks
+            pass
         return file

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP as a readable descriptor instead of an exception anywhere."""
+"""Signals that stop a run, as a readable descriptor instead of an exception anywhere."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import TypeVar
 
 from gfgen.errors import InterruptedRunError, PolicyFault
 
-FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Batch systems send them some time before they kill, perhaps again and again: only a first signal counts."""
+FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNINGS)
 """Terminals, `timeout` and others send them to all processes of a run; only its control plane reacts."""
-
 
 ECHO_S = 1.0
 """A second SIGTERM or SIGHUP within this time counts as the first signal."""
@@ -42,9 +43,7 @@ class SignalPipe:
             end.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._previous = {
-            number: signal.signal(number, self._came)
-            for number in FOR_THE_RUN
-            if signal.getsignal(number) is not signal.SIG_IGN
+            number: signal.signal(number, self._came) for number in FOR_THE_RUN if _is_for_us(number)
         }
         self._first_s: float | None = None
         """Time of the first signal, by the monotonic clock."""
@@ -64,7 +63,7 @@ class SignalPipe:
         for number in filter(self._previous.__contains__, self._reader.recv(64)):
             if self._first_s is None:
                 self._first_s = now_s
-            elif number != signal.SIGINT and now_s < self._first_s + ECHO_S:
+            elif number in WARNINGS or (number != signal.SIGINT and now_s < self._first_s + ECHO_S):
                 continue
             counted.append(number)
         return counted
@@ -95,6 +94,12 @@ class SignalPipe:
         signal.set_wakeup_fd(self._previous_fd)
         self._reader.close()
         self._writer.close()
+
+
+def _is_for_us(number: int) -> bool:
+    """Not if it is ignored, nor a warning for which the program around this run has a handler of its own."""
+    handler = signal.getsignal(number)
+    return handler is signal.SIG_DFL if number in WARNINGS else handler is not signal.SIG_IGN
 
 
 DECISION_LIMIT_S = 10.0

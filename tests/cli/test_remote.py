@@ -1,10 +1,12 @@
 """Commands for runs that other processes hold: what they name, ask and print."""
 
 import json
+import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from builders import make_job
@@ -12,7 +14,7 @@ from click.testing import CliRunner
 
 from gfgen.cli.main import cli
 from gfgen.cli.remote.commands import find_target
-from gfgen.cli.remote.server import _recent_row
+from gfgen.cli.remote.server import Server, _recent_row, is_loopback
 from gfgen.cli.remote.status import RunStatus
 from gfgen.errors import InputError, Problem
 from gfgen.job.spec import output_name, spec_hash
@@ -183,3 +185,92 @@ def test_a_short_job_of_a_server_is_not_shown_with_whole_seconds(ended_at, witho
     job = {"id": "a", "custom_id": None, "status": "completed", "error": None, "created_at": 100}
     row = _recent_row(job | {"completed_at": ended_at, "inference_time_s": without_queue_s})
     assert row["latency_s"] == latency_s
+
+
+@contextmanager
+def http_server(content):
+    """Answers everything with this; yields its port and the requests' lines."""
+    requests = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append((self.requestline, self.headers.get("Authorization")))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_port, requests
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def proxy(monkeypatch):
+    """The port of the environment's proxy, and the requests that it gets."""
+    for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with http_server(b"{}") as (port, requests):
+        monkeypatch.setenv("http_proxy", f"http://user:secret@127.0.0.1:{port}")
+        yield port, requests
+
+
+@pytest.fixture
+def names_of_this_machine(monkeypatch):
+    """All names are."""
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *others, **options: real("127.0.0.1", *others, **options)
+    )
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.8.8", "LOCALHOST.", "a.localhost"])
+def test_requests_to_this_machine_never_go_through_a_proxy(proxy, names_of_this_machine, host):
+    with http_server(b'{"object": "state"}') as (port, requests):
+        server = Server(f"http://{host}:{port}", key="key")
+        with pytest.raises(KeyError):  # the state lacks all else
+            server.status()
+        assert requests == [("GET /v1/state HTTP/1.1", "Bearer key")]
+    with pytest.raises(InputError) as refusal:
+        server.status()
+    assert "proxy" not in str(refusal.value)
+    assert proxy[1] == []
+
+
+def test_an_error_names_the_proxy_without_its_password(proxy):
+    with pytest.raises(InputError) as refusal:
+        Server("http://far.example:3000", key="key").status()
+    port, requests = proxy
+    assert requests == [("GET http://far.example:3000/v1/state HTTP/1.1", "Bearer key")]
+    assert f"; the proxy 127.0.0.1:{port} was asked (no_proxy names hosts without)" in str(refusal.value)
+    assert "secret" not in str(refusal.value)
+
+
+def test_no_proxy_is_obeyed(proxy, names_of_this_machine, monkeypatch):
+    monkeypatch.setenv("no_proxy", "far.example")
+    with http_server(b'{"object": "state"}') as (port, requests), pytest.raises(KeyError):
+        Server(f"http://far.example:{port}", key=None).status()
+    assert len(requests) == 1
+    assert proxy[1] == []
+
+
+@pytest.mark.parametrize(
+    ("host", "is_this"),
+    [
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("localhost.example", False),
+    ],
+)
+def test_what_certainly_is_loopback(host, is_this):
+    assert is_loopback(host) == is_this

@@ -162,14 +162,22 @@ def test_a_stopped_run_goes_on_at_the_step_where_it_stopped(folder):
 
 @pytest.mark.parametrize(
     ("numbers", "code"),
-    [((signal.SIGTERM,), 143), ((signal.SIGINT, signal.SIGINT), 130)],
-    ids=["term", "twice"],
+    [
+        ((signal.SIGTERM,), 143),
+        ((signal.SIGINT, signal.SIGINT), 130),
+        ((signal.SIGUSR1,), 138),
+        ((signal.SIGUSR2, signal.SIGUSR2), 140),
+        ((signal.SIGXCPU, signal.SIGXCPU), 152),
+    ],
+    ids=["term", "twice", "usr1", "usr2", "xcpu"],
 )
 def test_signals_stop_the_run_with_one_line(folder, numbers, code):
     (folder / "night.jsonl").write_text(f"{json.dumps(JOBS[0])}\n{json.dumps(LONG)}\n")
-    returned, err = interrupt(folder, *numbers)
+    returned, err = interrupt(folder, *numbers, options=ONE_RANK_A_STEP)
     assert returned == code
     assert err.splitlines()[-1].startswith("gfgen: stopped")
+    is_kept = numbers != (signal.SIGINT, signal.SIGINT)
+    assert os.path.exists(folder / "outputs/night/.resume/long.state") or not is_kept
 
 
 def test_with_json_lines_a_stopped_run_ends_with_its_events(folder):

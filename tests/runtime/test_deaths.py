@@ -22,6 +22,7 @@ from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.snapshot import Decision
+from gfgen.system.signals import FOR_THE_RUN
 
 HASTY = Patience(ping_s=0.2, silence_s=2.0, task_s=3.0, task_factor=1.0, leaving_s=2.0)
 
@@ -216,6 +217,6 @@ def test_ranks_and_writers_get_no_signal_that_is_for_the_run(pool):
             line.split(":\t", 1)
             for line in Path(f"/proc/{child.process.pid}/status").read_text().splitlines()
         )
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in FOR_THE_RUN:
             deaf = int(status["SigIgn"], 16) | int(status["SigBlk"], 16)
             assert deaf >> (number - 1) & 1, (child.name, number)

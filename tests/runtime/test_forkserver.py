@@ -11,7 +11,7 @@ from gfgen.system import forkserver
 
 START = """
     import multiprocessing, os, signal, time
-    from gfgen.system import forkserver
+    from gfgen.system import forkserver, signals
 
     def start_one():
         forkserver.ensure_running()
@@ -60,7 +60,7 @@ def test_a_server_that_was_killed_is_started_anew_and_no_descriptor_is_lost(tmp_
 def test_signals_to_all_processes_of_a_run_end_neither_the_server_nor_what_it_forked(tmp_path):
     script = textwrap.dedent("""\
         os.setpgid(0, 0)
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = signals.FOR_THE_RUN
         for number in numbers:
             signal.signal(number, lambda *_: None)
         forkserver.ensure_running()

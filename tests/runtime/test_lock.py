@@ -1,5 +1,7 @@
 """One run at a time in an output folder."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,7 +12,7 @@ import pytest
 
 from gfgen.errors import LockedError, OutputError
 from gfgen.runtime.files import lock
-from gfgen.runtime.files.lock import LOCK_NAME, hold_folder
+from gfgen.runtime.files.lock import LOCK_NAME, hold_folder, holder_of
 
 HOLDER = (
     "import sys, time\nfrom pathlib import Path\nfrom gfgen.runtime.files.lock import hold_folder\n"
@@ -112,3 +114,77 @@ def test_a_file_that_was_removed_under_its_holder_can_be_locked_anew(tmp_path):
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     with pytest.raises(OutputError, match=r"cannot write .*choose another --output"):
         hold_folder(tmp_path / "nowhere").__enter__()
+
+
+NO_LOCKS = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL]
+TAKING = (
+    "import errno, fcntl, os, sys\nfrom pathlib import Path\nfrom gfgen.errors import LockedError\n"
+    "from gfgen.runtime.files.lock import hold_folder\n"
+    "def refuse(*_): raise OSError(int(sys.argv[2]), 'no locks')\n"
+    "for name in sys.argv[3:]: setattr(fcntl, name, refuse)\n"
+    "try:\n    with hold_folder(Path(sys.argv[1])): print('held')\n"
+    "except LockedError as error: print(error)"
+)
+"""Another process that finds the same file system."""
+
+
+def refuse_locks(monkeypatch, number, *names):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    for name in names:
+        monkeypatch.setattr(fcntl, name, refuse)
+
+
+@pytest.mark.parametrize("number", NO_LOCKS)
+@pytest.mark.parametrize("names", [("flock",), ("flock", "lockf")], ids=["lockf", "name"])
+def test_without_locks_of_files_others_replace_them_with_a_warning(
+    monkeypatch, caplog, tmp_path, names, number
+):
+    refuse_locks(monkeypatch, number, *names)
+
+    def take():
+        command = [sys.executable, "-c", TAKING, tmp_path, str(number), *names]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with hold_folder(tmp_path):
+        assert f"in use by another run (process {os.getpid()}" in take()
+        assert holder_of(tmp_path).pid == os.getpid()
+    assert "this file system has " in caplog.text
+    assert len(caplog.records) == 1
+    assert take() == "held\n"
+    assert holder_of(tmp_path) is None
+    with hold_folder(tmp_path):
+        pass
+
+
+def test_a_name_is_held_until_the_last_process_of_the_run_has_ended(monkeypatch, tmp_path):
+    refuse_locks(monkeypatch, errno.ENOSYS, "flock", "lockf")
+    with hold_folder(tmp_path) as held:
+        child = os.dup(held)
+    with pytest.raises(LockedError):
+        hold_folder(tmp_path).__enter__()
+    os.close(child)
+    with hold_folder(tmp_path):
+        pass
+
+
+def test_a_lock_that_fails_otherwise_is_one_line(monkeypatch, tmp_path):
+    refuse_locks(monkeypatch, errno.EIO, "flock")
+    with pytest.raises(OutputError, match="cannot lock"):
+        hold_folder(tmp_path).__enter__()
+
+
+def test_the_file_of_a_killed_run_of_another_user_does_not_matter(monkeypatch, tmp_path):
+    (tmp_path / LOCK_NAME).write_text("")
+    real = os.open
+
+    def open_(path, flags, mode=0o777):
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", open_)
+    with hold_folder(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == []

@@ -1,8 +1,12 @@
 """Memory that is short is told before anything starts, with numbers and what would help."""
 
+import errno
 import math
+import os
+import resource
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from builders import make_job
@@ -13,26 +17,74 @@ from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.geometry.weight_files import read_header
 from gfgen.models.geometry.weights import Footprint, device_bytes
 from gfgen.runtime.core.devices import Devices, Gpu
+from gfgen.runtime.processes.child import Child
 from gfgen.session import memory
 from gfgen.session.memory import GpuMemory, HostMemory, split
-from gfgen.session.ranks import Ranks
+from gfgen.session.ranks import AskedRanks, Ranks
+from gfgen.system import cgroups
 from gfgen.system import machine as this_machine
-from gfgen.system.machine import available_bytes, check_addresses
+from gfgen.system.machine import RANK_BYTES, RUN_BYTES, available_bytes, check_limits
 
 GB = 10**9
 MEMINFO = "MemTotal:       1000 kB\nMemFree:        100 kB\nMemAvailable:   800 kB\n"
 
 
+def limited_to(monkeypatch, kind, soft, hard):
+    limits = {kind: (soft, hard)}
+    none = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, none))
+    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
+    return limits
+
+
 def test_a_limit_below_what_any_rank_needs_is_refused(monkeypatch):
-    monkeypatch.setattr(this_machine.resource, "getrlimit", lambda _: (1_024_000_000, -1))
+    limited_to(monkeypatch, resource.RLIMIT_AS, 1_024_000_000, -1)
     with pytest.raises(
         InputError, match=r"1\.0 GB of memory here \(ulimit -v\); each rank needs at least 1\.5 GB"
     ):
-        check_addresses()
-    monkeypatch.setattr(
-        this_machine.resource, "getrlimit", lambda _: (this_machine.resource.RLIM_INFINITY, -1)
-    )
-    check_addresses()
+        check_limits()
+    limited_to(monkeypatch, resource.RLIMIT_AS, resource.RLIM_INFINITY, -1)
+    check_limits()
+
+
+def test_a_limit_of_files_is_raised_as_far_as_it_may_be(monkeypatch):
+    limits = limited_to(monkeypatch, resource.RLIMIT_FSIZE, 1000, 10**12)
+    check_limits()
+    assert limits[resource.RLIMIT_FSIZE] == (10**12, 10**12)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EFBIG, r"files of 134\.2 MB are too large\); raise ulimit -f"),
+        (errno.EPERM, r"memfd_create: Operation not permitted\); a container or sandbox has to allow it"),
+        (errno.ENOSYS, r"memfd_create: Function not implemented"),
+    ],
+)
+def test_shared_memory_that_is_refused_is_one_line(monkeypatch, number, words):
+    def refuse(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(InputError, match=f"shared memory is refused here .*{words}"):
+        check_limits()
+
+
+def test_ranks_whose_processes_do_not_fit_are_refused_with_how_many_would(monkeypatch):
+    room = RUN_BYTES + 2 * RANK_BYTES
+    monkeypatch.setattr(this_machine, "available_bytes", lambda: room)
+    check_limits(2)
+    with pytest.raises(InputError, match=r"4 ranks: about .* needed without models, .*; --ranks 2 would fit"):
+        check_limits(4)
+    monkeypatch.setattr(this_machine, "available_bytes", lambda: RUN_BYTES)
+    with pytest.raises(InputError, match=r"1 rank: about .*; free memory, or raise the limit"):
+        check_limits(1)
+
+
+def test_texts_that_libraries_need_may_not_be_removed(monkeypatch):
+    monkeypatch.setattr(this_machine.sys, "flags", SimpleNamespace(optimize=2))
+    with pytest.raises(InputError, match=r"PYTHONOPTIMIZE=2 \(python -OO\) .*: unset it"):
+        check_limits()
 
 
 @pytest.fixture
@@ -82,6 +134,76 @@ def test_limits_of_the_older_cgroups_count_too(machine):
         }
     )
     assert available_bytes(root) == 300000
+
+
+CONTAINER = {
+    "proc/self/cgroup": "0::/\n",
+    "sys/fs/cgroup/memory.max": "600000000\n",
+    "sys/fs/cgroup/memory.events": "low 0\nhigh 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n",
+    "sys/fs/cgroup/cpu.max": "150000 100000\n",
+}
+OLD_CONTAINER = {
+    "proc/self/cgroup": "4:memory:/docker/f00\n2:cpuacct,cpu:/docker/f00\n0::/\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "600000000\n",
+    "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+}
+"""Its path is that of the host, which it does not see."""
+OF_A_JOB = {
+    "proc/self/cgroup": "0::/slurm/job_1\n",
+    "sys/fs/cgroup/slurm/memory.max": "max\n",
+    "sys/fs/cgroup/slurm/memory.events": "oom_kill 9\n",
+    "sys/fs/cgroup/slurm/cpu.max": "max 100000\n",
+    "sys/fs/cgroup/slurm/job_1/memory.max": "600000000\n",
+    "sys/fs/cgroup/slurm/job_1/memory.events": "oom_kill 2\n",
+    "sys/fs/cgroup/slurm/job_1/cpu.max": "150000 100000\n",
+}
+
+
+@pytest.mark.parametrize("files", [CONTAINER, OLD_CONTAINER, OF_A_JOB], ids=["v2", "v1", "below"])
+def test_limits_quotas_and_kills_of_containers_and_batch_jobs_are_read(machine, files):
+    root = machine(**files)
+    assert cgroups.memory_limit(root) == 600_000_000
+    assert cgroups.cpu_quota(root) == 1.5
+    assert cgroups.oom_kills(root) == 2
+
+
+def test_without_cgroups_there_are_no_limits(machine):
+    root = machine(**{"proc/self/cgroup": "1:cpu:/\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                      "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"})  # fmt: skip
+    assert (cgroups.memory_limit(root), cgroups.cpu_quota(root), cgroups.oom_kills(root)) == (None, None, 0)
+
+
+def test_the_number_of_ranks_and_the_name_of_the_cpu_follow_the_limits(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(cgroups, "cpu_quota", lambda: None)
+    monkeypatch.setattr(this_machine, "available_bytes", lambda: None)
+    assert (this_machine.fitting_ranks(4), this_machine.num_cores()) == (4, 8)
+    assert this_machine.cpu_name().startswith("8 cores of ")
+    monkeypatch.setattr(cgroups, "cpu_quota", lambda: 1.5)
+    assert (this_machine.fitting_ranks(4), this_machine.num_cores()) == (2, 2)
+    assert this_machine.cpu_name().startswith("1.5 cores of ")
+    monkeypatch.setattr(this_machine, "available_bytes", lambda: RUN_BYTES + 3 * RANK_BYTES // 2)
+    assert this_machine.fitting_ranks(4) == 1
+    monkeypatch.setattr(this_machine, "available_bytes", lambda: 1000)
+    assert this_machine.fitting_ranks(4) == 1
+    assert AskedRanks(device="cpu").here().num_ranks == 1
+    assert AskedRanks(device="cpu", ranks=3).here().num_ranks == 3
+
+
+@pytest.mark.parametrize(("exitcode", "is_named"), [(-9, True), (255, True), (-11, False), (1, False)])
+def test_a_process_that_the_kernel_killed_for_lack_of_memory_is_named(monkeypatch, exitcode, is_named):
+    monkeypatch.setattr(cgroups, "oom_kills", lambda: 3)
+    monkeypatch.setattr(cgroups, "memory_limit", lambda: 600_000_000)
+    process = SimpleNamespace(join=lambda _: None, is_alive=lambda: False, exitcode=exitcode)
+    channel = SimpleNamespace(close=lambda: None)
+    for kills_before, verdict in ((2, None), (3, None), (2, "it hangs")):
+        state = {"oom_kills": kills_before, "verdict": verdict}
+        child = Child(name="rank 0", process=process, channel=channel, **state)
+        ending = child.reap(patience_s=0.0)
+        expected = "killed for lack of memory (the limit is 600.0 MB); fewer --ranks, smaller jobs or"
+        assert ending.startswith(expected) == (is_named and (kills_before, verdict) == (2, None))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from gfgen.errors import OutputError
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import JobSpec, lack_of
 from gfgen.runtime.core.admission import AdmittedJob, admit
+from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.metadata import describe, from_ffmetadata, to_ffmetadata
 from gfgen.runtime.files.outputs import (
     Frames,
@@ -35,6 +37,7 @@ from gfgen.runtime.files.outputs import (
 from gfgen.runtime.ipc import content
 from gfgen.runtime.ipc.content import Content, content_of, remove_leftovers, temporary_name
 from gfgen.session.admission import find_weightless
+from gfgen.system.linefile import LineFile
 
 SPEC = JobSpec(
     id="fox-1",
@@ -159,6 +162,38 @@ def test_file_that_hits_a_size_limit_is_removed(tmp_path: Path, name: str) -> No
         resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
         signal.signal(signal.SIGXFSZ, old_handler)
     assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
+def test_a_folder_that_cannot_be_synced_does_not_fail_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """CIFS, 9p, FUSE; a disk that fails is another thing."""
+    fsync = os.fsync
+
+    def refuse_folders(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(number, os.strerror(number))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    fails = pytest.raises(OutputError) if number == errno.EIO else nullcontext()
+    with fails:
+        write_output(gradient(1), tmp_path / "fox.png", fps=None, metadata={})
+    assert names_in(tmp_path) == ["fox.png"]
+
+
+def test_files_follow_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", no_links)
+    before = os.umask(0o002)
+    try:
+        write_output(gradient(1), tmp_path / "fox.png", fps=None, metadata={})
+        LineFile(tmp_path / "manifest.jsonl").close()
+        with hold_folder(tmp_path):
+            modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+    assert modes == dict.fromkeys(["fox.png", "manifest.jsonl", ".gfgen.lock"], 0o664)
 
 
 def no_links(*names: object) -> None:

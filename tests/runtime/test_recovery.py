@@ -4,7 +4,7 @@ from builders import make_job
 
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted
+from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, TaskFault
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.processes.child import AwakeClock, Patience, Phase
 from gfgen.runtime.processes.recovery import Attempts, Cause, Recovery, given_up
@@ -137,6 +137,30 @@ def test_the_first_cause_of_a_failure_counts():
     recovery.give_up({1: Cause("boom")})
     recovery.give_up({1: Cause("aborted", lost=True)})
     assert attempts[1].cause == Cause("boom")
+
+
+def waited_in_vain(paused_s, *, is_late=True):
+    """What the task of two ranks fails of, if all processes were stopped meanwhile."""
+    pool, attempts, recovery = recovering(dispatches((1, [0, 1], None, [])))
+    pool.clock._looked_s -= paused_s
+    pool.clock.look()
+    recovery.fail(pool.workers[0], TaskFault(1, "no answer", is_late=is_late))
+    return attempts[1].cause
+
+
+def test_waits_that_ran_out_while_all_processes_were_stopped_are_nobodys_fault():
+    assert waited_in_vain(31.0) is None
+    assert waited_in_vain(0.3) == waited_in_vain(31.0, is_late=False) == Cause("no answer")
+
+
+def test_a_pause_before_a_task_began_is_no_excuse():
+    pool, attempts, recovery = recovering({})
+    pool.clock._looked_s -= 100.0
+    pool.clock.look()
+    (dispatch,) = dispatches((1, [0, 1], None, [])).values()
+    attempts.begin(dispatch, deadline_s=100.0, paused_before_s=pool.clock.paused_s)
+    recovery.fail(pool.workers[0], TaskFault(1, "no answer", is_late=True))
+    assert attempts[1].cause == Cause("no answer")
 
 
 def test_a_task_that_does_not_end_in_time_is_given_up_and_the_rank_that_stays_in_it_is_killed():

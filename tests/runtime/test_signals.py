@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,13 +14,19 @@ from gfgen.errors import InterruptedRunError
 from gfgen.system import signals
 from gfgen.system.signals import SignalPipe
 
-ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNINGS)
+
+
+def plain(number: signal.Signals) -> Any:
+    """How a shell leaves it."""
+    return signal.SIG_DFL if number in WARNINGS else signal.default_int_handler
 
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """None of them is ignored, whatever has started the tests."""
-    previous = {number: signal.signal(number, signal.default_int_handler) for number in ALL}
+    previous = {number: signal.signal(number, plain(number)) for number in ALL}
     yield
     for number, handler in previous.items():
         signal.signal(number, handler)
@@ -59,7 +66,31 @@ def test_each_ctrl_c_counts() -> None:
 
 def test_handlers_are_as_before_when_it_is_closed() -> None:
     SignalPipe().close()
-    assert {signal.getsignal(number) for number in ALL} == {signal.default_int_handler}
+    assert [signal.getsignal(number) for number in ALL] == [plain(number) for number in ALL]
+
+
+@pytest.mark.parametrize("number", WARNINGS)
+def test_a_warning_of_a_batch_system_stops_a_run_once(monkeypatch, number: signal.Signals) -> None:
+    """SIGXCPU comes again every second; SIGTERM, later, is a second signal."""
+    monkeypatch.setattr(signals, "ECHO_S", 0.0)
+    with contextlib.closing(SignalPipe()) as pipe:
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        assert pipe.take() == [number]
+        os.kill(os.getpid(), number)
+        assert pipe.take() == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert pipe.take() == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", WARNINGS)
+def test_a_warning_that_the_program_around_a_run_handles_is_left_to_it(number: signal.Signals) -> None:
+    came = []
+    signal.signal(number, lambda *_: came.append(number))
+    with contextlib.closing(SignalPipe()) as pipe:
+        os.kill(os.getpid(), number)
+        assert pipe.take() == []
+    assert came == [number]
 
 
 @pytest.mark.parametrize("comes_first", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ipaddress
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener, getproxies, proxy_bypass
 
 from gfgen.cli.remote.folder import selected_jobs
 from gfgen.cli.remote.status import Cancelled, RunStatus, Submitted
@@ -31,6 +32,16 @@ _OWN = ("id", "output", "format", "quality", "arrival")
 _EXACT = re.compile(r"(batch|job|image|video)_[0-9a-f]{24}")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address certainly stays on this machine."""
+    host = host.rstrip(".").lower()
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
 class _NoRedirects(HTTPRedirectHandler):
     """The key goes to the named server alone."""
 
@@ -45,7 +56,10 @@ class Server:
             raise InputError(f"{url}: a URL such as http://localhost:3000 is accepted")
         self._url = url.rstrip("/")
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._opener = build_opener(_NoRedirects())
+        host = parts.hostname or ""
+        is_direct = is_loopback(host) or proxy_bypass(host)
+        self._proxy = None if is_direct else getproxies().get(parts.scheme)
+        self._opener = build_opener(_NoRedirects(), *([ProxyHandler({})] if is_direct else []))
 
     def status(self) -> RunStatus:
         state = self._call("GET", "/v1/state")
@@ -140,7 +154,13 @@ class Server:
             reason = getattr(error, "reason", None) or error
             reason = getattr(reason, "strerror", None) or reason
             text = f"{self._url}: no answer ({reason}); is 'gfgen serve' running there?"
-            raise InputError(text) from None
+            raise InputError(text + self._by_proxy) from None
+
+    @property
+    def _by_proxy(self) -> str:
+        """How requests went, at the end of an error."""
+        proxy = urlsplit(self._proxy or "").netloc.rpartition("@")[2] or self._proxy
+        return f"; the proxy {proxy} was asked (no_proxy names hosts without)" if proxy else ""
 
     def _object(self, content: bytes) -> dict[str, Any]:
         try:
@@ -162,7 +182,8 @@ class Server:
         return kind(f"{self._url}: {message}")
 
     def _is_no_server(self, how: str = "") -> InputError:
-        return InputError(f"{self._url}: is no gfgen server{how}; name the URL that 'gfgen serve' prints")
+        text = f"{self._url}: is no gfgen server{how}; name the URL that 'gfgen serve' prints"
+        return InputError(text + self._by_proxy)
 
 
 def _matches(job: Mapping[str, Any], pattern: str) -> bool:

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
+from gfgen.system.outlet import drain
+
 MAX_NAME = 24
 MAX_COLUMNS = 120
 """Of a line; the bar gets what name and text leave."""
@@ -43,7 +45,9 @@ class Board:
         self._show(self._bars, above=f"{_CLEAR_BELOW}{printable(text, self._stream)}\n")
 
     def draw(self, lines: Sequence[Line]) -> None:
-        """Show the batch, and as many jobs as the slots and rows allow."""
+        """Show the batch, and as many jobs as the slots and rows allow; not while nobody reads."""
+        if not drain(self._stream, 0.0):
+            return
         columns, rows = terminal_size(self._stream)
         head, *jobs = lines
         shown = [head, *self._placed(jobs, max(0, min(self._num_slots, rows - 2)))]

@@ -26,6 +26,7 @@ from gfgen.errors import in_one_line
 from gfgen.gfc.cuda import compiler
 from gfgen.models.ahead.places import LOOKUP, STORE, pin_compilers
 from gfgen.system import lifeline
+from gfgen.system.machine import num_cores
 from gfgen.system.sharing import locked
 
 EXCHANGES = "exchanges"
@@ -56,7 +57,7 @@ def outcomes(items: Sequence[Item], of: Callable[[Item], str]) -> list[tuple[str
     """By item: kind, what was done (`outcome`) or "missing", and why it is."""
     context = multiprocessing.get_context("fork")
     found = []
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool:
+    with ProcessPoolExecutor(num_cores(), mp_context=context) as pool:
         futures: list[Future[str]] = [pool.submit(of, item) for item in items]
         for item, future in zip(items, futures, strict=True):
             error = future.exception()

@@ -49,10 +49,12 @@ def _make_one(directory: Path, name: str) -> Path:
     final = directory / name
     if final.is_dir():
         return final
+    os.umask(umask := os.umask(0))
     partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=directory))
     try:
         write_tiny(CONFIGS / name, partial)
-        partial.chmod(0o755)  # mkdtemp makes it private
+        for path in (partial, *partial.rglob("*")):  # mkdtemp and safetensors make them private
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
         os.rename(partial, final)
     except OSError:
         if not final.is_dir():  # else another process made the same bytes first

@@ -2,13 +2,19 @@
 
 The run, its workers and its writers keep the lock's descriptor open. The kernel releases the lock when the
 last of them ends, in whatever way. So a file that a killed run left behind does not block the next run.
+
+Some file systems have no such locks (Lustre, some NFS). There a lock of the run's process alone replaces it,
+or a name in this machine's kernel, which does not keep out runs of other machines.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +23,10 @@ from pathlib import Path
 
 from gfgen.errors import LockedError, OutputError
 
+logger = logging.getLogger(__name__)
+
 LOCK_NAME = ".gfgen.lock"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 ORPHANS_S = 5.0
 """How long to wait for the processes of a killed run: the kernel kills them too, and frees their memory."""
 _POLL_S = 0.05
@@ -40,15 +49,16 @@ def hold_folder(folder: Path) -> Iterator[int]:
     Raises: LockedError when another run holds the folder, or processes of a killed run do not end.
     """
     path = folder / LOCK_NAME
-    fd = _lock(path)
+    fd, held = _lock(path)
     try:
         _write_note(fd)
-        yield fd
+        yield held
     finally:
         # Before the lock is released: a run that has opened this file sees that it is gone.
         with suppress(OSError):
             path.unlink()
-        os.close(fd)
+        for each in {fd, held}:
+            os.close(each)
 
 
 def holder_of(folder: Path) -> Holder | None:
@@ -62,23 +72,27 @@ def holder_of(folder: Path) -> Holder | None:
         if holder is None:  # a run is about to take it, and must not find it locked by us
             return None
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return holder
+    except OSError as error:
+        is_unknown = error.errno in _NO_LOCKS
+        return None if is_unknown and _was_killed(holder) else holder
     finally:
         os.close(fd)
     return None
 
 
-def _lock(path: Path) -> int:
-    """A descriptor of the file that has this name now, locked."""
+def _lock(path: Path) -> tuple[int, int]:
+    """Descriptors of the file that has this name now, and of what holds the lock; mostly the same."""
     deadline_s = time.monotonic() + ORPHANS_S
     while True:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            except PermissionError:  # a killed run of another user has left it
+                fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror}; choose another --output") from None
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = _take(fd, path.parent)
         except BlockingIOError:
             holder = _read_note(fd)
             os.close(fd)
@@ -90,8 +104,36 @@ def _lock(path: Path) -> int:
             os.close(fd)
             raise OutputError(f"cannot lock {path}: {error.strerror}; choose another --output") from None
         if _is_under(path, fd):
-            return fd
-        os.close(fd)  # its last holder has removed it since we opened it
+            return fd, held
+        for each in {fd, held}:
+            os.close(each)  # its last holder has removed it since we opened it
+
+
+def _take(fd: int, folder: Path) -> int:
+    """The descriptor that holds the lock. Raises: BlockingIOError when another has it; OSError."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return fd
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        logger.warning("%s: this file system has only locks of single processes", folder)
+        return fd
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise BlockingIOError from None
+        if error.errno not in _NO_LOCKS:
+            raise
+    found, name = os.stat(folder), socket.socket(socket.AF_UNIX)
+    try:
+        name.bind(f"\0gfgen-{found.st_dev}-{found.st_ino}")
+    except OSError:
+        name.close()
+        raise BlockingIOError from None
+    logger.warning("%s: this file system has no locks; start no run there on another machine", folder)
+    return name.detach()
 
 
 def _locked(path: Path, holder: Holder | None) -> LockedError:

@@ -31,6 +31,7 @@ from gfgen.runtime.ipc.content import (
     temporary_name,
 )
 from gfgen.system.lifeline import die_with_parent
+from gfgen.system.machine import num_cores
 from gfgen.system.wording import size_in_words
 
 Frames = NDArray[np.uint8]
@@ -225,7 +226,7 @@ def _encode_command(
 ) -> list[str]:
     _, height, width, _ = frames.shape
     size = f"{width + width % 2}x{height + height % 2}"
-    threads = encoder_threads(len(os.sched_getaffinity(0)))
+    threads = encoder_threads(num_cores())
     # RGB becomes BT.709 and says so; ffmpeg's default (BT.601, untagged) shifts the colours.
     convert = (
         "scale=flags=accurate_rnd+full_chroma_int:out_color_matrix=bt709:out_range=tv,format=yuv420p,"

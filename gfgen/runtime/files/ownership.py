@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 STDIN = "-"
 _WHAT_TO_DO = "move it away, name another output, or replace it with --overwrite"
+_NOT_ENCODABLE = "this locale cannot write such a name; set LC_ALL=C.UTF-8, or give the job another output"
 _SUFFIX_LENGTHS = (6, 12, 64)
 """Hex digits of a hash. More are used only if another job file has a folder with the shorter suffix."""
 
@@ -236,6 +237,11 @@ def claim_files(
     for job in jobs:
         job = replace(job, info=replace(job.info, job_file=job_file))
         path = output_dir / job.info.file
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError:
+            problems.append(Problem(job.spec.line, None, str(path), _NOT_ENCODABLE))
+            continue
         if job.job_id not in done and (clash := _clash(job, owners, output_dir)) is not None:
             problems.append(Problem(job.spec.line, None, str(path), clash))
             continue

@@ -12,6 +12,7 @@ no marks, and the next run does not recognize such a file as its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -31,6 +32,9 @@ IMAGE_SUFFIXES = STILL_SUFFIXES + ANIMATED_SUFFIXES
 VIDEO_SUFFIXES = (".mp4",)
 _TEMPORARY = re.compile(r"\..{1,40}\.tmp-[0-9]+(?P<suffix>\.[A-Za-z0-9]+)", re.DOTALL)
 """The names of `temporary_name`."""
+
+_FOLDERS_REFUSE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EISDIR, errno.EACCES)
+"""How file systems refuse to sync a folder (CIFS, 9p, FUSE), or to open one that may not be listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,11 @@ def name_file(
         set_mark(temporary, content, name=path.name, made_for=made_for)
     _sync(temporary)
     _publish(temporary, path, replaces=replaces, made_for=made_for)
-    _sync(path.parent)
+    try:
+        _sync(path.parent)
+    except OSError as error:  # the file itself is complete
+        if error.errno not in _FOLDERS_REFUSE:
+            raise
     return content
 
 
@@ -134,7 +142,7 @@ def _link(temporary: Path, path: Path) -> None:
     except FileExistsError:
         raise
     except OSError:  # no hard links on this file system, or an error that the next line raises, too
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         try:
             os.replace(temporary, path)
         except OSError:

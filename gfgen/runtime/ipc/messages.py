@@ -250,6 +250,7 @@ class TaskFault:
     number: int
     reason: str
     void: bool = False
+    is_late: bool = False  # it waited too long for another rank
 
 
 @dataclass(frozen=True, slots=True)

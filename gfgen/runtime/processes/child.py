@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing.process
+import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -19,6 +20,7 @@ from typing import Any
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
+from gfgen.system import cgroups, machine
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +37,13 @@ class AwakeClock:
     def __init__(self) -> None:
         self.now_s = 0.0
         """At the last look."""
+        self.paused_s = 0.0  # how long it did not look
         self._looked_s = time.monotonic()
 
     def look(self) -> None:
         before_s, self._looked_s = self._looked_s, time.monotonic()
-        self.now_s += min(self._looked_s - before_s, LONGEST_LOOK_S)
+        self.now_s += (awake_s := min(self._looked_s - before_s, LONGEST_LOOK_S))
+        self.paused_s += self._looked_s - before_s - awake_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,7 @@ class Child:
     """How long it may take to end once it is killed."""
     verdict: str | None = None
     """Why it was killed, or the reason that it gave for its end."""
+    oom_kills: int = field(default_factory=cgroups.oom_kills)  # at its start
 
     def __post_init__(self) -> None:
         self.since_s = self.clock.now_s
@@ -235,7 +240,9 @@ class Child:
             return ending
         self.enter(Phase.ENDED)
         code = self.process.exitcode
-        return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        is_killed = code in (-signal.SIGKILL, 255) and self.verdict is None  # 255: the fork server was killed
+        why = machine.why_killed(self.oom_kills) if is_killed else None
+        return why or (f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}")
 
 
 class WriterProcess(Child):

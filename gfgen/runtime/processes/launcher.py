@@ -17,7 +17,7 @@ from gfgen.errors import WorkerError
 from gfgen.models.ahead.places import pin_compilers
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.system import forkserver, machine
+from gfgen.system import cgroups, forkserver, machine
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class Launcher:
         # not survive a fork; NVML does.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         machine.allow_most()
+        self._oom_kills = cgroups.oom_kills()
         self._settings = settings
         self._tuned_tables: dict[str, str] = {}
         if settings.are_on_gpus:
@@ -81,9 +82,10 @@ class Launcher:
             try:
                 return self._fork(name, target, settings)
             except (OSError, EOFError) as error:
+                reason = machine.why_killed(self._oom_kills) or error
                 if not tries_left or not isinstance(error, ConnectionError | EOFError):
-                    raise WorkerError(f"{name} cannot be started: {error}; run again to go on") from error
-                logger.warning("%s was killed as it was started (%s); it is started again", name, error)
+                    raise WorkerError(f"{name} cannot be started: {reason}; run again to go on") from error
+                logger.warning("%s was killed as it was started (%s); it is started again", name, reason)
 
     def _fork(
         self, name: str, target: str, settings: tuple[WorkerSettings, ...]

@@ -8,7 +8,6 @@ pool outlives a run: the next one starts on warm workers.
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import time
 from collections import Counter, defaultdict
@@ -34,6 +33,7 @@ from gfgen.runtime.processes.child import (
     WriterProcess,
 )
 from gfgen.runtime.processes.launcher import Launcher
+from gfgen.system import machine
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +118,8 @@ class WorkerPool:
         self._waiting: set[int] = set()
         """Ranks whose process has ended, and that start when others have tried to load a model."""
         if num_writers is None:
-            num_ranks, num_cores = settings.num_ranks, len(os.sched_getaffinity(0))
-            is_many = settings.are_on_gpus
-            num_writers = default_writers(num_ranks=num_ranks, num_cores=num_cores) if is_many else 1
+            is_many, cores = settings.are_on_gpus, machine.num_cores()
+            num_writers = default_writers(num_ranks=settings.num_ranks, num_cores=cores) if is_many else 1
         try:
             for rank in range(settings.num_ranks):
                 self.workers.append(self._start_worker(rank, incarnation=1))

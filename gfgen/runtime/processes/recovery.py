@@ -30,6 +30,8 @@ from gfgen.runtime.processes.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
+PAUSE_S = 5.0
+"""If all processes were stopped for so long in a task, its waits may have run out: nobody is to blame."""
 HANGS = "it hangs in a task that was given up"
 STAYS = "it did not leave a task that was stopped"
 
@@ -74,11 +76,12 @@ class Recovery:
         attempt = self._attempts.get(fault.number)
         if attempt is None:
             return
-        cause = None if fault.void else Cause(fault.reason)
+        is_excused = fault.is_late and self._pool.clock.paused_s > attempt.paused_before_s + PAUSE_S
+        cause = None if fault.void or is_excused else Cause(fault.reason)
         if attempt.is_given_up:
             attempt.cause = attempt.cause or cause
             return
-        if fault.void:
+        if cause is None:
             logger.info("%s: dispatch %d was given up: %s", worker.name, fault.number, fault.reason)
         self.give_up({fault.number: cause})
 
@@ -199,6 +202,7 @@ class Attempt:
     dispatch: Dispatch
     deadline_s: float
     """When it counts as overdue; if it is given up, when a rank that has not left it does."""
+    paused_before_s: float = 0.0  # AwakeClock.paused_s at its begin
     reports: dict[int, RankTimes] = field(default_factory=dict)
     """By rank that has done its part of the task."""
     is_given_up: bool = False
@@ -232,8 +236,8 @@ class Attempts(dict[int, Attempt]):
         """The dispatches that ranks are leaving, in order."""
         return {number: attempt for number, attempt in self.items() if attempt.is_given_up}
 
-    def begin(self, dispatch: Dispatch, *, deadline_s: float) -> None:
-        self[dispatch.number] = Attempt(dispatch, deadline_s)
+    def begin(self, dispatch: Dispatch, *, deadline_s: float, paused_before_s: float = 0.0) -> None:
+        self[dispatch.number] = Attempt(dispatch, deadline_s, paused_before_s)
 
     def report(self, number: int, times: RankTimes) -> bool:
         """A rank has done its part. Returns whether that counts: a second report does not, nor one of an

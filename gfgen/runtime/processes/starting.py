@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,10 +35,10 @@ def wait_ready(pool: WorkerPool, signals: SignalPipe | None = None) -> None:
     Raises: WorkerError with the reason when no rank, no model or not all needed ranks are left;
     InterruptedRunError when a signal comes first.
     """
-    began_s = waited_since_s = logged_s = time.monotonic()
+    began_s = waited_since_s = logged_s = pool.clock.now_s
     pool.begin_start()
     while any(worker.phase in STARTS for worker in pool.living):
-        if (now_s := time.monotonic()) > waited_since_s + pool.patience.starting_s:
+        if (now_s := pool.clock.now_s) > waited_since_s + pool.patience.starting_s:
             leave_behind(pool, f"the models are not loaded after {pool.patience.starting_s:g} s")
             waited_since_s = now_s
         elif now_s > logged_s + LOG_EVERY_S:
@@ -60,18 +59,18 @@ def warm_up(
     """
     for worker in pool.living:
         worker.prepare(items)
-    left, heard_s = list(items), time.monotonic()
+    left, heard_s = list(items), pool.clock.now_s
     answers: dict[int, WarmedUp] = {}
     while left:
         for _, message in hear(pool, signals, doing="ranks were warmed up"):
-            heard_s = time.monotonic()
+            heard_s = pool.clock.now_s
             if isinstance(message, WarmedUp) and (message.reason or message.number not in answers):
                 answers[message.number] = message
         for item in left.copy():
             if not any(item in worker.requests for worker in pool.living):
                 left.remove(item)
                 yield item, answers.get(item.number, WarmedUp(item.number, 0.0))
-        if left and time.monotonic() > heard_s + pool.patience.warm_up_s:
+        if left and pool.clock.now_s > heard_s + pool.patience.warm_up_s:
             raise WorkerError(f"no rank has run a step within {pool.patience.warm_up_s:g} s of the last one")
     wait_ready(pool, signals)
 

@@ -136,7 +136,8 @@ class ProcessBackend:
             self._pending.append(events.TaskFailed(self._clock.now_s, dispatch.number, reason))
             return
         due_s = dispatch.predicted_end_s - self._clock.now_s + self._pool.patience.for_task_s(dispatch)
-        self._attempts.begin(dispatch, deadline_s=self._pool.clock.now_s + due_s)
+        clock = self._pool.clock
+        self._attempts.begin(dispatch, deadline_s=clock.now_s + due_s, paused_before_s=clock.paused_s)
         self._pool.last_number = dispatch.number
         incarnations = tuple([self._pool.workers[rank].incarnation for rank in ranks])
         self._ask_for_state(dispatch)

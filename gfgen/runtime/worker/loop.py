@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from gfgen.errors import AbortedError
+from gfgen.errors import AbortedError, PeerTimeoutError
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
@@ -320,7 +320,7 @@ class Worker:
             gc.collect()
             self.device.note_shortage()
             reason = f"out of memory; fewer --ranks or a smaller size may help: {reason}"
-        self._fail(messages.TaskFault(number, reason, void=is_void))
+        self._fail(messages.TaskFault(number, reason, is_void, is_late=isinstance(error, PeerTimeoutError)))
 
     def _fail(self, fault: messages.TaskFault) -> None:
         """Report, and wait until the control plane has given the dispatch up."""

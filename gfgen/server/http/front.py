@@ -36,6 +36,7 @@ from gfgen.server.shown.webhooks import Webhooks
 from gfgen.server.store import STORE_NAME, Store
 from gfgen.system import machine
 from gfgen.system.machine import give_back_large_blocks
+from gfgen.system.outlet import drain
 from gfgen.system.signals import leave_to_the_run
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Front:
                 self._is_lost = True
             if self._is_lost:  # pending responses could only be wrong
                 store.close()
+                drain(sys.stderr)
                 os._exit(1)
             await asyncio.wait({serving}, timeout=2 * DRAIN_S)
             await self._webhooks.close(patience_s=DRAIN_S)
@@ -215,7 +217,7 @@ def main(link_fd: int, listener_fd: int) -> None:
     except Exception as error:
         _log_failure(error)
         code = 1
-    sys.stdout.flush()
+    drain(sys.stderr)
     os._exit(code)  # does not wait for threads that still read files
 
 
