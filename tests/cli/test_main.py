@@ -236,7 +236,7 @@ def files_in(folder):
 def test_caches_are_listed_with_sizes(capsys, filled_caches):
     found = json.loads(gfgen(capsys, "cache", "--json")[1])
     sizes = {each["name"]: each["size_bytes"] for each in found["caches"]}
-    empty = ("inductor", "tables", "tiny-models", "single-files", "previews")
+    empty = ("inductor", "tables", "tiny-models", "single-files", "calls", "previews")
     assert sizes == {"profiles": 1000, "kernels": 1000, **dict.fromkeys(empty, 0)}
     assert found["hub"]["size_bytes"] == {"org/name": 1000}
     assert "org/name" in gfgen(capsys, "cache")[1]

@@ -61,9 +61,10 @@ def test_of_a_path_it_is_said_that_nothing_is_there(name: str) -> None:
 
 
 def test_a_file_in_place_of_a_directory_is_told(tmp_path: Path) -> None:
-    (tmp_path / "model.ckpt").touch()
-    with pytest.raises(ModelError, match=r"model\.ckpt: is a file; a directory, "):
-        resolve_checkpoint(str(tmp_path / "model.ckpt"))
+    for name, reason in {"model.zip": "is a file; a directory, ", "model.ckpt": "is a pickle, "}.items():
+        (tmp_path / name).touch()
+        with pytest.raises(ModelError, match=rf"{name}:? {reason}"):
+            resolve_checkpoint(str(tmp_path / name))
 
 
 def test_no_name_is_not_the_current_folder() -> None:
