@@ -179,3 +179,9 @@ class TestWarningsOfAJob:
         _, (problem,) = parse_job({"prompt": "a", "background": value})
         assert problem.field == "background"
         assert problem.accepted.startswith('a colour, such as "white" or "#ff8800"')
+
+
+def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(NOISE[..., :3]).save(tmp_path / "a.png")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ImageReader(Path("elsewhere")).check("~/a.png")[0] == tmp_path / "a.png"

@@ -241,7 +241,7 @@ def _moment(text: str, now: float, zone: tzinfo | None) -> datetime | None:
             days = (today.date() + timedelta(days=number) for number in range(3))
             moments = (datetime.combine(day, at, zone) for day in days)
             return next(moment for moment in moments if moment.timestamp() > now)
-    if "-" not in text:
+    if "-" not in text or "W" in text:  # a week, of which nobody means the Monday
         return None
     try:
         moment = datetime.fromisoformat(text)
@@ -254,7 +254,8 @@ def _moment(text: str, now: float, zone: tzinfo | None) -> datetime | None:
 
 def _zone(name: str) -> tzinfo:
     if name[0] in "+-" or name in "Zz":
-        return datetime.strptime(name.upper(), "%z").tzinfo  # type: ignore[return-value]
+        with contextlib.suppress(ValueError):
+            return datetime.strptime(name.upper(), "%z").tzinfo  # type: ignore[return-value]
     from zoneinfo import ZoneInfo  # 5 ms that only such times pay
 
     for spelled in (name, name.upper(), name.title()):

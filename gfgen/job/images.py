@@ -8,6 +8,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import re
 import subprocess
 import warnings
@@ -54,7 +55,7 @@ class ImageReader:
         """
         if "://" in name:
             raise ImageError("this is a URL; download the file first")
-        path = self._folder / name
+        path = self._folder / os.path.expanduser(name)
         return path, self._sha256(path, is_video=may_be_video and is_video(name))
 
 

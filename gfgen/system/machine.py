@@ -27,6 +27,8 @@ from gfgen.system.wording import counted, size_in_words
 
 logger = logging.getLogger(__name__)
 
+_SPARE_FILES = 8
+"""Files that a run has open at once beside its outputs."""
 _PACKAGES = ("gfgen", "torch", "diffusers", "transformers")
 RUN_BYTES, RANK_BYTES = 380_000_000, 80_000_000
 """Runs of tiny-wan on 1, 2 and 4 CPU ranks peak at 457, 552 and 689 MB; processes share their imports."""
@@ -80,9 +82,9 @@ def key_versions() -> Mapping[str, str]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the disk on which a folder is, or will be made."""
+    """Of the disk on which a folder is, or will be made; none if it has no room for more names."""
     disk = os.statvfs(next(each for each in (folder, *folder.absolute().parents) if each.exists()))
-    return disk.f_bavail * disk.f_frsize
+    return 0 if disk.f_files and disk.f_favail < _SPARE_FILES else disk.f_bavail * disk.f_frsize
 
 
 def home() -> Path:

@@ -620,6 +620,13 @@ def test_seeds_of_a_batch_are_those_that_the_command_line_would_take(server):
     assert (job["custom_id"], job["seed"]) == (spec.id, default_seed(spec.id))
 
 
+def test_random_seeds_of_pictures_are_drawn_one_by_one(server):
+    values = {"prompt": "a fox", "n": 2, "size": "64x64", "num_inference_steps": 1, "seed": -1}
+    answer = server.http.post("/v1/images/generations", json=values).json()
+    assert len({image["b64_json"] for image in answer["data"]}) == 2
+    assert min(image["seed"] for image in answer["data"]) > 0
+
+
 def test_a_random_seed_is_drawn_when_a_job_is_accepted(server):
     accepted = batch(server, {"prompt": "the sea", "steps": 1, "seed": -1, "num_images": 2}).json()
     finished(server, accepted["id"])

@@ -76,7 +76,7 @@ def _warnings_of_inputs(spec: JobSpec, *, has_alpha: bool) -> Iterator[Warned]:
         yield Warned("background has no effect: no pixel of a picture is transparent")
 
 
-def tell_of_warnings(infos: Iterable[JobInfo]) -> None:
+def tell_of_warnings(infos: Iterable[JobInfo], *, source: str = "") -> None:
     """Log each kind of warning once, with the lines of its jobs, their number and the first details."""
     kinds: dict[str, list[tuple[JobInfo, str]]] = defaultdict(list)
     for info in infos:
@@ -84,7 +84,7 @@ def tell_of_warnings(infos: Iterable[JobInfo]) -> None:
             kinds[warned.kind].append((info, warned.detail))
     for kind, found in kinds.items():
         lines = [info.spec.line for info, _ in found]
-        where = in_lines(lines) if lines[0] is not None else f"job {found[0][0].job_id}"
+        where = f"{source} {in_lines(lines)}".strip() if lines[0] is not None else f"job {found[0][0].job_id}"
         count = f" ({counted(len(found), 'job')})" if len(found) > 1 else ""
         details = list(dict.fromkeys(detail for _, detail in found if detail))
         more = f" and {len(details) - MAX_DETAILS} more" if len(details) > MAX_DETAILS else ""

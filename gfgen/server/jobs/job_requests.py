@@ -340,6 +340,7 @@ def checked_picture(content: bytes, *, param: str) -> str:
 
 def admitted(requested: Sequence[RequestedJob], admit: Admit) -> list[tuple[RequestedJob, AdmittedJob]]:
     """Each request with its admitted job; raises ApiError if the model or this machine cannot do one."""
+    requested = _seeded(requested)
     jobs, problems = admit([one.spec for one in requested])
     if problems and (ignored := requested[0].ignored) is not None:
         requested, warnings = _without_unused(requested, problems)
@@ -352,6 +353,11 @@ def admitted(requested: Sequence[RequestedJob], admit: Admit) -> list[tuple[Requ
     for one, job in pairs:
         _check_kind(one, job)
     return pairs
+
+
+def _seeded(requested: Sequence[RequestedJob]) -> list[RequestedJob]:
+    """The requests with seeds in place of random ones, which are drawn now."""
+    return [replace(one, spec=replace(one.spec, seed=drawn(one.spec.seed))) for one in requested]
 
 
 def _without_unused(
@@ -367,6 +373,7 @@ def _without_unused(
 def admitted_of_file(
     requested: Sequence[RequestedJob], admit: Admit
 ) -> tuple[list[tuple[RequestedJob, AdmittedJob]], Sequence[Problem]]:
+    requested = _seeded(requested)
     jobs, problems = admit([one.spec for one in requested])
     by_id = {one.spec.id: one for one in requested}
     return [(by_id[job.job_id], job) for job in jobs], problems
@@ -375,7 +382,6 @@ def admitted_of_file(
 def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob:
     """The job to store. Its deadline becomes a point in time, which no restart moves."""
     spec, run = requested.spec, job.spec
-    seed = drawn(run.seed)
     arrives_at = now + spec.arrival_s
     deadline_at = spec.deadline_at
     if spec.deadline_s is not None:
@@ -388,7 +394,7 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         prompt=run.prompt,
         size=run.size_text,
         steps=run.steps or 0,
-        seed=seed or 0,
+        seed=run.seed or 0,
         created_at=now,
         arrives_at=arrives_at,
         file=job.info.file,
@@ -406,7 +412,7 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         warnings=tuple(without_folders(str(warned)) for warned in job.info.warnings),
     )
     stored = replace(
-        spec, owner=run.owner, deadline_s=None, deadline_at=deadline_at, seed=seed, line=None, image=None
+        spec, owner=run.owner, deadline_s=None, deadline_at=deadline_at, seed=run.seed, line=None, image=None
     )
     if spec.files is not None:  # the folder may move
         stored = replace(stored, files=_each_path(spec.files, lambda path: Path(path).name))
