@@ -5,7 +5,6 @@ As a program it reads pairs of a checkpoint and a LoRA as JSON, and writes wheth
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import AutoConfig
 from gfgen.errors import GfgenError
 from gfgen.models.geometry.checkpoint import Checkpoint, read_checkpoint
 from gfgen.models.geometry.weights import has_weights
-from gfgen.models.loading.components import load_class, without_progress_bars
+from gfgen.models.loading.components import class_of, load_class, without_progress_bars
 from gfgen.models.lora.reading import components_of, read_lora
 
 
@@ -30,20 +29,15 @@ def weightless_pipeline(checkpoint: Path) -> Any:
     kind = load_class(own["pipeline"]) if "pipeline" in own else getattr(diffusers, files.pipeline_class)
     names = getattr(kind, "_lora_loadable_modules", None) or ("transformer", "unet")
     parts = {name: weightless(files, name) for name in names if files.class_of(name) is not None}
-    bare = type(kind.__name__, (kind,), {"components": property(lambda self: parts)})
-    pipeline: Any = object.__new__(bare)
+    pipeline: Any = object.__new__(kind)
     pipeline.__dict__.update(parts)
     return pipeline
 
 
 def weightless(files: Checkpoint, name: str) -> Any:
     """A component without weights; one that has none, such as a tokenizer, is whole."""
-    library, class_name = files.index[name]
-    if (own := files.own_code.get(name)) is not None:
-        kind = load_class(own)
-    else:
-        module = library if library in ("diffusers", "transformers") else f"diffusers.pipelines.{library}"
-        kind = getattr(importlib.import_module(module), class_name)
+    own = files.own_code.get(name)
+    kind = class_of(*files.index[name]) if own is None else load_class(own)
     folder = str(files.path / name)
     if not has_weights(name):
         return kind.from_pretrained(folder, local_files_only=True)
@@ -74,14 +68,16 @@ def _on_meta(model_class: Any, config: Any) -> Any:
 def answer(checkpoint: Path, path: Path) -> dict[str, Any]:
     """Whether a LoRA fits, as fields of `LoraFit`. Raises: as `read_lora`."""
     pipeline = weightless_pipeline(checkpoint)
+    components = components_of(pipeline)
     weights = {
         f"{component}.{name}": list(weight.shape)
-        for component in components_of(pipeline)
+        for component in components
         for name, weight in getattr(pipeline, component).named_parameters()
     }
     content = read_lora(path, pipeline, weights)
-    found = {"changed": content.match.changed, "components": components_of(pipeline)}
-    return found | {"lacking": content.lacking, "warnings": content.warnings}
+    found = {"changed": content.match.changed, "components": components, "lacking": content.lacking}
+    number = sum(tensor.numel() for tensor in content.tensors.values())
+    return found | {"warnings": content.warnings, "num_factors": number}
 
 
 def main() -> None:

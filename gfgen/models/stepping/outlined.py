@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import traceback
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,12 +49,11 @@ def outlined_pipeline(kind: Any, checkpoint: Path, *, own_code: Any = None, **_:
     files = read_checkpoint(checkpoint, with_weights=False)
     parts: dict[str, Any] = {}
     for name, value in files.index.items():
-        if not isinstance(value, list):
-            parts |= {} if name.startswith("_") else {name: value}
-        elif not name.startswith("_"):
-            parts[name] = None if value[0] is None else weightless(files, name)
-            if isinstance(parts[name], torch.nn.Module):
-                parts[name] = _without_computing(parts[name])
+        if name.startswith("_"):
+            continue
+        parts[name] = value if not isinstance(value, list) else value[0] and weightless(files, name)
+        if isinstance(parts[name], torch.nn.Module):
+            parts[name] = _without_computing(parts[name])
     return kind(**parts)
 
 
@@ -74,26 +74,22 @@ def _zeros_of(method: Callable[..., Any]) -> Callable[..., Any]:
         except RuntimeError:  # transformers looks into masks, which have no values here
             made = method(*args[:1], **{name: None if "mask" in name else x for name, x in options.items()})
         if (spread := getattr(made, "latent_dist", None)) is not None:
-            made.latent_dist = type(spread)(_zeros(spread.parameters))
+            made.latent_dist = type(spread)(torch.zeros_like(spread.parameters, device="cpu"))
             return made
-        return tree_map_only(torch.Tensor, _zeros, made)
+        return tree_map_only(torch.Tensor, lambda x: torch.zeros_like(x, device="cpu"), made)
 
     return outlined
 
 
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-
 @contextmanager
-def _noting(pipeline: Any, found: dict[str, list[tuple[str, int | None]]]) -> Iterator[None]:
-    """Inside, notes of each tokenizer's calls: the text before the prompt, and the tokens that it keeps."""
-    tokenizers = {
-        name: part for name, part in pipeline.components.items() if isinstance(part, PreTrainedTokenizerBase)
-    }
-    kinds = {name: type(part) for name, part in tokenizers.items()}
-    for name, part in tokenizers.items():
-        found[name] = []
+def _noting(pipeline: Any) -> Iterator[dict[str, list[tuple[str, int | None]]]]:
+    """Notes of each tokenizer's calls inside: the text before the prompt, and the tokens that it keeps."""
+    found: dict[str, list[tuple[str, int | None]]] = {}
+    kinds = {}
+    for name, part in pipeline.components.items():
+        if not isinstance(part, PreTrainedTokenizerBase):
+            continue
+        found[name], kinds[name] = [], type(part)
 
         def call(self: Any, text: Any = None, *args: Any, name: str = name, **options: Any) -> Any:
             head, mark, _ = str(text[0] if isinstance(text, list) and text else text).partition(MARK)
@@ -104,17 +100,16 @@ def _noting(pipeline: Any, found: dict[str, list[tuple[str, int | None]]]) -> It
 
         part.__class__ = type(kinds[name].__name__, (kinds[name],), {"__call__": call})
     try:
-        yield
+        yield found
     finally:
-        for name, part in tokenizers.items():
-            part.__class__ = kinds[name]
+        for name, kind in reversed(kinds.items()):
+            pipeline.components[name].__class__ = kind
 
 
 def tried(adapter: PipelineAdapter, spec: JobSpec) -> tuple[BaseException | None, Limits]:
     """What a call raises before its first step, or without any, and how much of the prompt it reads."""
-    notes: dict[str, list[tuple[str, int | None]]] = {}
     spec = replace(spec, prompt=MARK, negative_prompt=MARK if spec.negative_prompt else None, lora=None)
-    with _noting(adapter.pipeline, notes):
+    with _noting(adapter.pipeline) as notes:
         try:
             prompt = adapter.encode(spec)
             limits: Limits = {}
@@ -151,12 +146,11 @@ def read_characters(text: str, limits: Mapping[str, tuple[str, int]], tokenizers
     ends = [match.end() for match in re.finditer(r"\S+", text)]
     kept = 0
     for name, (head, limit) in limits.items():
-        low, high = 0, len(ends)
-        while low < high:
-            middle = (low + high + 1) // 2
-            num_tokens = len(tokenizers[name](head + text[: ends[middle - 1]])["input_ids"])
-            low, high = (middle, high) if num_tokens <= limit else (low, middle - 1)
-        kept = max(kept, low)
+
+        def num_tokens(end: int, name: str = name, head: str = head) -> int:
+            return len(tokenizers[name](head + text[:end])["input_ids"])
+
+        kept = max(kept, bisect_right(ends, limit, key=num_tokens))
     return len(text) if kept == len(ends) else ends[kept - 1] if kept else 0
 
 
