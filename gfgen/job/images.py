@@ -241,15 +241,15 @@ def _remarks_on_picture(path: Path, *, has_frames: bool) -> Iterator[Warned]:
         if picture.mode in ("I", "F"):
             white = f"{path.name}: {_white_of(picture):g} is taken for white"
             yield Warned("numbers in a picture whose format does not say what is white", white)
-        if moves or picture.has_transparency_data:  # others need not be decoded
-            frames = itertools.islice(frames_of(picture), None if moves else 1)
-            found = [(_is_transparent(frame), frame.info.get("duration", 0)) for frame in frames]
-            if any(is_transparent for is_transparent, _ in found):
-                yield Warned(TRANSPARENT, path.name)
-            times = {time for _, time in found}
-            if len(times) > 1:
-                detail = f"{path.name}: {min(times)} to {max(times)} ms"
-                yield Warned("frames of uneven times count once each", detail)
+        if not moves and not picture.has_transparency_data:
+            return  # it need not be decoded
+        frames = itertools.islice(frames_of(picture), None if moves else 1)
+        found = [(_is_transparent(frame), frame.info.get("duration", 0)) for frame in frames]
+        if any(is_transparent for is_transparent, _ in found):
+            yield Warned(TRANSPARENT, path.name)
+        if len(times := {time for _, time in found}) > 1:
+            detail = f"{path.name}: {min(times)} to {max(times)} ms"
+            yield Warned("frames of uneven times count once each", detail)
 
 
 def _remarks_on_video(path: Path) -> Iterator[Warned]:

@@ -23,17 +23,11 @@ from gfgen.job.fields import OTHER_NAMES, shown
 from gfgen.job.spec import JobSpec
 
 _BY_FIELD: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("prompt",),
-    "negative_prompt": ("negative_prompt",),
-    "width": ("width",),
-    "height": ("height",),
+    **{name: (name,) for name in ("prompt", "negative_prompt", "width", "height")},
     "frames": ("num_frames", "video_length"),
     "fps": ("frame_rate", "fps"),
     "steps": ("num_inference_steps",),
-    "guidance_scale": ("guidance_scale",),
-    "guidance_scale_2": ("guidance_scale_2",),
-    "true_cfg_scale": ("true_cfg_scale",),
-    "sigmas": ("sigmas",),
+    **{name: (name,) for name in ("guidance_scale", "guidance_scale_2", "true_cfg_scale", "sigmas")},
 }
 """Arguments that a field of the job sets; the first one that the call has."""
 
@@ -100,41 +94,41 @@ class Argument:
     """If it is a number, a text, true or false."""
 
     @property
-    def _text(self) -> str:
+    def text(self) -> str:
         return "" if self.annotation is None else ast.unparse(self.annotation)
 
     @property
-    def _types(self) -> list[JsonType]:
+    def types(self) -> list[JsonType]:
         return [] if self.annotation is None else list(_types(self.annotation))
 
     @property
     def takes_files(self) -> bool:
         """Whether its values are pictures."""
-        is_array = _ARRAYS.search(self._text) and _NAMED_AS_FILES.search(self.name)
-        return not _HIDDEN.search(self.name) and bool(is_array or _PICTURES.search(self._text))
+        is_array = _ARRAYS.search(self.text) and _NAMED_AS_FILES.search(self.name)
+        return not _HIDDEN.search(self.name) and bool(is_array or _PICTURES.search(self.text))
 
     @property
     def is_needed_picture(self) -> bool:
         """Whether the call fails without it although it has a default."""
-        is_picture = self.takes_files and bool(_PICTURES.search(self._text))
-        return self.name in _NEEDED and is_picture and NULL not in self._types
+        is_picture = self.takes_files and bool(_PICTURES.search(self.text))
+        return self.name in _NEEDED and is_picture and NULL not in self.types
 
     def accepts(self, value: Any) -> bool:
         """Whether a JSON value has the annotated type."""
         if self.annotation is None or (value is None and self.may_be_none):
             return True
-        return any(each.accepts(value) for each in self._types)
+        return any(each.accepts(value) for each in self.types)
 
     @property
     def accepted(self) -> str:
         """The annotated types in words; empty if no JSON value has one."""
-        types = self._types
+        types = self.types
         others = [NULL] if self.may_be_none and types else []
         return " or ".join(dict.fromkeys(each.words for each in (*types, *others)))
 
     def value(self, given: Any) -> Any:
         """The value for the call: 5 and 5.0 are one value in a job, so they become one here."""
-        types = self._types
+        types = self.types
         if not _is_number(given) or (WHOLE in types) == (NUMBER in types):
             return given
         if NUMBER in types:

@@ -95,7 +95,6 @@ class Settings:
             values = {} if text is None else dict(json.loads(text))
         except (OSError, SafetensorError, ValueError, TypeError) as error:
             raise ModelError(f"{path}: {source} cannot be read ({error})") from None
-        found = Settings(values, source if values else "")
         for name, value in values.items():
             key = name.rpartition(".")[2]
             if key in _UNSUPPORTED and value:
@@ -105,14 +104,14 @@ class Settings:
                 raise ModelError(f"{path}: {source} has {name} {value}; numbers above 0 are accepted")
             if key == "peft_type" and value not in ("LORA", "LOKR"):
                 raise ModelError(f"{path}: {source} has {name} {value}; LORA and LOKR are accepted")
-        return found
+        return Settings(values, source if values else "")
 
     def get(self, component: str, key: str, default: Any = None) -> Any:
         return self.values.get(f"{component}.{key}", self.values.get(key, default))
 
     def rank(self, component: str, module: str) -> int | None:
-        rank = _by_pattern(self.get(component, "rank_pattern"), module, self.get(component, "r"))
-        return None if rank is None else int(rank)
+        rank: int | None = _by_pattern(self.get(component, "rank_pattern"), module, self.get(component, "r"))
+        return rank
 
     def scaling(self, component: str, module: str, rank: int | None) -> tuple[float, float] | None:
         """Alpha and what it is divided by, for a layer of this rank. The default alpha is peft's."""
@@ -217,18 +216,16 @@ def compare(tensors: Shapes, weights: Shapes, settings: Settings) -> Match:
     """Compare the tensors of a file with the parameters of models, named COMPONENT.PARAMETER."""
     match, places = Match(), _Places(weights)
     groups: dict[str | tuple[str, ...], dict[str, str]] = {}
-    layers: dict[str | tuple[str, ...], str] = {}
     for name in sorted(tensors):
         if (parsed := split(name)) is None:
             match.odd.append(name)
             continue
         key = places.find(parsed[0]) or parsed[0]
-        layers.setdefault(key, parsed[0])
         if groups.setdefault(key, {}).setdefault(parsed[1], name) != name:
             match.odd.append(name)
     has_second = any(isinstance(key, tuple) and key[0].startswith(f"{SECOND}.") for key in groups)
     for key, kinds in groups.items():
-        missing, odd = _pairs(layers[key], kinds)
+        missing, odd = _pairs(kinds)
         match.missing += missing
         match.odd += odd
         kept = {kind: name for kind, name in kinds.items() if name not in odd}
@@ -244,14 +241,14 @@ def compare(tensors: Shapes, weights: Shapes, settings: Settings) -> Match:
     return match
 
 
-def _pairs(layer: str, kinds: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def _pairs(kinds: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """The parameters of a layer that nothing fills, and its tensors that fill nothing."""
-    missing, odd = [], []
+    missing, odd, names = [], [], list(kinds.values())
+    layer, _ = split(names[0]) or ("", "")
     has_lora = not kinds.keys().isdisjoint({"down", "up", "up_bias"})
     has_lokr = any(kind.startswith("lokr") for kind in kinds)
     if has_lora:
-        own = " ".join(kinds.values())
-        pair = next((pair for pair in _PAIRS if any(f"{layer}.{each}." in own for each in pair)), _PAIRS[0])
+        pair = next(pair for pair in _PAIRS if any(f".{each}." in name for each in pair for name in names))
         both = zip(("down", "up"), pair, strict=True)
         missing += [f"{layer}.{name}.weight" for kind, name in both if kind not in kinds]
     for factor in ("lokr_w1", "lokr_w2") if has_lokr else ():

@@ -6,7 +6,7 @@ the calls up to their first step, with the real schedulers and tokenizers. Netwo
 
 from __future__ import annotations
 
-import json
+import copy
 import re
 import sys
 import traceback
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -27,8 +28,7 @@ from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
-from gfgen.models.loading.components import without_progress_bars
-from gfgen.models.lora.outlines import outline, weightless
+from gfgen.models.lora.outlines import answer_all, weightless
 from gfgen.models.stepping.adapter import PipelineAdapter, WholeCall, load_any
 from gfgen.models.stepping.check import pictures, resolved
 from gfgen.models.stepping.stepper import NUM_ITERATIONS
@@ -52,18 +52,27 @@ def outlined_pipeline(kind: Any, checkpoint: Path, *, own_code: Any = None, **_:
         if name.startswith("_"):
             continue
         parts[name] = value if not isinstance(value, list) else value[0] and weightless(files, name)
-        if isinstance(parts[name], torch.nn.Module):
+        if isinstance(parts[name], nn.Module):
             parts[name] = _without_computing(parts[name])
     return kind(**parts)
 
 
-def _without_computing(shapes: torch.nn.Module) -> Any:
+def _without_computing(shapes: nn.Module) -> Any:
     """A network on the CPU without memory, whose outputs are zeros in the shapes that this one gives."""
-    network = outline(shapes)
+    network = copy.deepcopy(shapes)
+    for module in network.modules():
+        for name, value in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(_without_memory(value), requires_grad=False))
+        for name, value in list(module.named_buffers(recurse=False)):
+            setattr(module, name, _without_memory(value))
     for name in _COMPUTING:
         if (method := getattr(shapes, name, None)) is not None:
             setattr(network, name, _zeros_of(shapes if name == "forward" else method))
     return network.eval()
+
+
+def _without_memory(value: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=value.dtype).expand(value.shape)
 
 
 def _zeros_of(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,16 +191,5 @@ def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"calls": calls, "texts": texts}
 
 
-def main() -> None:
-    found = []
-    with without_progress_bars():
-        for asked in json.load(sys.stdin):
-            try:
-                found.append(answers(asked))
-            except Exception as error:  # a checkpoint that cannot be outlined says nothing of others
-                found.append({"error": in_one_line(error)})
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    answer_all(answers)
