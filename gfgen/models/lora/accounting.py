@@ -28,7 +28,7 @@ FUSED |= {"to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
 _WRAPPERS = ("base_model.model.", "diffusion_model.", "module.", "_orig_mod.", "model.")
 """What trainers and their frameworks put before the names of a model."""
 _MAIN = ("transformer", "unet")
-_FLATTENED = dict.fromkeys(("lora_unet_", "lora_transformer_", "lycoris_"), _MAIN)
+_FLATTENED: dict[str, tuple[str, ...]] = dict.fromkeys(("lora_unet_", "lora_transformer_", "lycoris_"), _MAIN)
 _FLATTENED |= {f"lora_te{idx}_": ("text_encoder",) for idx in ("", 1)} | {"lora_te2_": ("text_encoder_2",)}
 """Beginnings of flattened names, and the models that they stand for."""
 _PAIRS = (

@@ -63,8 +63,8 @@ def _without_computing(shapes: nn.Module) -> Any:
     for module in network.modules():
         for name, value in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(_without_memory(value), requires_grad=False))
-        for name, value in list(module.named_buffers(recurse=False)):
-            setattr(module, name, _without_memory(value))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, _without_memory(buffer))
     for name in _COMPUTING:
         if (method := getattr(shapes, name, None)) is not None:
             setattr(network, name, _zeros_of(shapes if name == "forward" else method))
