@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,17 +21,15 @@ from gfgen.job.spec import JobSpec, call_key
 from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.models.lora.fit import ask_child
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.predict.profile_file import write_whole
 from gfgen.system.machine import cache_dir
 
 logger = logging.getLogger(__name__)
 
 SAFE_BYTES = 75
 """No text encoder keeps fewer tokens, and a token has a byte or more."""
-MAX_TEXTS = 50_000
-"""Of one checkpoint, whose answers are kept."""
 Answers = dict[str, dict[str, Any]]
 """By call and by text."""
-_TEXTS = ("prompt", "negative_prompt")
 _SHOWN_WORDS = 8
 
 
@@ -40,62 +37,59 @@ def try_calls(
     jobs: Sequence[AdmittedJob], *, trusts_code: bool
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs whose calls their pipelines do not refuse, with warnings for texts that are cut."""
-    groups: dict[Path, list[AdmittedJob]] = defaultdict(list)
+    groups: dict[Path, list[tuple[str, AdmittedJob]]] = defaultdict(list)
     for job in jobs:
         if job.has_nominal_flops or any(_long_texts(job.spec, TEXT_TOKENS - 2)):
-            groups[job.checkpoint].append(job)
-    keys = {job.job_id: _key(job) for own in groups.values() for job in own}
+            groups[job.checkpoint].append((_key(job), job))
     known = {checkpoint: _read(checkpoint) for checkpoint in groups}
-    asked = {path: _asked(path, own, known[path], keys) for path, own in groups.items()}
-    asked = {path: questions for path, questions in asked.items() if questions["calls"]}
-    unchecked: dict[Path, object] = {}
+    questions = [
+        {"checkpoint": str(path), "trusts_code": trusts_code, **asked}
+        for path, own in groups.items()
+        if (asked := _asked(own, known[path]))["calls"]
+    ]
     try:
-        questions = [each | {"trusts_code": trusts_code} for each in asked.values()]
-        found = ask_child("gfgen.models.stepping.outlined", questions, "calls") if asked else ()
+        found = ask_child("gfgen.models.stepping.outlined", questions, "calls") if questions else ()
     except ModelError as error:
-        unchecked, found = dict.fromkeys(asked, error), ()
-    for path, answer in zip(asked, found, strict=False):
+        found = [{"error": str(error)}] * len(questions)
+    unchecked: dict[Path, str] = {}
+    for question, answer in zip(questions, found, strict=True):
+        path = Path(question["checkpoint"])
         if "error" in answer:
             unchecked[path] = answer["error"]
-            continue
-        known[path] = {name: known[path][name] | answer[name] for name in known[path]}
-        _keep(path, known[path])
+        else:
+            known[path] = {name: known[path][name] | answer[name] for name in known[path]}
+            _keep(path, known[path])
     judged: dict[str, AdmittedJob | Problem] = {}
     for path, own in groups.items():
         calls = known[path]["calls"]
-        judged |= {
-            job.job_id: _judged(job, known[path], key) for job in own if (key := keys[job.job_id]) in calls
-        }
-        unknown = [why for job in own if (why := calls.get(keys[job.job_id], {}).get("unknown"))]
+        judged |= {job.job_id: _judged(job, known[path], key) for key, job in own if key in calls}
+        unknown = [why for key, _ in own if (why := calls.get(key, {}).get("unknown"))]
         if why := unchecked.get(path) or next(iter(unknown), None):
-            logger.info("%s: calls are not checked before they run: %s", own[0].spec.model, why)
+            logger.info("%s: calls are not checked before they run: %s", own[0][1].spec.model, why)
     all_jobs = [judged.get(job.job_id, job) for job in jobs]
     kept = [each for each in all_jobs if isinstance(each, AdmittedJob)]
     return kept, [each for each in all_jobs if isinstance(each, Problem)]
 
 
-def _asked(
-    checkpoint: Path, jobs: Sequence[AdmittedJob], known: Answers, keys: Mapping[str, str]
-) -> dict[str, Any]:
-    """What these jobs need beyond the known answers."""
+def _asked(jobs: Sequence[tuple[str, AdmittedJob]], known: Answers) -> dict[str, Any]:
+    """What jobs of a checkpoint need beyond the known answers."""
     calls: dict[str, Any] = {}
     texts: dict[str, tuple[str, str]] = {}
-    for job in jobs:
-        key = keys[job.job_id]
+    for key, job in jobs:
         answer = known["calls"].get(key)
         most = SAFE_BYTES if answer is None else answer["most_bytes"]
         new = {_text_id(key, text): (key, text) for text in _long_texts(job.spec, most)}
         texts |= (new := {name: text for name, text in new.items() if name not in known["texts"]})
         if new or answer is None:
             calls.setdefault(key, asdict(job.spec))
-    return {"checkpoint": str(checkpoint), "calls": calls, "texts": texts}
+    return {"calls": calls, "texts": texts}
 
 
 def _judged(job: AdmittedJob, found: Answers, key: str) -> AdmittedJob | Problem:
     spec = job.spec
     if (refused := found["calls"][key].get("refused")) is not None:
         return replace(Problem.of(None, None, f"{job.info.family} refuses it: {refused}"), line=spec.line)
-    for field in _TEXTS:
+    for field in ("prompt", "negative_prompt"):
         text = getattr(spec, field) or ""
         read = found["texts"].get(_text_id(key, text), len(text))
         if rest := text[read:].split():
@@ -136,12 +130,9 @@ def _read(checkpoint: Path) -> Answers:
 
 
 def _keep(checkpoint: Path, known: Answers) -> None:
-    known["texts"] = dict(list(known["texts"].items())[-MAX_TEXTS:])
     path = _place(checkpoint)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(known))
-        part.replace(path)
+        write_whole(json.dumps(known), path)
     except OSError as error:
         logger.debug("%s cannot be written: %s", path, error)

@@ -23,7 +23,9 @@ def split_by_loras(
     if not asking:
         return jobs, ()
     try:
-        fits.look(wanted for job in asking for wanted in _wanted(job))
+        fits.look(
+            (job.checkpoint, lora["sha256"], Path(path)) for job in asking for lora, path in _entries(job)
+        )
     except ModelError as error:
         why = Problem.of("lora", None, str(error))
         kept = [job for job in jobs if not job.spec.lora]
@@ -31,16 +33,9 @@ def split_by_loras(
     kept, problems, known = list[AdmittedJob](), list[Problem](), dict[object, Problem | tuple[Warned, ...]]()
     for job in jobs:
         found = []
-        for lora, path in zip(job.spec.lora or (), job.spec.lora_files or (), strict=True):
-            key = (
-                job.checkpoint,
-                job.spec.model,
-                path,
-                lora["sha256"],
-                lora.get("target"),
-                lora.get("partial"),
-            )
-            if key not in known:
+        for lora, path in _entries(job):
+            what = lora["sha256"], lora.get("target"), lora.get("partial")
+            if (key := (job.checkpoint, job.spec.model, path, *what)) not in known:
                 known[key] = _judged(fits, job, lora, path, is_offloaded=is_offloaded)
             found.append(known[key])
         refused = [replace(each, line=job.spec.line) for each in found if isinstance(each, Problem)]
@@ -103,13 +98,9 @@ def with_served_loras(
     return kept, problems
 
 
-def _wanted(job: AdmittedJob) -> Iterator[tuple[Path, str, Path]]:
-    for lora, path in zip(job.spec.lora or (), job.spec.lora_files or (), strict=True):
-        yield job.checkpoint, lora["sha256"], Path(path)
-
-
-def _is_of_text_encoder(weight: str) -> bool:
-    return TEXT_ENCODER.fullmatch(weight.partition(".")[0]) is not None
+def _entries(job: AdmittedJob) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The LoRAs of a job and their paths."""
+    return zip(job.spec.lora or (), job.spec.lora_files or (), strict=True)
 
 
 def _judged(
@@ -125,9 +116,9 @@ def _judged(
         return Problem.of(
             "lora.target", target, f"{' or '.join(fit.components)} is accepted for {job.spec.model}"
         )
-    if not fit.changed_in(target):
+    if not (changed := fit.changed_in(target)):
         return Problem.of("lora.target", target, f"{path} changes no layer of it; leave it out")
-    if is_offloaded and any(map(_is_of_text_encoder, fit.changed_in(target))):
+    if is_offloaded and any(TEXT_ENCODER.fullmatch(weight.partition(".")[0]) for weight in changed):
         return Problem.of("lora", None, f"{path} changes a text encoder; run it without --offload")
     left_out = () if fit.lacking is None else (Warned("LoRA left out in part", fit.lacking),)
     return (*left_out, *(Warned("LoRA", f"{path}: {text}") for text in fit.warnings))

@@ -710,11 +710,12 @@ REFUSED = "ValueError: height has to be divisible by 8 (pipeline.py:3)"
 
 
 def test_what_a_pipeline_refuses_is_not_tried_again_and_settles_jobs_with_equal_arguments():
-    cluster = Cluster(make_job("a"), make_job("b"), make_job("other", steps=7))
+    others = make_job("other", steps=7), make_job("of another", owner="somebody")
+    cluster = Cluster(make_job("a"), make_job("b"), *others)
     (first, second) = cluster.failed(cluster.begin("a", 0, 1), REFUSED)
     assert first.error == f"encode: {REFUSED}"
     assert second.error == f"encode: {REFUSED} (so did a, with equal arguments)"
-    assert list(cluster.state.jobs.records) == ["other"]
+    assert list(cluster.state.jobs.records) == ["other", "of another"]
 
 
 def test_equal_jobs_that_have_passed_the_refused_task_go_on():

@@ -23,17 +23,11 @@ from gfgen.job.fields import OTHER_NAMES, shown
 from gfgen.job.spec import JobSpec
 
 _BY_FIELD: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("prompt",),
-    "negative_prompt": ("negative_prompt",),
-    "width": ("width",),
-    "height": ("height",),
+    **{name: (name,) for name in ("prompt", "negative_prompt", "width", "height")},
     "frames": ("num_frames", "video_length"),
     "fps": ("frame_rate", "fps"),
     "steps": ("num_inference_steps",),
-    "guidance_scale": ("guidance_scale",),
-    "guidance_scale_2": ("guidance_scale_2",),
-    "true_cfg_scale": ("true_cfg_scale",),
-    "sigmas": ("sigmas",),
+    **{name: (name,) for name in ("guidance_scale", "guidance_scale_2", "true_cfg_scale", "sigmas")},
 }
 """Arguments that a field of the job sets; the first one that the call has."""
 
@@ -100,40 +94,41 @@ class Argument:
     """If it is a number, a text, true or false."""
 
     @property
+    def text(self) -> str:
+        return "" if self.annotation is None else ast.unparse(self.annotation)
+
+    @property
+    def types(self) -> list[JsonType]:
+        return [] if self.annotation is None else list(_types(self.annotation))
+
+    @property
     def takes_files(self) -> bool:
         """Whether its values are pictures."""
-        if _HIDDEN.search(self.name) or self.annotation is None:
-            return False
-        text = ast.unparse(self.annotation)
-        is_array = bool(_ARRAYS.search(text) and _NAMED_AS_FILES.search(self.name))
-        return bool(_PICTURES.search(text)) or is_array
+        is_array = _ARRAYS.search(self.text) and _NAMED_AS_FILES.search(self.name)
+        return not _HIDDEN.search(self.name) and bool(is_array or _PICTURES.search(self.text))
 
     @property
     def is_needed_picture(self) -> bool:
         """Whether the call fails without it although it has a default."""
-        if self.annotation is None or self.name not in _NEEDED or not self.takes_files:
-            return False
-        return bool(_PICTURES.search(ast.unparse(self.annotation))) and NULL not in _types(self.annotation)
+        is_picture = self.takes_files and bool(_PICTURES.search(self.text))
+        return self.name in _NEEDED and is_picture and NULL not in self.types
 
     def accepts(self, value: Any) -> bool:
         """Whether a JSON value has the annotated type."""
-        if value is None and self.may_be_none:
+        if self.annotation is None or (value is None and self.may_be_none):
             return True
-        return self.annotation is None or any(each.accepts(value) for each in _types(self.annotation))
+        return any(each.accepts(value) for each in self.types)
 
     @property
     def accepted(self) -> str:
         """The annotated types in words; empty if no JSON value has one."""
-        if self.annotation is None:
-            return ""
-        types = list(_types(self.annotation))
-        if self.may_be_none and types:
-            types.append(NULL)
-        return " or ".join(dict.fromkeys(each.words for each in types))
+        types = self.types
+        others = [NULL] if self.may_be_none and types else []
+        return " or ".join(dict.fromkeys(each.words for each in (*types, *others)))
 
     def value(self, given: Any) -> Any:
         """The value for the call: 5 and 5.0 are one value in a job, so they become one here."""
-        types = [] if self.annotation is None else list(_types(self.annotation))
+        types = self.types
         if not _is_number(given) or (WHOLE in types) == (NUMBER in types):
             return given
         if NUMBER in types:
@@ -205,9 +200,8 @@ class CallSignature:
                 name = "size" if field in ("width", "height") else field
                 yield Problem.of(field, shown(value), f"{self.pipeline_class} takes no {name}; leave it out")
         if spec.image is not None and "image" not in self.arguments:
-            yield Problem.of(
-                "image", spec.image, f"{self.pipeline_class} takes no image; {self._its_files()}"
-            )
+            reason = f"{self.pipeline_class} takes no image; {self._its_files()}"
+            yield Problem.of("image", spec.image, reason)
         if spec.flow_shift is not None:
             yield Problem.of("flow_shift", spec.flow_shift, 'give "scheduler": {"shift": ...} instead')
         if spec.boundary_ratio is not None:
@@ -248,12 +242,10 @@ class CallSignature:
         for name, argument in self.arguments.items():
             is_needed = argument.is_required or (argument.is_needed_picture and not is_either)
             if is_needed and name not in given and _field_for(name) is None:
+                what, field = "it", f"args.{name}"
                 if argument.takes_files:
-                    accepted = f"missing; {self.pipeline_class} needs a picture or video"
-                    field = "image" if name == "image" else f"files.{name}"
-                    yield Problem.of(field, None, accepted)
-                else:
-                    yield Problem.of(f"args.{name}", None, f"missing; {self.pipeline_class} needs it")
+                    what, field = "a picture or video", "image" if name == "image" else f"files.{name}"
+                yield Problem.of(field, None, f"missing; {self.pipeline_class} needs {what}")
 
 
 def signature_of(pipeline_class: str, *, source: Path | None = None) -> CallSignature:
@@ -268,12 +260,8 @@ def signature_of(pipeline_class: str, *, source: Path | None = None) -> CallSign
         raise ModelError(f"pipeline class {pipeline_class!r} is not in {where}")
     called = (ast.unparse(node.func) for node in ast.walk(found) if isinstance(node, ast.Call))
     steps_scheduler = any(name.endswith("scheduler.step") for name in called)
-    return CallSignature(
-        pipeline_class,
-        _arguments(found.args),
-        steps_scheduler,
-        **_guidance(found, method_of("do_classifier_free_guidance")),
-    )
+    guidance = _guidance(found, method_of("do_classifier_free_guidance"))
+    return CallSignature(pipeline_class, _arguments(found.args), steps_scheduler, **guidance)
 
 
 def _guidance(call: ast.FunctionDef, is_guided: ast.FunctionDef | None) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from gfgen.models.geometry.sizes import size_multiple
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
 """Where neither the call nor the checkpoint's gfgen.json has a number."""
 DEFAULT_FPS = 16
-_SIDES = ("width", "height")
 ROOM_BYTES = 4 << 30
 """Room for an artifact of unknown size: addresses in a sparse file, not memory."""
 _TYPICAL_PARAMETERS = 2e9
@@ -132,10 +131,9 @@ class PipelineGeometry:
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)
         filled = rules.fill_defaults(spec, self.defaults)
-        sides = {name: side for name in _SIDES if (side := getattr(filled, name)) is not None}
-        filled = rules.changed(
-            filled, **{name: rules.floor_to_multiple(side, self.multiple) for name, side in sides.items()}
-        )
+        for name in ("width", "height"):
+            if (side := getattr(filled, name)) is not None:
+                filled = rules.changed(filled, **{name: rules.floor_to_multiple(side, self.multiple)})
         if self.why_no_reuse is not None:
             problems += rules.useless(spec, "reuse", self.why_no_reuse)
         else:
@@ -180,24 +178,25 @@ class PipelineGeometry:
     def shape_key(self, spec: JobSpec) -> str:
         size = spec.size_text + (f"x{spec.frames}" if self._makes_videos else "")
         size += "+cfg" if self._is_guided(spec) else ""
-        numbers = [
-            f"+{name}={value:g}"
-            for name, value in sorted((spec.args or {}).items())
-            if isinstance(value, (int, float))
-        ]
+        args = sorted((spec.args or {}).items())
+        numbers = [f"+{name}={value:g}" for name, value in args if isinstance(value, (int, float))]
         return "".join((size, *numbers, *(f"+{name}" for name in sorted(spec.files or ()))))
 
     def ignores_negative_prompt(self, spec: JobSpec) -> bool:
         """Whether a negative prompt has no effect, as far as the source tells."""
-        field, above = "guidance_scale", self.signature.guided_above
-        if "true_cfg_scale" in self.signature.arguments:
-            field, above = "true_cfg_scale", 1.0
-        argument, scale = self.signature.argument_of(field), getattr(spec, field)
-        if scale is None and argument is not None:
-            scale = self.signature.arguments[argument].default
+        field, scale, default = self._guidance(spec)
         if field == "guidance_scale" and self.why_no_guidance is not None:
             return True
+        above = 1.0 if field == "true_cfg_scale" else self.signature.guided_above
+        scale = default if scale is None else scale
         return above is not None and isinstance(scale, (int, float)) and scale <= above
+
+    def _guidance(self, spec: JobSpec) -> tuple[str, Any, Any]:
+        """The field that sets the guidance, the job's value, and the call's default."""
+        taken = self.signature.arguments
+        field = "true_cfg_scale" if "true_cfg_scale" in taken else "guidance_scale"
+        argument = self.signature.argument_of(field)
+        return field, getattr(spec, field), taken[argument].default if argument else None
 
     def _is_guided(self, spec: JobSpec) -> bool:
         """Whether the call evaluates more than one branch, as far as its arguments tell.
@@ -205,12 +204,9 @@ class PipelineGeometry:
         Calls with `true_cfg_scale` do so only if there is a negative prompt; their `guidance_scale` is an
         input of the transformer.
         """
-        taken = self.signature.arguments
-        if "true_cfg_scale" in taken and "negative_prompt" in taken and spec.negative_prompt is None:
+        taken, (field, scale, default) = self.signature.arguments, self._guidance(spec)
+        if field == "true_cfg_scale" and "negative_prompt" in taken and spec.negative_prompt is None:
             return False
-        field = "true_cfg_scale" if "true_cfg_scale" in taken else "guidance_scale"
-        scale, argument = getattr(spec, field), self.signature.argument_of(field)
-        default = taken[argument].default if argument else None
         if scale in (None, default):  # a default may be an input of the transformer
             scale = default if "negative_prompt" in taken else None
         return isinstance(scale, (int, float)) and scale > 1
@@ -219,12 +215,11 @@ class PipelineGeometry:
         yield from rules.whole_problems(spec, "steps", low=1, high=MAX_STEPS)
         if spec.width is not None and spec.height is not None:
             yield from rules.size_problems(spec.width, spec.height, multiple=(max(8, self.multiple),) * 2)
-        if not self._makes_videos and spec.frames not in (None, 1):
-            yield Problem.of(
-                "frames", spec.frames, "this model makes single pictures; leave it out or give 1"
-            )
         if not self._makes_videos:
-            yield from rules.useless(spec, "fps", "this model makes single pictures; leave it out")
+            reason = "this model makes single pictures; leave it out"
+            if spec.frames not in (None, 1):
+                yield Problem.of("frames", spec.frames, f"{reason} or give 1")
+            yield from rules.useless(spec, "fps", reason)
 
 
 def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:

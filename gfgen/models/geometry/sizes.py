@@ -37,13 +37,10 @@ def size_multiple(checkpoint: Checkpoint, method_of: Callable[[str], ast.Functio
                 case ast.BinOp(left=ast.Name(id="height" | "width"), op=ast.Mod()):
                     moduli.append(_value(node.right, names))
     factor = max(_whole(pipeline.get(name)) for name in _FACTORS)
-    patches = [config.get("patch_size", config.get("all_patch_size")) for config in _transformers(checkpoint)]
+    configs = [config for name, config in checkpoint.configs.items() if "transformer" in name]
+    patches = [config.get("patch_size", config.get("all_patch_size")) for config in configs]
     patch = max([1, *(_whole(side[-1] if isinstance(side, list) and side else side) for side in patches)])
     return math.lcm(*map(_whole, moduli), factor * patch)
-
-
-def _transformers(checkpoint: Checkpoint) -> list[Any]:
-    return [config for name, config in checkpoint.configs.items() if "transformer" in name]
 
 
 def _whole(value: Any) -> int:

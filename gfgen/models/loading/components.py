@@ -82,7 +82,7 @@ def load_pipeline(
                 pipeline = _with_own_code(pipeline_class, checkpoint, own_code, load)
             else:
                 models = {
-                    name: load(files, _class_of(files.library, files.class_name))
+                    name: load(files, class_of(files.library, files.class_name))
                     for name, files in component_files(checkpoint).items()
                     if name in taken
                 }
@@ -105,7 +105,7 @@ def load_component(checkpoint: Path, name: str, *, dtype: torch.dtype) -> Any:
     """One component of a checkpoint, in host memory."""
     files = component_files(checkpoint)[name]
     with without_progress_bars():
-        kind = _class_of(files.library, files.class_name)
+        kind = class_of(files.library, files.class_name)
         return _load_model(files, kind, device="cpu", dtype=dtype)
 
 
@@ -141,7 +141,7 @@ def _with_own_code(
     taken = inspect.signature(pipeline_class).parameters
     parts: dict[str, Any] = {name: None if value == [None, None] else value for name, value in index.items()}
     for name, (library, class_name) in components_of(index).items():
-        kind = load_class(own_code[name]) if name in own_code else _class_of(library, class_name)
+        kind = load_class(own_code[name]) if name in own_code else class_of(library, class_name)
         if name in files:
             parts[name] = load(files[name], kind)
         else:
@@ -149,7 +149,8 @@ def _with_own_code(
     return pipeline_class(**{name: part for name, part in parts.items() if name in taken})
 
 
-def _class_of(library: str, class_name: str) -> Any:
+def class_of(library: str, class_name: str) -> Any:
+    """A class that model_index.json names."""
     module = library if library in ("diffusers", "transformers") else f"diffusers.pipelines.{library}"
     return getattr(importlib.import_module(module), class_name)
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,30 +25,23 @@ SECOND = "transformer_2"
 FUSED = {"to_qkv": ("to_q", "to_k", "to_v"), "to_kv": ("to_k", "to_v")}
 FUSED |= {"to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
 """Layers whose outputs are those of others, concatenated, all of one width."""
-_WRAPPERS = (
-    "base_model.model.",
-    "model.diffusion_model.",
-    "diffusion_model.",
-    "module.",
-    "_orig_mod.",
-    "model.",
-)
+_WRAPPERS = ("base_model.model.", "diffusion_model.", "module.", "_orig_mod.", "model.")
 """What trainers and their frameworks put before the names of a model."""
 _MAIN = ("transformer", "unet")
-_FLATTENED: dict[str, tuple[str, ...]] = {"lora_unet_": _MAIN, "lora_transformer_": _MAIN, "lycoris_": _MAIN}
-_FLATTENED |= {
-    "lora_te_": ("text_encoder",),
-    "lora_te1_": ("text_encoder",),
-    "lora_te2_": ("text_encoder_2",),
-}
-_DOWNS = ("lora_A", "lora_down", "lora.down", "lora_linear_layer.down")
-_UPS = ("lora_B", "lora_up", "lora.up", "lora_linear_layer.up")
-_PAIRS = tuple(zip(_DOWNS, _UPS, strict=True))
+_FLATTENED: dict[str, tuple[str, ...]] = dict.fromkeys(("lora_unet_", "lora_transformer_", "lycoris_"), _MAIN)
+_FLATTENED |= {f"lora_te{idx}_": ("text_encoder",) for idx in ("", 1)} | {"lora_te2_": ("text_encoder_2",)}
+"""Beginnings of flattened names, and the models that they stand for."""
+_PAIRS = (
+    ("lora_A", "lora_B"),
+    ("lora_down", "lora_up"),
+    ("lora.down", "lora.up"),
+    ("lora_linear_layer.down", "lora_linear_layer.up"),
+)
 _WHOLE = ("alpha", "diff", "diff_b", *(f"lokr_w{n}{part}" for n in (1, 2) for part in ("", "_a", "_b")))
 _KINDS = {f"{down}.weight": "down" for down, _ in _PAIRS} | {f"{up}.weight": "up" for _, up in _PAIRS}
 _KINDS |= {f"{up}.bias": "up_bias" for _, up in _PAIRS} | {name: name for name in _WHOLE}
 _TENSOR = re.compile(rf"(.+?)\.({'|'.join(map(re.escape, _KINDS))})")
-_WITH_ADAPTER = re.compile(r"(.+\.lora_[AB])\.([^.]+)\.(weight|bias)|(.+\.lokr_w[12](?:_[ab])?)\.([^.]+)")
+_ADAPTER = re.compile(r"(\.lora_[AB]|\.lokr_w[12](?:_[ab])?)\.(?!weight$|bias$)[^.]+(?=\.weight$|\.bias$|$)")
 _DORA = re.compile(r"dora_scale|lora_magnitude_vector")
 _METADATA = "lora_adapter_metadata"
 """Key of a file's metadata with settings of peft. Source: diffusers 0.42 loaders/lora_base.py."""
@@ -59,17 +52,14 @@ MAX_NAMED = 5
 Shapes = Mapping[str, Sequence[int]]
 
 
-def plain(name: str) -> tuple[str, str | None]:
-    """A tensor's name without that of its adapter (`lora_A.default.weight`), and the latter."""
-    if (match := _WITH_ADAPTER.fullmatch(name)) is None:
-        return name, None
-    lora, adapter, leaf, lokr, of_lokr = match.groups()
-    return (f"{lora}.{leaf}", adapter) if lora else (lokr, of_lokr)
+def plain(name: str) -> str:
+    """A tensor's name without that of its adapter (`lora_A.default.weight`)."""
+    return _ADAPTER.sub(r"\1", name)
 
 
 def split(name: str) -> tuple[str, str] | None:
     """A tensor's layer and kind; None for a name that no format defines."""
-    match = _TENSOR.fullmatch(plain(name)[0])
+    match = _TENSOR.fullmatch(plain(name))
     return None if match is None else (match[1], _KINDS[match[2]])
 
 
@@ -105,7 +95,6 @@ class Settings:
             values = {} if text is None else dict(json.loads(text))
         except (OSError, SafetensorError, ValueError, TypeError) as error:
             raise ModelError(f"{path}: {source} cannot be read ({error})") from None
-        found = Settings(values, source if values else "")
         for name, value in values.items():
             key = name.rpartition(".")[2]
             if key in _UNSUPPORTED and value:
@@ -115,14 +104,14 @@ class Settings:
                 raise ModelError(f"{path}: {source} has {name} {value}; numbers above 0 are accepted")
             if key == "peft_type" and value not in ("LORA", "LOKR"):
                 raise ModelError(f"{path}: {source} has {name} {value}; LORA and LOKR are accepted")
-        return found
+        return Settings(values, source if values else "")
 
     def get(self, component: str, key: str, default: Any = None) -> Any:
         return self.values.get(f"{component}.{key}", self.values.get(key, default))
 
     def rank(self, component: str, module: str) -> int | None:
-        rank = _by_pattern(self.get(component, "rank_pattern"), module, self.get(component, "r"))
-        return None if rank is None else int(rank)
+        rank: int | None = _by_pattern(self.get(component, "rank_pattern"), module, self.get(component, "r"))
+        return rank
 
     def scaling(self, component: str, module: str, rank: int | None) -> tuple[float, float] | None:
         """Alpha and what it is divided by, for a layer of this rank. The default alpha is peft's."""
@@ -171,24 +160,15 @@ class Match:
     """Layers whose tensors have other sizes than the model's."""
     ranks: list[str] = field(default_factory=list)
     """Layers of another rank than the settings say."""
-    padded: list[str] = field(default_factory=list)
-    """Layers with fewer inputs than the model's."""
 
     @property
     def num_problems(self) -> int:
         return sum(map(len, (self.lacking, self.odd, self.missing, self.misshaped, self.ranks)))
 
     @property
-    def is_dora(self) -> bool:
-        return any(map(_DORA.search, self.odd))
-
-    @property
     def changed(self) -> dict[str, int]:
         """The weights that it changes, such as "transformer.blocks.0.attn1.to_q.weight", and their sizes."""
-        each = (
-            (f"{one.component}.{name}", size) for one in self.placed for name, size in one.parameters.items()
-        )
-        return dict(each)
+        return {f"{one.component}.{name}": n for one in self.placed for name, n in one.parameters.items()}
 
     def what_lacks(self, pipeline: str) -> str | None:
         """About layers that the models lack."""
@@ -199,19 +179,13 @@ class Match:
 
     def warnings(self, settings: Settings, names: Collection[str]) -> list[str]:
         """What acts although diffusers leaves it out; `names` are those of the file."""
-        dotted = [one for one in self.placed if one.tensors.keys() & {"down", "lokr_w2", "lokr_w2_a"}]
-        alphas = {one.tensors.get("alpha", "") for one in dotted} & set(names)
+        alphas = {one.tensors["alpha"] for one in self.placed if "alpha" in one.tensors} & set(names)
         alphas = {name for name in alphas if not is_flattened(name)}
         dense = [one for one in self.placed if one.tensors.keys() & {"diff", "diff_b"}]
         found = [f"alpha of {counted(len(alphas), 'layer')}"] if alphas else []
-        if alphas and len(alphas) < len(dotted):
-            found.append(f"no alpha of {len(dotted) - len(alphas)} others, which counts as their rank")
         found += [f"whole differences of {counted(len(dense), 'layer')}"] if dense else []
         found += [f"the scale in {settings.source}"] if settings.source not in ("", _METADATA) else []
-        texts = [f"acts on what diffusers may leave out: {', '.join(found)}"] if found else []
-        return texts + (
-            [f"inputs that it lacks count as zero in {first(self.padded)}"] if self.padded else []
-        )
+        return [f"acts on what diffusers may leave out: {', '.join(found)}"] if found else []
 
     def error(self, pipeline: str) -> str | None:
         """Why it cannot be merged, also if what the models lack is left out."""
@@ -238,61 +212,45 @@ def first(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + more
 
 
-def compare(tensors: Shapes, weights: Shapes, settings: Settings, *, pads: bool = False) -> Match:
-    """Compare the tensors of a file with the parameters of models, named COMPONENT.PARAMETER.
-
-    `pads`: missing inputs of a layer count as zero, as diffusers does for Flux.
-    """
+def compare(tensors: Shapes, weights: Shapes, settings: Settings) -> Match:
+    """Compare the tensors of a file with the parameters of models, named COMPONENT.PARAMETER."""
     match, places = Match(), _Places(weights)
     groups: dict[str | tuple[str, ...], dict[str, str]] = {}
-    layers: dict[str | tuple[str, ...], str] = {}
-    adapters = {adapter for name in sorted(tensors) if (adapter := plain(name)[1]) is not None}
     for name in sorted(tensors):
-        parsed, adapter = split(name), plain(name)[1]
-        if parsed is None or (adapter is not None and adapter != min(adapters)):
+        if (parsed := split(name)) is None:
             match.odd.append(name)
             continue
         key = places.find(parsed[0]) or parsed[0]
-        layers.setdefault(key, parsed[0])
         if groups.setdefault(key, {}).setdefault(parsed[1], name) != name:
             match.odd.append(name)
     has_second = any(isinstance(key, tuple) and key[0].startswith(f"{SECOND}.") for key in groups)
     for key, kinds in groups.items():
-        missing, odd = _pairs(layers[key], kinds)
+        missing, odd = _pairs(kinds)
         match.missing += missing
         match.odd += odd
+        kept = {kind: name for kind, name in kinds.items() if name not in odd}
         if isinstance(key, str):
-            match.lacking += [name for name in kinds.values() if name not in odd]
-            continue
-        if missing or not (kept := {kind: name for kind, name in kinds.items() if name not in odd}):
-            continue
-        owner, _, module = key[0].partition(".")
-        rank = tensors[kept["down"]][0] if "down" in kept and tensors[kept["down"]] else None
-        if rank is not None and settings.rank(owner, module) not in (None, rank):
-            match.ranks.append(module)
-            continue
-        twins = [key]
-        if not has_second and places.has_second and key[0].startswith("transformer."):
-            twins.append(tuple(path.replace("transformer.", f"{SECOND}.", 1) for path in key))
-        for paths in twins:
-            _place(
-                match, paths, kept, tensors, weights, scaling=settings.scaling(owner, module, rank), pads=pads
-            )
-    for names in (match.lacking, match.odd, match.misshaped, match.ranks, match.padded):
+            match.lacking += kept.values()
+        elif kept and not missing:
+            _place(match, key, kept, tensors, weights, settings)
+            if places.has_second and not has_second and key[0].startswith("transformer."):
+                twin = tuple(path.replace("transformer.", f"{SECOND}.", 1) for path in key)
+                _place(match, twin, kept, tensors, weights, settings)
+    for names in (match.lacking, match.odd, match.misshaped, match.ranks):
         names[:] = dict.fromkeys(names)  # both experts have the same
     return match
 
 
-def _pairs(layer: str, kinds: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def _pairs(kinds: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """The parameters of a layer that nothing fills, and its tensors that fill nothing."""
-    missing, odd = [], []
+    missing, odd, names = [], [], list(kinds.values())
+    layer, _ = split(names[0]) or ("", "")
     has_lora = not kinds.keys().isdisjoint({"down", "up", "up_bias"})
     has_lokr = any(kind.startswith("lokr") for kind in kinds)
     if has_lora:
-        own = " ".join(kinds.values())
-        pair = next((pair for pair in _PAIRS if any(f"{layer}.{each}." in own for each in pair)), _PAIRS[0])
-        absent = [kind not in kinds for kind in ("down", "up")]
-        missing += [f"{layer}.{each}.weight" for each, lacks in zip(pair, absent, strict=True) if lacks]
+        pair = next(pair for pair in _PAIRS if any(f".{each}." in name for each in pair for name in names))
+        both = zip(("down", "up"), pair, strict=True)
+        missing += [f"{layer}.{name}.weight" for kind, name in both if kind not in kinds]
     for factor in ("lokr_w1", "lokr_w2") if has_lokr else ():
         halves = [f"{factor}_a", f"{factor}_b"]
         there = [half for half in halves if half in kinds]
@@ -311,63 +269,64 @@ def _place(
     kinds: Mapping[str, str],
     tensors: Shapes,
     weights: Shapes,
-    *,
-    scaling: tuple[float, float] | None,
-    pads: bool,
+    settings: Settings,
 ) -> None:
-    """Add a layer to what is placed, or to what has other sizes."""
-    component, shapes = paths[0].partition(".")[0], {kind: tensors[name] for kind, name in kinds.items()}
+    """Add a layer to what is placed, or to what does not fit."""
+    component, _, module = paths[0].partition(".")
     names = [f"{path}.weight" if f"{path}.weight" in weights else path for path in paths]
     biases = [f"{path}.bias" for path in paths]
     parts = tuple(path.removeprefix(f"{component}.") for path in paths)
     if not all(bias in weights for bias in biases):
         match.odd += [kinds[kind] for kind in ("up_bias", "diff_b") if kind in kinds]
         kinds = {kind: name for kind, name in kinds.items() if kind not in ("up_bias", "diff_b")}
-    if kinds.keys() - {"diff_b"} and not all(name in weights for name in names):
-        match.lacking += list(kinds.values())
+    if not all(name in weights for name in names):
+        match.lacking += kinds.values()
         return
-    own = [weights[name] for name in names if name in weights]
-    whole = [sum(shape[0] for shape in own), *own[0][1:]] if own and own[0] else []
-    are_alike = all(list(shape) == list(own[0]) for shape in own)
-    if not are_alike or not all(_fits(kind, shapes, whole, pads=pads) for kind in kinds):
+    shapes, own = {kind: tensors[name] for kind, name in kinds.items()}, [weights[name] for name in names]
+    whole = [sum(shape[0] for shape in own), *own[0][1:]] if own[0] else []
+    if any(list(shape) != list(own[0]) for shape in own) or not _fit(shapes, whole):
         match.misshaped.append(", ".join(parts))
         return
-    if "down" in kinds and math.prod(shapes["down"][1:]) != math.prod(whole[1:]):
-        match.padded.append(", ".join(parts))
+    rank = shapes["down"][0] if "down" in shapes else None
+    if rank is not None and settings.rank(component, module) not in (None, rank):
+        match.ranks.append(module)
+        return
     changed = names if kinds.keys() - {"up_bias", "diff_b", "alpha"} else []
     changed = [*changed, *(biases if kinds.keys() & {"up_bias", "diff_b"} else [])]
     parameters = {name.removeprefix(f"{component}."): math.prod(weights[name]) for name in changed}
     if parameters:
-        match.placed.append(Placed(component, parts, kinds, parameters, scaling))
+        match.placed.append(
+            Placed(component, parts, kinds, parameters, settings.scaling(component, module, rank))
+        )
 
 
-def _fits(kind: str, shapes: Mapping[str, Sequence[int]], weight: Sequence[int], *, pads: bool) -> bool:
-    """Whether a tensor has the size that its parameter has in a layer with this weight."""
-    shape, size, rows = shapes[kind], math.prod(shapes[kind]), weight[0] if weight else 0
-    num_inputs = math.prod(weight[1:])
-    if kind == "alpha":
-        return size == 1
-    if kind == "diff":
-        return list(shape) == list(weight)
-    if kind in ("up_bias", "diff_b"):
-        return size == rows
-    if len(weight) < 2 or len(shape) < 2 or not size:
+def _fit(shapes: Shapes, weight: Sequence[int]) -> bool:
+    """Whether the tensors of a layer, by kind, have the sizes that they need for this weight."""
+    rows, num_inputs = weight[0] if weight else 1, math.prod(weight[1:])
+    sizes = {"alpha": 1, "up_bias": rows, "diff_b": rows}
+    if any(math.prod(shapes[kind]) != size for kind, size in sizes.items() if kind in shapes):
         return False
-    if kind == "down":
-        is_narrow = pads and len(weight) == 2 and size < shape[0] * num_inputs
-        return is_narrow or size == shape[0] * num_inputs
-    if kind == "up":
-        return shape[0] == rows and size == rows * shapes["down"][0]
-    if kind.endswith(("_a", "_b")) and shapes[f"{kind[:-1]}a"][1] != shapes[f"{kind[:-1]}b"][0]:
+    if "diff" in shapes and list(shapes["diff"]) != list(weight):
         return False
+    factors = [shape for kind, shape in shapes.items() if kind not in (*sizes, "diff")]
+    if any(len(shape) < 2 or 0 in shape or len(weight) < 2 for shape in factors):
+        return False
+    if "down" in shapes:
+        up, rank = shapes["up"], shapes["down"][0]
+        if math.prod(shapes["down"]) != rank * num_inputs or (up[0], math.prod(up)) != (rows, rows * rank):
+            return False
+    if not any(kind.startswith("lokr") for kind in shapes):
+        return True
     left, right = _kronecker(shapes, "lokr_w1"), _kronecker(shapes, "lokr_w2")
     return (left[0] * right[0], left[1] * right[1]) == (rows, num_inputs)
 
 
-def _kronecker(shapes: Mapping[str, Sequence[int]], factor: str) -> tuple[int, int]:
+def _kronecker(shapes: Shapes, factor: str) -> tuple[int, int]:
+    """Rows and columns of a factor, which may be a product of two; 0 if these do not fit each other."""
     if factor in shapes:
         return shapes[factor][0], math.prod(shapes[factor][1:])
-    return shapes[f"{factor}_a"][0], math.prod(shapes[f"{factor}_b"][1:])
+    a, b = shapes[f"{factor}_a"], shapes[f"{factor}_b"]
+    return (a[0], math.prod(b[1:])) if a[1] == b[0] else (0, 0)
 
 
 class _Places:
@@ -381,36 +340,23 @@ class _Places:
         self.has_second = SECOND in components
         for name in weights:
             path = name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
-            for spelling in _spellings(path):
-                self._known.setdefault(spelling, path)
-                component, _, module = spelling.partition(".")
-                self._flattened.setdefault(f"{component}.{module.replace('.', '_')}", path)
+            component, _, module = path.partition(".")
+            bare = module.removeprefix("text_model.")  # transformers 5 leaves it out, and files have it
+            others = (bare, f"text_model.{bare}") if component.startswith("text_encoder") else ()
+            for spelling in (module, *others):
+                self._known.setdefault(f"{component}.{spelling}", path)
+                self._flattened.setdefault(f"{component}.{spelling.replace('.', '_')}", path)
 
     def find(self, layer: str) -> tuple[str, ...] | None:
         """The layer's path; those of its parts if it is fused in the file; None if no model has it."""
-        while True:
-            for name in (layer, *(f"{main}.{layer}" for main in self._mains)):
-                if name in self._known:
-                    return (self._known[name],)
+        for bare in (layer, unwrapped(layer)):
+            for name in (bare, *(f"{main}.{bare}" for main in self._mains)):
                 parent, _, last = name.rpartition(".")
-                parts = [f"{parent}.{part}" for part in FUSED.get(last, ())]
-                if parts and all(part in self._known for part in parts):
-                    return tuple(self._known[part] for part in parts)
-            prefix = next((each for each in _WRAPPERS if layer.startswith(each)), None)
-            if prefix is None:
-                break
-            layer = layer.removeprefix(prefix)
+                for parts in ([name], [f"{parent}.{part}" for part in FUSED.get(last, ())]):
+                    if parts and all(part in self._known for part in parts):
+                        return tuple(self._known[part] for part in parts)
         for beginning, components in _FLATTENED.items():
             for component in components if layer.startswith(beginning) else ():
                 if path := self._flattened.get(f"{component}.{layer.removeprefix(beginning)}"):
                     return (path,)
         return None
-
-
-def _spellings(path: str) -> Iterator[str]:
-    """Transformers 5 leaves `text_model` out, and files have it."""
-    yield path
-    component, _, module = path.partition(".")
-    if component.startswith("text_encoder"):
-        bare = module.removeprefix("text_model.")
-        yield f"{component}.{bare if bare != module else f'text_model.{module}'}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,11 @@ class LoraFit:
     """By weight, such as "transformer.blocks.0.attn1.to_q.weight": its parameters."""
     num_factors: int = 0
     """Parameters of the file."""
-    components: tuple[str, ...] = ()
+    components: Sequence[str] = ()
     """The models of the pipeline that LoRAs can change."""
     lacking: str | None = None
     """About the layers that the models lack; they are an error unless a job says that this is right."""
-    warnings: tuple[str, ...] = ()
+    warnings: Sequence[str] = ()
 
     def changed_in(self, target: str | None) -> Mapping[str, int]:
         """The weights that it changes in one model, or in all."""
@@ -59,15 +59,17 @@ class LoraFits:
 
         Raises: ModelError when the child process fails.
         """
-        new = {(checkpoint, sha256): path for checkpoint, sha256, path in wanted}
-        new = {key: path for key, path in new.items() if key not in self._known}
-        for (checkpoint, sha256), path in list(new.items()):
+        unclear = dict[tuple[Path, str], Path]()
+        for checkpoint, sha256, path in wanted:
+            if (key := (checkpoint, sha256)) in self._known or key in unclear:
+                continue
             if (fit := by_headers(checkpoint, path)) is not None:
-                self._known[checkpoint, sha256] = fit
-                del new[checkpoint, sha256]
-        if new:
-            found = _by_child([(checkpoint, path) for (checkpoint, _), path in new.items()])
-            self._known |= dict(zip(new, found, strict=True))
+                self._known[key] = fit
+            else:
+                unclear[key] = path
+        if unclear:
+            found = _by_child([(checkpoint, path) for (checkpoint, _), path in unclear.items()])
+            self._known |= dict(zip(unclear, found, strict=True))
 
     def of(self, checkpoint: Path, sha256: str) -> LoraFit:
         """The answer for a pair that was looked at."""
@@ -94,24 +96,14 @@ def by_headers(checkpoint: Path, path: Path) -> LoraFit | None:
         return None
     if match.num_problems or not match.placed:
         return None
-    size, warnings = _num_parameters(entries), tuple(match.warnings(settings, entries))
-    return LoraFit(changed=match.changed, num_factors=size, components=components, warnings=warnings)
-
-
-def _num_parameters(entries: Mapping[str, Any]) -> int:
-    return sum(math.prod(entry["shape"]) for entry in entries.values())
+    size = sum(math.prod(entry["shape"]) for entry in entries.values())
+    return LoraFit(None, match.changed, size, components, warnings=match.warnings(settings, entries))
 
 
 def _by_child(pairs: Collection[tuple[Path, Path]]) -> list[LoraFit]:
-    """The answers of diffusers' own loaders, from a process that imports torch."""
+    """The answers of a process that imports torch and may ask diffusers' converters."""
     asked = [[str(checkpoint), str(path)] for checkpoint, path in pairs]
-    answers = ask_child("gfgen.models.lora.outlines", asked, "LoRAs")
-    found = []
-    for (_, path), answer in zip(pairs, answers, strict=True):
-        answer |= {name: tuple(answer.get(name, ())) for name in ("components", "warnings")}
-        number = 0 if answer.get("error") else _num_parameters(read_header(path))
-        found.append(LoraFit(**answer, num_factors=number))
-    return found
+    return [LoraFit(**answer) for answer in ask_child("gfgen.models.lora.outlines", asked, "LoRAs")]
 
 
 def ask_child(module: str, asked: object, what: str) -> Any:

@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -260,18 +260,12 @@ def _block(num_bytes: int, *, is_pinned: bool) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-class _Change(Protocol):
-    """What a LoRA changes in one parameter."""
-
-    parameter: str
-
-    def add(self, source: Tensor, scale: float, *, out: Tensor) -> None:
-        """Do to `source` what peft's `merge` does to the layer's own parameter."""
-
-
 @dataclass(slots=True)
 class _Product:
-    """The product of two matrices, times alpha / divisor."""
+    """The product of two matrices, times alpha / divisor, for one parameter.
+
+    `add` does to `source` what peft's `merge` does to the layer's own parameter.
+    """
 
     parameter: str
     up: Tensor
@@ -310,6 +304,9 @@ class _Computed:
         torch.add(source, (change * (scale * self.alpha / self.divisor)).to(out.dtype), out=out)
 
 
+_Change = _Product | _Computed
+
+
 def changes_of(
     content: Content, weights: Mapping[str, Mapping[str, Tensor | QuantisedRows]]
 ) -> Mapping[str, Sequence[_Change]]:
@@ -327,16 +324,16 @@ def _layer_changes(
     """Each part of a fused layer gets its share of the rows."""
     scaling = _scaling(layer, tensors)
     for idx, part in enumerate(layer.parts):
-        share = partial(_rows, idx, len(layer.parts))
+
+        def share(whole: Tensor, idx: int = idx) -> Tensor:
+            return whole.chunk(len(layer.parts))[idx]
+
         name = f"{part}.weight" if f"{part}.weight" in weights else part
-        own = (
-            tensors if name not in weights else {key: x.to(weights[name].dtype) for key, x in tensors.items()}
-        )
+        own = {key: x.to(weights[name].dtype) for key, x in tensors.items()}
         if "down" in own:
             up, down, shape = share(own["up"]), own["down"], weights[name].shape
             if len(shape) == 2:
                 up, down = up.reshape(len(up), -1), down.reshape(len(down), -1)
-                down = nn.functional.pad(down, (0, shape[1] - down.shape[1]))
                 yield _Product(name, up.contiguous(), down.contiguous(), *scaling)
             else:
                 yield _Computed(name, (up, down), partial(_convolved, shape), *scaling)
@@ -359,10 +356,6 @@ def _scaling(layer: Placed, tensors: Mapping[str, Tensor]) -> tuple[float, float
     if layer.scaling is not None:
         return layer.scaling
     return (len(inner), len(inner)) if "down" in tensors and inner is not None else (1.0, 1.0)
-
-
-def _rows(idx: int, num_parts: int, whole: Tensor) -> Tensor:
-    return whole.chunk(num_parts)[idx]
 
 
 def _convolved(shape: Sequence[int], up: Tensor, down: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ note where they go: a tensor that reaches no parameter is a problem, as any othe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,6 @@ from gfgen.models.lora.accounting import (
 
 _REFUSALS = (OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, AssertionError)
 """What diffusers' converters raise for files that they do not expect."""
-_PREFIXES = (None, "diffusion_model.", "base_model.model.", "")
-"""What converters look for before the names of layers; None: what the file has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +64,23 @@ def read_lora(path: Path, pipeline: Any, weights: Shapes) -> Content:
     with safe_open(path, framework="pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     tensors = {key: x.float() if x.itemsize == 1 else x for key, x in tensors.items()}  # fp8 has no products
-    pads = hasattr(pipeline, "_maybe_expand_lora_state_dict")
 
     def compared(tensors: Mapping[str, Tensor]) -> Match:
-        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        return compare(shapes, weights, settings, pads=pads)
+        return compare({name: list(tensor.shape) for name, tensor in tensors.items()}, weights, settings)
 
     match, found = compared(tensors), tensors
-    if (match.lacking or match.odd) and not match.missing and not match.is_dora:
+    if (match.lacking or match.odd) and not match.missing:
         taken = {name for one in match.placed for name in one.tensors.values()}
         rest = {name: tensor for name, tensor in tensors.items() if name not in taken}
-        for prefix in _PREFIXES:
-            converted, sources = _renamed(pipeline, rest, prefix, weights)
-            tried = compared(both := {**{name: tensors[name] for name in taken}, **converted})
-            _name_sources(tried, sources, rest)
-            if tried.num_problems < match.num_problems:
-                match, found = tried, both
+        lone = {name for name in match.odd if split(name)}  # such as an alpha without factors
+        asked = {name: tensor for name, tensor in rest.items() if name not in lone}
+        for prefix in (None, "diffusion_model."):
+            with contextlib.suppress(*_REFUSALS):
+                converted, sources = _converted(pipeline, asked, prefix, weights)
+                tried = compared(both := {**{name: tensors[name] for name in taken}, **converted})
+                _name_sources(tried, sources, rest)
+                if tried.num_problems < match.num_problems:
+                    match, found = tried, both
             if not match.num_problems:
                 break
     if (error := match.error(name)) is not None:
@@ -100,40 +99,22 @@ def _name_sources(match: Match, sources: Mapping[str, set[str]], rest: Mapping[s
     match.odd += sorted(rest.keys() - used - failed)
 
 
-def _renamed(
-    pipeline: Any, rest: Mapping[str, Tensor], prefix: str | None, weights: Shapes
-) -> tuple[dict[str, Tensor], dict[str, set[str]]]:
-    """As `_converted`; if diffusers refuses the whole, then layer by layer, without those that it refuses."""
-    layers: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in rest.items():
-        layers.setdefault((split(name) or (name,))[0], {})[name] = tensor
-    for groups in ([rest], layers.values()):
-        converted, sources = dict[str, Tensor](), dict[str, set[str]]({"": set()})
-        for group in groups:
-            with contextlib.suppress(*_REFUSALS):
-                found, its = _converted(pipeline, group, prefix, weights)
-                converted |= found
-                sources |= its | {"": sources[""] | its[""]}
-        if converted:
-            break
-    return converted, sources
-
-
 def _converted(
     pipeline: Any, rest: Mapping[str, Tensor], prefix: str | None, weights: Shapes
 ) -> tuple[dict[str, Tensor], dict[str, set[str]]]:
     """Tensors by names of the models, and the tensors of the file that each comes from.
 
-    Those of which only the value was read, such as alphas, come under "".
+    `prefix` replaces what the file has before the names of layers. Tensors of which only the value was read,
+    such as alphas, come under "".
     """
     read: set[str] = set()
     traced, converted, sources = dict[str, Tensor](), dict[str, Tensor](), {"": read}
     for name, tensor in rest.items():
-        own, parsed = plain(name)[0], split(name)
+        own, parsed = plain(name), split(name)
         if parsed is not None and parsed[1] in ("diff", "diff_b"):
-            for new in _dense(pipeline, *parsed, tensor, weights):
-                converted |= new
-                sources |= {key: {name} for key in new}
+            new = _dense(pipeline, *parsed, tensor, weights)
+            converted |= new
+            sources |= {key: {name} for key in new}
             continue
         renamed = own if prefix is None or is_flattened(own) else f"{prefix}{unwrapped(own)}"
         traced[renamed] = _Traced.of(tensor, name, read)
@@ -151,23 +132,17 @@ def _converted(
     return converted, sources
 
 
-def _dense(
-    pipeline: Any, layer: str, kind: str, tensor: Tensor, weights: Shapes
-) -> Iterator[dict[str, Tensor]]:
+def _dense(pipeline: Any, layer: str, kind: str, tensor: Tensor, weights: Shapes) -> dict[str, Tensor]:
     """A whole difference under the name that a published file's weight gets in the model."""
-    for component in components_of(pipeline)[:1]:
-        known = SINGLE_FILE_LOADABLE_CLASSES.get(type(getattr(pipeline, component)).__name__, {})
-        convert: Callable[..., Mapping[str, Tensor]] | None = known.get("checkpoint_mapping_fn")
-        for ending in (".bias",) if kind == "diff_b" else (".weight", ""):
-            try:
-                found = {} if convert is None else convert({f"{unwrapped(layer)}{ending}": tensor})
-            except _REFUSALS:
-                continue
+    component = components_of(pipeline)[0]
+    known = SINGLE_FILE_LOADABLE_CLASSES.get(type(getattr(pipeline, component)).__name__, {})
+    convert: Callable[..., Mapping[str, Tensor]] = known.get("checkpoint_mapping_fn", dict)
+    for ending in (".bias",) if kind == "diff_b" else (".weight", ""):
+        with contextlib.suppress(*_REFUSALS):
+            found = convert({f"{unwrapped(layer)}{ending}": tensor})
             if found and all(f"{component}.{name}" in weights for name in found):
-                yield {
-                    f"{component}.{name.removesuffix(ending)}.{kind}": each for name, each in found.items()
-                }
-                return
+                return {f"{component}.{name.removesuffix(ending)}.{kind}": x for name, x in found.items()}
+    return {}
 
 
 class _Traced(Tensor):

@@ -6,10 +6,11 @@ the calls up to their first step, with the real schedulers and tokenizers. Netwo
 
 from __future__ import annotations
 
-import json
+import copy
 import re
 import sys
 import traceback
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -26,8 +28,7 @@ from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
-from gfgen.models.loading.components import without_progress_bars
-from gfgen.models.lora.outlines import outline, weightless
+from gfgen.models.lora.outlines import answer_all, weightless
 from gfgen.models.stepping.adapter import PipelineAdapter, WholeCall, load_any
 from gfgen.models.stepping.check import pictures, resolved
 from gfgen.models.stepping.stepper import NUM_ITERATIONS
@@ -48,22 +49,30 @@ def outlined_pipeline(kind: Any, checkpoint: Path, *, own_code: Any = None, **_:
     files = read_checkpoint(checkpoint, with_weights=False)
     parts: dict[str, Any] = {}
     for name, value in files.index.items():
-        if not isinstance(value, list):
-            parts |= {} if name.startswith("_") else {name: value}
-        elif not name.startswith("_"):
-            parts[name] = None if value[0] is None else weightless(files, name)
-            if isinstance(parts[name], torch.nn.Module):
-                parts[name] = _without_computing(parts[name])
+        if name.startswith("_"):
+            continue
+        parts[name] = value if not isinstance(value, list) else value[0] and weightless(files, name)
+        if isinstance(parts[name], nn.Module):
+            parts[name] = _without_computing(parts[name])
     return kind(**parts)
 
 
-def _without_computing(shapes: torch.nn.Module) -> Any:
+def _without_computing(shapes: nn.Module) -> Any:
     """A network on the CPU without memory, whose outputs are zeros in the shapes that this one gives."""
-    network = outline(shapes)
+    network = copy.deepcopy(shapes)
+    for module in network.modules():
+        for name, value in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(_without_memory(value), requires_grad=False))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, _without_memory(buffer))
     for name in _COMPUTING:
         if (method := getattr(shapes, name, None)) is not None:
             setattr(network, name, _zeros_of(shapes if name == "forward" else method))
     return network.eval()
+
+
+def _without_memory(value: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=value.dtype).expand(value.shape)
 
 
 def _zeros_of(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,26 +83,22 @@ def _zeros_of(method: Callable[..., Any]) -> Callable[..., Any]:
         except RuntimeError:  # transformers looks into masks, which have no values here
             made = method(*args[:1], **{name: None if "mask" in name else x for name, x in options.items()})
         if (spread := getattr(made, "latent_dist", None)) is not None:
-            made.latent_dist = type(spread)(_zeros(spread.parameters))
+            made.latent_dist = type(spread)(torch.zeros_like(spread.parameters, device="cpu"))
             return made
-        return tree_map_only(torch.Tensor, _zeros, made)
+        return tree_map_only(torch.Tensor, lambda x: torch.zeros_like(x, device="cpu"), made)
 
     return outlined
 
 
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-
 @contextmanager
-def _noting(pipeline: Any, found: dict[str, list[tuple[str, int | None]]]) -> Iterator[None]:
-    """Inside, notes of each tokenizer's calls: the text before the prompt, and the tokens that it keeps."""
-    tokenizers = {
-        name: part for name, part in pipeline.components.items() if isinstance(part, PreTrainedTokenizerBase)
-    }
-    kinds = {name: type(part) for name, part in tokenizers.items()}
-    for name, part in tokenizers.items():
-        found[name] = []
+def _noting(pipeline: Any) -> Iterator[dict[str, list[tuple[str, int | None]]]]:
+    """Notes of each tokenizer's calls inside: the text before the prompt, and the tokens that it keeps."""
+    found: dict[str, list[tuple[str, int | None]]] = {}
+    kinds = {}
+    for name, part in pipeline.components.items():
+        if not isinstance(part, PreTrainedTokenizerBase):
+            continue
+        found[name], kinds[name] = [], type(part)
 
         def call(self: Any, text: Any = None, *args: Any, name: str = name, **options: Any) -> Any:
             head, mark, _ = str(text[0] if isinstance(text, list) and text else text).partition(MARK)
@@ -104,17 +109,16 @@ def _noting(pipeline: Any, found: dict[str, list[tuple[str, int | None]]]) -> It
 
         part.__class__ = type(kinds[name].__name__, (kinds[name],), {"__call__": call})
     try:
-        yield
+        yield found
     finally:
-        for name, part in tokenizers.items():
-            part.__class__ = kinds[name]
+        for name, kind in reversed(kinds.items()):
+            pipeline.components[name].__class__ = kind
 
 
 def tried(adapter: PipelineAdapter, spec: JobSpec) -> tuple[BaseException | None, Limits]:
     """What a call raises before its first step, or without any, and how much of the prompt it reads."""
-    notes: dict[str, list[tuple[str, int | None]]] = {}
     spec = replace(spec, prompt=MARK, negative_prompt=MARK if spec.negative_prompt else None, lora=None)
-    with _noting(adapter.pipeline, notes):
+    with _noting(adapter.pipeline) as notes:
         try:
             prompt = adapter.encode(spec)
             limits: Limits = {}
@@ -151,12 +155,11 @@ def read_characters(text: str, limits: Mapping[str, tuple[str, int]], tokenizers
     ends = [match.end() for match in re.finditer(r"\S+", text)]
     kept = 0
     for name, (head, limit) in limits.items():
-        low, high = 0, len(ends)
-        while low < high:
-            middle = (low + high + 1) // 2
-            num_tokens = len(tokenizers[name](head + text[: ends[middle - 1]])["input_ids"])
-            low, high = (middle, high) if num_tokens <= limit else (low, middle - 1)
-        kept = max(kept, low)
+
+        def num_tokens(end: int, name: str = name, head: str = head) -> int:
+            return len(tokenizers[name](head + text[:end])["input_ids"])
+
+        kept = max(kept, bisect_right(ends, limit, key=num_tokens))
     return len(text) if kept == len(ends) else ends[kept - 1] if kept else 0
 
 
@@ -188,16 +191,5 @@ def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"calls": calls, "texts": texts}
 
 
-def main() -> None:
-    found = []
-    with without_progress_bars():
-        for asked in json.load(sys.stdin):
-            try:
-                found.append(answers(asked))
-            except Exception as error:  # a checkpoint that cannot be outlined says nothing of others
-                found.append({"error": in_one_line(error)})
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    answer_all(answers)

@@ -271,9 +271,9 @@ class JobRecord:
 
     @property
     def call(self) -> object:
-        """Equal for jobs whose calls have equal arguments, except for texts and seeds."""
+        """Equal for jobs of an owner whose calls have equal arguments, except for texts and seeds."""
         spec = self.job.spec
-        return call_key(spec), spec.image_sha256, spec.files_sha256
+        return self.owner, call_key(spec), spec.image_sha256, spec.files_sha256
 
     def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:
         """Go back to a failed task; what is queued on its output is void and ends by itself."""
