@@ -15,14 +15,7 @@ import click
 from gfgen import log
 from gfgen.bench.policy_comparison import COMPARED, PolicyComparison
 from gfgen.bench.stock import NAME, is_stock, stock_options
-from gfgen.bench.workloads import (
-    WORKLOADS,
-    Name,
-    WorkloadOptions,
-    calibration_jobs,
-    mix_of,
-    weightless_model,
-)
+from gfgen.bench.workloads import WORKLOADS, Name, WorkloadOptions, calibration_jobs, mix_of, weightless_model
 from gfgen.cli.compare_runs import jobs_with, load_compared, on_workers, predicted, simulated
 from gfgen.cli.options import (
     RANKS,

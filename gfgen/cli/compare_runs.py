@@ -72,9 +72,7 @@ def _number_or_word(text: str) -> float | str:
 def jobs_with(specs: Sequence[JobSpec], reuse: Reuse, model: ResolvedModel) -> tuple[AdmittedJob, ...]:
     """Admit the jobs with this reuse. Raises InputError if the model or the number of steps is not for it."""
     jobs, problems = admit(
-        [replace(spec, reuse=reuse) for spec in specs],
-        default_model=model.name,
-        find_model=lambda _: model,
+        [replace(spec, reuse=reuse) for spec in specs], default_model=model.name, find_model=lambda _: model
     )
     if problems:
         raise InputError(f"--policy ...{REUSE}{reuse}: {problems[0]}")

@@ -32,11 +32,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.journal import JOURNAL_NAME
-from gfgen.runtime.files.manifest import (
-    MANIFEST_NAME,
-    WATCHED_NAME,
-    check_own,
-)
+from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME, check_own
 from gfgen.runtime.files.ownership import Claims
 from gfgen.session.admission import Admission, jobs_to_run, judge
 from gfgen.session.session import Session, SessionOptions
@@ -192,11 +188,7 @@ class ClusterOptions:
         options = RayOptions(
             address=self.ray,
             member=MemberOptions(
-                policy=policy,
-                model=model,
-                ranks=ranks.asked,
-                lookahead_s=lookahead_s,
-                work_dir=os.getcwd(),
+                policy=policy, model=model, ranks=ranks.asked, lookahead_s=lookahead_s, work_dir=os.getcwd()
             ),
             output_dir=output_dir,
             is_shared=self.shared,

@@ -113,9 +113,7 @@ class Arguments:
     )
     assumed: Assumed = group(Assumed)
     output: Path | None = option(
-        "Folder for the simulated manifests and traces.",
-        "-o",
-        type=NamedPath(file_okay=False),
+        "Folder for the simulated manifests and traces.", "-o", type=NamedPath(file_okay=False)
     )
     as_json: bool = flag("Print JSON instead of the table.", "--json")
 

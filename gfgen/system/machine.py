@@ -87,10 +87,8 @@ def free_bytes(folder: Path) -> int:
 
 def home() -> Path:
     """The user's home. A user id without a home gets one for temporary files; libraries use it, too."""
-    try:
+    with suppress(RuntimeError):  # no HOME, and no entry in the list of users
         return Path.home()
-    except RuntimeError:  # no HOME, and no entry in the list of users
-        pass
     try:
         folder = Path(tempfile.gettempdir(), f"gfgen-home-{os.getuid()}")
         with suppress(FileExistsError):

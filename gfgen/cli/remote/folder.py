@@ -45,10 +45,7 @@ class RunFolder:
         deciding = record["deciding"]
         policy = record["policy"] if deciding == record["policy"] else f"{record['policy']} ({deciding})"
         return RunStatus(
-            target=self._name,
-            kind="run",
-            policy=policy,
-            **{name: record[name] for name in _KEPT},
+            target=self._name, kind="run", policy=policy, **{name: record[name] for name in _KEPT}
         )
 
     def _past(self, record: Mapping[str, Any] | None) -> RunStatus:
