@@ -93,8 +93,6 @@ class Assumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Those of the command, in the order of its help."""
-
     jobs: JobOptions = group(JobOptions)
     policies: tuple[str, ...] = option(
         "NAME[,option=value...]; 'gfgen policies' lists them. Repeat to compare.",
@@ -301,8 +299,6 @@ def _listed(counts: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanArguments:
-    """Those of the command, in the order of its help."""
-
     jobs: JobOptions = group(JobOptions)
     policies: tuple[str, ...] = option(
         "Consider only this policy, NAME[,option=value...]. Repeatable. [all built-in ones except legacy]",

@@ -278,7 +278,6 @@ _EXPONENTS |= {"F16": ("<u2", 0x1F << 10), "F8_E5M2": ("u1", 0x1F << 2), "F8_E4M
 """By type of number: how its bits are read, and those that are all set in NaN and infinity."""
 _BYTES_AT_ONCE = 1 << 26
 
-
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 NO_PICKLE = "is a pickle, which can run code when it is read; convert it to .safetensors"
 

@@ -54,12 +54,8 @@ def fitting_ranks(most: int) -> int:
 
 def cpu_name() -> str:
     """The processor's name and the number of its cores that this process may use."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{_share_of_cores():.3g} cores of {names[0] if names else platform.machine()}"
+    found = re.search(r"^model name\s*: (.*\S)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{_share_of_cores():.3g} cores of {found[1] if found else platform.machine()}"
 
 
 def versions() -> dict[str, str]:
@@ -75,8 +71,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def key_versions() -> Mapping[str, str]:
-    found = versions()
-    return {name: found[name] for name in ("gfgen", "torch", "diffusers", "transformers") if name in found}
+    return {name: number for name, number in versions().items() if name != "python"}
 
 
 def free_bytes(folder: Path) -> int:

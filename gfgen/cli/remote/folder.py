@@ -50,8 +50,8 @@ class RunFolder:
 
     def _past(self, record: Mapping[str, Any] | None) -> RunStatus:
         lines = read_manifest(self._folder / MANIFEST_NAME)
-        of_run = (record or {}).get("counts", {})
-        begun_at = float((record or {}).get("started_at", math.inf))
+        last: Mapping[str, Any] = record or {"state": "ended"}
+        of_run, begun_at = last.get("counts", {}), float(last.get("started_at", math.inf))
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(min(begun_at, time.time())))
         ended = {job_id for job_id, line in lines.items() if str(line.get("written_at")) >= since}
         journal = self._folder / JOURNAL_NAME
@@ -66,18 +66,15 @@ class RunFolder:
             if journal.exists():
                 return RunStatus(target=self._name, kind="run", state="ended", counts={"jobs": 0})
             raise InputError(f"{self._name}: gfgen never ran there; name the output folder of a run")
-        record = record or {"state": "ended"}
-        state = record["state"] if record["state"] in ("ended", "stopped") else "killed"
+        state = last["state"] if last["state"] in ("ended", "stopped") else "killed"
         known = {name: counts[name] for name in ("done", "failed", "cancelled")}
         return RunStatus(
             target=self._name,
             kind="run",
             state=state,
             counts={"jobs": sum(known.values()) + left, **known, "waiting": left},
-            started_at=record.get("started_at"),
-            written_at=record.get("written_at"),
-            watched=record.get("watched"),
-            recent=record.get("recent", ()),
+            recent=last.get("recent", ()),
+            **{name: last.get(name) for name in ("started_at", "written_at", "watched")},
         )
 
     def cancel(self, patterns: Sequence[str]) -> Cancelled:

@@ -64,8 +64,6 @@ class Progress:
 
 @dataclass(slots=True)
 class Trouble:
-    """What went wrong with a job."""
-
     warnings: list[str] = field(default_factory=list)
     failures: Counter[int] = field(default_factory=Counter)
     """By task."""

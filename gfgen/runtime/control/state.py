@@ -45,8 +45,6 @@ they are written. Bursts of small pictures do not wait. A long video has 0.3 GB 
 
 
 class State:
-    """Jobs, ranks and dispatches of one run."""
-
     def __init__(
         self, jobs: Sequence[AdmittedJob], start: RunStart, *, clock: Clock, costs: CostModel
     ) -> None:
