@@ -394,7 +394,6 @@ def url_of(host: str, port: int) -> str:
 
 
 def _has_signal(signals: SignalPipe) -> bool:
-    try:
+    with contextlib.suppress(BlockingIOError):
         return bool(signals.take())
-    except BlockingIOError:
-        return False
+    return False

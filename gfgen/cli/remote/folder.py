@@ -73,8 +73,10 @@ class RunFolder:
             kind="run",
             state=state,
             counts={"jobs": sum(known.values()) + left, **known, "waiting": left},
+            started_at=last.get("started_at"),
+            written_at=last.get("written_at"),
+            watched=last.get("watched"),
             recent=last.get("recent", ()),
-            **{name: last.get(name) for name in ("started_at", "written_at", "watched")},
         )
 
     def cancel(self, patterns: Sequence[str]) -> Cancelled:

@@ -155,10 +155,9 @@ def _was_killed(holder: Holder | None) -> bool:
 
 
 def _is_under(path: Path, fd: int) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _write_note(fd: int) -> None:
