@@ -16,10 +16,10 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 59_843,
-    "files of the package": 306,
-    "lines of the core": 6_000,
-    "files of the core": 30,
+    "lines of the package": 61_450,
+    "files of the package": 312,
+    "lines of the core": 5_982,
+    "files of the core": 27,
     "modules of one folder": 14,
     "folders that name reuse": 20,
     "folders that name lora": 17,

@@ -15,14 +15,7 @@ import click
 from gfgen import log
 from gfgen.bench.policy_comparison import COMPARED, PolicyComparison
 from gfgen.bench.stock import NAME, is_stock, stock_options
-from gfgen.bench.workloads import (
-    WORKLOADS,
-    Name,
-    WorkloadOptions,
-    calibration_jobs,
-    mix_of,
-    weightless_model,
-)
+from gfgen.bench.workloads import WORKLOADS, Name, WorkloadOptions, calibration_jobs, mix_of, weightless_model
 from gfgen.cli.compare_runs import jobs_with, load_compared, on_workers, predicted, simulated
 from gfgen.cli.options import (
     RANKS,
@@ -106,8 +99,6 @@ def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The options of both commands."""
-
     load: float = option(
         "Load, as a share of what single-rank replicas sustain.", type=FiniteRange(0.01, 100), default=0.9
     )
@@ -176,8 +167,6 @@ def workload(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Those of `compare`, in the order of its help."""
-
     against: str = option("Policy that the ratios compare with.", default="legacy")
     policies: tuple[str, ...] = option(
         "Policy to run: NAME[,option=value...][,reuse=VALUE], the last for the field reuse of all jobs. "
@@ -337,7 +326,6 @@ def _interrupted(
 
 
 def _report(comparison: PolicyComparison, conditions: dict[str, Any], output: Path) -> None:
-    """Print the tables and write the files."""
     table, remarks = "\n".join(comparison.table()), comparison.remarks()
     click.echo("\n" + "\n\n".join([table, "\n".join(remarks)]).strip("\n") + "\n")
     (output / JSON_NAME).write_text(comparison.as_json(conditions))

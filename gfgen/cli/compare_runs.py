@@ -30,6 +30,7 @@ from gfgen.cli.shown.prediction import choose_profile
 from gfgen.cli.shown.progress import make_progress
 from gfgen.errors import InputError, InterruptedRunError, PolicyError, WorkerError
 from gfgen.job.fields import FIELDS, Refused
+from gfgen.job.shared import number_of
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
@@ -56,25 +57,16 @@ def load_compared(text: str) -> tuple[NamedPolicy, Reuse]:
     name, found, value = text.partition(REUSE)
     field = FIELDS["reuse"]
     try:
-        reuse: Any = field.parse(_number_or_word(value)) if found else None
+        reuse: Any = field.parse(number_of(value)) if found else None
     except Refused:
         raise PolicyError(f"--policy {text}: reuse, which comes last, is {field.accepted}") from None
     return load_policy(name), reuse
 
 
-def _number_or_word(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def jobs_with(specs: Sequence[JobSpec], reuse: Reuse, model: ResolvedModel) -> tuple[AdmittedJob, ...]:
     """Admit the jobs with this reuse. Raises InputError if the model or the number of steps is not for it."""
     jobs, problems = admit(
-        [replace(spec, reuse=reuse) for spec in specs],
-        default_model=model.name,
-        find_model=lambda _: model,
+        [replace(spec, reuse=reuse) for spec in specs], default_model=model.name, find_model=lambda _: model
     )
     if problems:
         raise InputError(f"--policy ...{REUSE}{reuse}: {problems[0]}")

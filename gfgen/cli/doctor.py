@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +31,7 @@ from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
 from gfgen.session import caches
 from gfgen.system import cgroups
-from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, cache_dir, home
+from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, cache_dir, free_bytes, home
 from gfgen.system.wording import counted, size_in_words
 
 _CUDNN = "nvidia-cudnn-frontend"
@@ -154,8 +153,7 @@ def _caches() -> Iterator[str]:
     example = _short(table_path("name"))
     yield f"tuned tables: {', '.join(tables) or f'none (`gfgen bench gfc --tune` writes {example})'}"
     hub = caches.hub_dir()
-    nearest = next(folder for folder in (hub, *hub.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(nearest).free / _GIB
+    free = free_bytes(hub) / _GIB
     yield f"models: {_short(hub)}{'' if hub.is_dir() else ' (does not exist yet)'}, {free:.0f} GiB free"
 
 

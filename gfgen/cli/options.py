@@ -329,9 +329,8 @@ class RankOptions(AskedRanks):
     @property
     def asked(self) -> AskedRanks:
         """The same for another machine, whose GPUs have other numbers."""
-        return AskedRanks(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(AskedRanks)}
-        )
+        names = [field.name for field in dataclasses.fields(AskedRanks)]
+        return AskedRanks(**{name: getattr(self, name) for name in names})
 
 
 def _show_only(gpus: str) -> None:

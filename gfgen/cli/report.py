@@ -131,12 +131,8 @@ class JobReport:
         shape = self.line.get("shape") or {}
         facts = [f"{shape.get('width')}x{shape.get('height')}"]
         facts += [f"{self.num_frames} frames"] if self.num_frames > 1 else []
-        facts += [
-            f"{self.line.get('steps')} steps",
-            f"seed {self.line.get('seed')}",
-            str(self.line.get("model")),
-        ]
-        return ", ".join(facts)
+        steps, seed, model = (self.line.get(name) for name in ("steps", "seed", "model"))
+        return ", ".join([*facts, f"{steps} steps", f"seed {seed}", str(model)])
 
 
 @dataclass(frozen=True, slots=True)

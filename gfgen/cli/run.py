@@ -70,8 +70,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Those of the command, in the order of its help."""
-
     jobs: JobOptions = group(JobOptions)
     failed: bool = flag("Take only jobs that failed in the last run of this folder.")
     retries: int = option(
@@ -151,13 +149,7 @@ def run(given: Arguments) -> int:
     warn_of_unknown_zone()
     if given.output is None and output_dir.name != name:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
-    with cluster.connected(
-        ranks=given.ranks,
-        policy=given.policy,
-        model=given.model,
-        lookahead_s=given.lookahead / 1000,
-        output_dir=output_dir,
-    ) as found:
+    with cluster.connected(given, model=given.model, output_dir=output_dir) as found:
         options = _options_of(given, found, output_dir, job_file=job_file_name(first, output_dir))
         if given.dry_run:
             assert source is not None

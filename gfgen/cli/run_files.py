@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from gfgen.cli.options import LogOptions, RankOptions, flag, given_in, option
+from gfgen.cli.options import LogOptions, flag, given_in, option
 from gfgen.errors import InputError, Problem
 from gfgen.job.reader import JobSource
 from gfgen.job.spec import ENDINGS
@@ -32,11 +32,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.journal import JOURNAL_NAME
-from gfgen.runtime.files.manifest import (
-    MANIFEST_NAME,
-    WATCHED_NAME,
-    check_own,
-)
+from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME, check_own
 from gfgen.runtime.files.ownership import Claims
 from gfgen.session.admission import Admission, jobs_to_run, judge
 from gfgen.session.session import Session, SessionOptions
@@ -174,17 +170,17 @@ class ClusterOptions:
             raise click.UsageError(f"{other} goes with one machine; leave out --ray")
 
     @contextlib.contextmanager
-    def connected(
-        self, *, ranks: RankOptions, policy: str, model: str, lookahead_s: float, output_dir: Path
-    ) -> Iterator[RayCluster | None]:
-        """The cluster; None without --ray. Raises: InputError as `RayCluster`."""
+    def connected(self, given: Any, *, model: str, output_dir: Path) -> Iterator[RayCluster | None]:
+        """The cluster for a command with `ranks`, `policy` and `lookahead`; None without --ray.
+
+        Raises: InputError as `RayCluster`.
+        """
         if self.ray is None:
             yield None
             return
-        if policy.partition(",")[0].strip() not in BUILT_IN:
-            raise InputError(
-                f"--policy {policy}: nodes have no such file; with --ray, one of {', '.join(BUILT_IN)}"
-            )
+        if given.policy.partition(",")[0].strip() not in BUILT_IN:
+            known = ", ".join(BUILT_IN)
+            raise InputError(f"--policy {given.policy}: nodes have no such file; with --ray, one of {known}")
         from gfgen.cluster.member import MemberOptions  # only here: a run on one machine has no use for Ray
         from gfgen.cluster.ray_cluster import RayCluster
         from gfgen.cluster.ray_node import RayOptions
@@ -192,10 +188,10 @@ class ClusterOptions:
         options = RayOptions(
             address=self.ray,
             member=MemberOptions(
-                policy=policy,
+                policy=given.policy,
                 model=model,
-                ranks=ranks.asked,
-                lookahead_s=lookahead_s,
+                ranks=given.ranks.asked,
+                lookahead_s=given.lookahead / 1000,
                 work_dir=os.getcwd(),
             ),
             output_dir=output_dir,

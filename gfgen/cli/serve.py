@@ -116,8 +116,6 @@ def _most(help_: str, name: str, default: int | None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Those of the command, in the order of its help."""
-
     port: int = option("Port to listen on.", type=click.IntRange(1, 65535), default=3000)
     host: str = option("Address to listen on.", default="127.0.0.1")
     api_key: str | None = option(
@@ -241,15 +239,8 @@ def serve(given: Arguments) -> int:
         {"--gpus": given.ranks.gpus is not None, "--batch": given.batch > 1, "--lora": bool(given.loras)}
     )
     check_packages(SERVING)
-    cluster = context.with_resource(
-        given.cluster.connected(
-            ranks=given.ranks,
-            policy=given.policy,
-            model=models[0],
-            lookahead_s=given.lookahead / 1000,
-            output_dir=given.output,
-        )
-    )
+    connected = given.cluster.connected(given, model=models[0], output_dir=given.output)
+    cluster = context.with_resource(connected)
     options = ServeOptions(
         output_dir=given.output,
         cluster=cluster,
@@ -403,7 +394,6 @@ def url_of(host: str, port: int) -> str:
 
 
 def _has_signal(signals: SignalPipe) -> bool:
-    try:
+    with contextlib.suppress(BlockingIOError):
         return bool(signals.take())
-    except BlockingIOError:
-        return False
+    return False

@@ -93,8 +93,6 @@ class Assumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Those of the command, in the order of its help."""
-
     jobs: JobOptions = group(JobOptions)
     policies: tuple[str, ...] = option(
         "NAME[,option=value...]; 'gfgen policies' lists them. Repeat to compare.",
@@ -113,9 +111,7 @@ class Arguments:
     )
     assumed: Assumed = group(Assumed)
     output: Path | None = option(
-        "Folder for the simulated manifests and traces.",
-        "-o",
-        type=NamedPath(file_okay=False),
+        "Folder for the simulated manifests and traces.", "-o", type=NamedPath(file_okay=False)
     )
     as_json: bool = flag("Print JSON instead of the table.", "--json")
 
@@ -303,8 +299,6 @@ def _listed(counts: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanArguments:
-    """Those of the command, in the order of its help."""
-
     jobs: JobOptions = group(JobOptions)
     policies: tuple[str, ...] = option(
         "Consider only this policy, NAME[,option=value...]. Repeatable. [all built-in ones except legacy]",

@@ -486,12 +486,7 @@ FIELDS: dict[str, Field] = {
         _range("priority", -1_000_000, 1_000_000, is_whole=True),
         _label("tag", 64, "a class for reports"),
         Field("output", OUTPUT_ACCEPTED, _parse_output, STRING),
-        Field(
-            "format",
-            f"one of {', '.join(FORMAT_NAMES)}",
-            _parse_format,
-            {**STRING, "enum": FORMAT_NAMES},
-        ),
+        Field("format", f"one of {', '.join(FORMAT_NAMES)}", _parse_format, {**STRING, "enum": FORMAT_NAMES}),
         _range("quality", 1, 100, is_whole=True),
     )
 }
@@ -707,9 +702,8 @@ def _seconds(value: object) -> float:
         match = DURATION.fullmatch(value.strip().lower()[:MAX_TIME_CHARS])
         if not match or not any(match.groups()):
             raise Refused("")
-        seconds = sum(
-            float(part or 0) * unit for part, unit in zip(match.groups(), UNITS_S.values(), strict=True)
-        )
+        parts = zip(match.groups(), UNITS_S.values(), strict=True)
+        seconds = sum(float(part or 0) * unit for part, unit in parts)
     elif isinstance(value, str):
         raise Refused('write it without quotes, or with a unit ("s", "m", "h", "d")')
     else:

@@ -31,7 +31,7 @@ from gfgen.job.fields import (
     suggestion,
 )
 from gfgen.job.images import NoImages
-from gfgen.job.spec import later_seed
+from gfgen.job.spec import later_seed, numbered_name
 
 OWN_FIELDS = ("id", "output")
 VARIATION_FIELDS = ("vary", "seeds", "num_images")
@@ -202,21 +202,14 @@ def _jobs(
     for position, (*values, image) in enumerate(combinations, start=1):
         job = dict(over(plain, sides | dict(zip(axes, values, strict=True))))
         if image and job.get("seed") is not None:
-            job["seed"] = _later_seed(job["seed"], image)
+            with contextlib.suppress(Refused):  # the job's own check reports it
+                job["seed"] = later_seed(FIELDS["seed"].parse(job["seed"]), image)  # type: ignore[arg-type]
         if is_numbered and isinstance(job.get("id"), str):
             job["id"] += f"-{position}"
         output = job.get("output")
         if is_numbered and isinstance(output, str) and not is_template("output", output):
-            stem, dot, suffix = output.rpartition(".")
-            job["output"] = f"{stem}-{position}{dot}{suffix}"
+            job["output"] = numbered_name(output, position)
         yield over(plain, job)
-
-
-def _later_seed(seed: object, image: int) -> object:
-    try:
-        return later_seed(FIELDS["seed"].parse(seed), image)  # type: ignore[arg-type]
-    except Refused:
-        return seed  # the job's own check reports it
 
 
 def _axes(

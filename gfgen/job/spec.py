@@ -42,12 +42,11 @@ ENDINGS = tuple(
 ENCODERS = {"h265": "libx265", "av1": "libsvtav1"}
 WITHOUT_QUALITY = ("png", "gif")
 
-PLACEHOLDER = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
-"""In names of outputs: a name, and perhaps a format."""
 PLACEHOLDERS = ("id", "index", "seed", "tag", "prompt", "model", "date", "time")
 """Admission fills in the index and the default model; the folder knows date, time and random seeds
 (ownership.py)."""
-WIDTH = re.compile(r"0?([1-9][0-9]?)d?")
+PLACEHOLDER = re.compile(r"\{(?:(" + "|".join(PLACEHOLDERS) + r")|(index|seed):0?([1-9][0-9]?)d?)\}")
+"""A name, or that of a number with its width."""
 RANDOM_SEED = -1
 """Asks for a seed that is drawn once."""
 NUM_SEEDS = 2**64
@@ -294,13 +293,7 @@ def lack_of(name: str) -> str | None:
 
 def wrong_braces(template: str) -> str | None:
     """What is wrong with braces that are no placeholder, and what is accepted; None if nothing is."""
-    numbers, left = ("index", "seed"), PLACEHOLDER.sub("", template)
-    found = [
-        each[0]
-        for each in PLACEHOLDER.finditer(template)
-        if each[1] not in PLACEHOLDERS or (each[2] and not (each[1] in numbers and WIDTH.fullmatch(each[2])))
-    ]
-    found += [char for char in left if char in "{}"]
+    found = re.search(r"\{[^{}]*\}|[{}]", PLACEHOLDER.sub("", template))
     known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
     return f"{found[0]} is none of {known}, nor {{index:04}} or the like" if found else None
 
@@ -310,10 +303,10 @@ def filled(template: str, *, job_id: str | None = None, **values: str | int | No
     values["id"] = job_id
 
     def text_of(found: re.Match[str]) -> str:
-        value, width = values.get(found[1]), WIDTH.fullmatch(found[2] or "")
+        value = values.get(name := found[1] or found[2])
         if value is None or value == RANDOM_SEED:
             return found[0]
-        return _AS_PART.get(found[1], str)(value).zfill(int(width[1]) if width else 0)
+        return _AS_PART.get(name, str)(value).zfill(int(found[3] or 0))
 
     return PLACEHOLDER.sub(text_of, template)
 

@@ -56,12 +56,8 @@ def fitting_ranks(most: int) -> int:
 
 def cpu_name() -> str:
     """The processor's name and the number of its cores that this process may use."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{_share_of_cores():.3g} cores of {names[0] if names else platform.machine()}"
+    found = re.search(r"^model name\s*: (.*\S)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{_share_of_cores():.3g} cores of {found[1] if found else platform.machine()}"
 
 
 def versions() -> dict[str, str]:
@@ -77,8 +73,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def key_versions() -> Mapping[str, str]:
-    found = versions()
-    return {name: found[name] for name in ("gfgen", "torch", "diffusers", "transformers") if name in found}
+    return {name: number for name, number in versions().items() if name != "python"}
 
 
 def free_bytes(folder: Path) -> int:
@@ -88,17 +83,17 @@ def free_bytes(folder: Path) -> int:
 
 
 def home() -> Path:
-    """The user's home. A user id without a home gets one for temporary files; libraries use it, too."""
-    try:
-        return Path.home()
-    except RuntimeError:  # no HOME, and no entry in the list of users
-        pass
+    """The user's home, or a temporary one, also for libraries, if the user has none or it is not there."""
+    with suppress(RuntimeError):  # no HOME, and no entry in the list of users
+        found = Path.home()
+        if os.path.isdir(found) or os.access(found.parent, os.W_OK):
+            return found
     try:
         folder = Path(tempfile.gettempdir(), f"gfgen-home-{os.getuid()}")
         with suppress(FileExistsError):
             folder.mkdir(0o700)
-        found = folder.lstat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o170077 != stat.S_IFDIR:
+        state = folder.lstat()
+        if state.st_uid != os.getuid() or state.st_mode & 0o170077 != stat.S_IFDIR:
             folder = Path(tempfile.mkdtemp(prefix="gfgen-home-"))  # another user has made the first
     except OSError as error:
         raise InputError(f"there is no home, and no place for temporary files ({error}); set HOME") from None

@@ -15,11 +15,8 @@ def counted(number: int, noun: str) -> str:
 
 def first_of(things: Sequence[object], noun: str) -> list[str]:
     """The first few as text, and 'and 5 more jobs' for the others."""
-    num_more = len(things) - MAX_NAMED
-    return [
-        *map(str, things[:MAX_NAMED]),
-        *([f"and {counted(num_more, f'more {noun}')}"] if num_more > 0 else []),
-    ]
+    named, num_more = list(map(str, things[:MAX_NAMED])), len(things) - MAX_NAMED
+    return [*named, f"and {counted(num_more, f'more {noun}')}"] if num_more > 0 else named
 
 
 def in_lines(numbers: Sequence[int | None]) -> str:

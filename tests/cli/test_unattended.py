@@ -153,6 +153,12 @@ def test_a_user_without_home_has_caches_among_temporary_files(night):
     assert home.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_home_that_is_not_there_and_cannot_be_made_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", "/nonexistent/home")
+    assert machine.home() == tmp_path / f"gfgen-home-{os.getuid()}" == Path(os.environ["HOME"])
+
+
 def test_a_home_that_another_user_has_prepared_is_not_used(tmp_path, monkeypatch):
     def none(_):
         raise KeyError

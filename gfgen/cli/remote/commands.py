@@ -52,8 +52,7 @@ class Asked:
 
 
 _BY_ARGUMENT = group(
-    Asked,
-    target=argument(metavar="[TARGET]", required=False, envvar="GFGEN_TARGET", type=Named()),
+    Asked, target=argument(metavar="[TARGET]", required=False, envvar="GFGEN_TARGET", type=Named())
 )
 
 

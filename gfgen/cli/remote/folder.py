@@ -45,16 +45,13 @@ class RunFolder:
         deciding = record["deciding"]
         policy = record["policy"] if deciding == record["policy"] else f"{record['policy']} ({deciding})"
         return RunStatus(
-            target=self._name,
-            kind="run",
-            policy=policy,
-            **{name: record[name] for name in _KEPT},
+            target=self._name, kind="run", policy=policy, **{name: record[name] for name in _KEPT}
         )
 
     def _past(self, record: Mapping[str, Any] | None) -> RunStatus:
         lines = read_manifest(self._folder / MANIFEST_NAME)
-        of_run = (record or {}).get("counts", {})
-        begun_at = float((record or {}).get("started_at", math.inf))
+        last: Mapping[str, Any] = record or {"state": "ended"}
+        of_run, begun_at = last.get("counts", {}), float(last.get("started_at", math.inf))
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(min(begun_at, time.time())))
         ended = {job_id for job_id, line in lines.items() if str(line.get("written_at")) >= since}
         journal = self._folder / JOURNAL_NAME
@@ -69,18 +66,17 @@ class RunFolder:
             if journal.exists():
                 return RunStatus(target=self._name, kind="run", state="ended", counts={"jobs": 0})
             raise InputError(f"{self._name}: gfgen never ran there; name the output folder of a run")
-        record = record or {"state": "ended"}
-        state = record["state"] if record["state"] in ("ended", "stopped") else "killed"
+        state = last["state"] if last["state"] in ("ended", "stopped") else "killed"
         known = {name: counts[name] for name in ("done", "failed", "cancelled")}
         return RunStatus(
             target=self._name,
             kind="run",
             state=state,
             counts={"jobs": sum(known.values()) + left, **known, "waiting": left},
-            started_at=record.get("started_at"),
-            written_at=record.get("written_at"),
-            watched=record.get("watched"),
-            recent=record.get("recent", ()),
+            started_at=last.get("started_at"),
+            written_at=last.get("written_at"),
+            watched=last.get("watched"),
+            recent=last.get("recent", ()),
         )
 
     def cancel(self, patterns: Sequence[str]) -> Cancelled:

@@ -58,7 +58,10 @@ class Server:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         host = parts.hostname or ""
         is_direct = is_loopback(host) or proxy_bypass(host)
-        self._proxy = None if is_direct else getproxies().get(parts.scheme)
+        proxy = None if is_direct else getproxies().get(parts.scheme)
+        shown = proxy and (urlsplit(proxy).netloc.rpartition("@")[2] or proxy)
+        self._by_proxy = f"; the proxy {shown} was asked (no_proxy names hosts without)" if proxy else ""
+        """How requests went, at the end of an error."""
         self._opener = build_opener(_NoRedirects(), *([ProxyHandler({})] if is_direct else []))
 
     def status(self) -> RunStatus:
@@ -95,11 +98,9 @@ class Server:
             found = [job["id"] for job in open_jobs if _matches(job, pattern)]
             ids |= dict.fromkeys(found)
             unmatched += [] if found else [pattern]
-        cancelled = [job_id for job_id in ids if self._is_cancelled(job_id)]
+        answers = {job_id: self._call("POST", f"/v1/jobs/{job_id}/cancel") for job_id in ids}
+        cancelled = [job_id for job_id, answer in answers.items() if answer["status"] == "cancelled"]
         return Cancelled(cancelled, len(cancelled), unmatched)
-
-    def _is_cancelled(self, job_id: str) -> bool:
-        return bool(self._call("POST", f"/v1/jobs/{job_id}/cancel")["status"] == "cancelled")
 
     def _open_jobs(self) -> Iterator[Mapping[str, Any]]:
         after: dict[str, str] = {}
@@ -155,12 +156,6 @@ class Server:
             reason = getattr(reason, "strerror", None) or reason
             text = f"{self._url}: no answer ({reason}); is 'gfgen serve' running there?"
             raise InputError(text + self._by_proxy) from None
-
-    @property
-    def _by_proxy(self) -> str:
-        """How requests went, at the end of an error."""
-        proxy = urlsplit(self._proxy or "").netloc.rpartition("@")[2] or self._proxy
-        return f"; the proxy {proxy} was asked (no_proxy names hosts without)" if proxy else ""
 
     def _object(self, content: bytes) -> dict[str, Any]:
         try:

@@ -54,7 +54,8 @@ def answer(plan: Plan) -> str:
     if plan.machine:
         text = f"On {plan.machine}: with {best.policy} "
     if done == plan.num_jobs:
-        text += f"{_all_jobs(plan.num_jobs)} done by {clock_time(plan, best.end_s)}"
+        text += "the job is" if plan.num_jobs == 1 else f"all {plan.num_jobs} jobs are"
+        text += f" done by {clock_time(plan, best.end_s)}"
         text += f", in {in_words(best.end_s)}" if by_s is None else f", {_before(plan, by_s - best.end_s)}"
     else:
         text += f"{done} of {plan.num_jobs} jobs are done"
@@ -194,10 +195,6 @@ def _enough(plan: Plan) -> str:
 
 def _before(plan: Plan, margin_s: float) -> str:
     return f"{in_words(margin_s)} before {clock_time(plan, plan.window.by_s or 0.0)}"
-
-
-def _all_jobs(number: int) -> str:
-    return "the job is" if number == 1 else f"all {number} jobs are"
 
 
 # Simulated runs side by side ----------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Batches: jobs that share their steps, and nothing else.
+"""Jobs that are alike: batches, which share their steps and nothing else, and jobs with equal calls.
 
 A batch consists of jobs that follow each other in the file, arrive at once, and are equal in all but prompts,
 seeds and files. Each is encoded, prepared, decoded and written by itself, and has its own state, records and
@@ -9,11 +9,12 @@ far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gfgen.graph import FIRST_STEP
+from gfgen.job.spec import call_key
 from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.core.admission import AdmittedJob
 
@@ -63,6 +64,19 @@ def batch_peers(record: JobRecord) -> Sequence[JobRecord]:
         return ()
     index = record.progress.next_index
     return [each for each in record.batch if each is not record and each.progress.next_index == index]
+
+
+def with_equal_calls(record: JobRecord, records: Iterable[JobRecord]) -> list[JobRecord]:
+    """The other jobs of its owner whose calls have equal arguments, if the pipeline refuses these."""
+    if (task := record.trouble.refused) is None:
+        return []
+    behind = [each for each in records if each is not record and each.first_open_index <= task.index]
+    return [each for each in behind if _call(each) == _call(record)]
+
+
+def _call(record: JobRecord) -> object:
+    spec = record.job.spec
+    return record.owner, call_key(spec), spec.image_sha256, spec.files_sha256
 
 
 def _are_alike(record: JobRecord, other: JobRecord) -> bool:

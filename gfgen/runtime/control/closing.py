@@ -1,25 +1,71 @@
-"""Closing time: when a run is to stop by itself, and which jobs no longer fit before it."""
+"""Closing time and disk room: when a run is to stop by itself, and which jobs no longer fit."""
 
 from __future__ import annotations
 
 import logging
 import math
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 
-from gfgen.errors import InterruptedRunError
+from gfgen.errors import InterruptedRunError, OutputError
 from gfgen.graph import Stage, Task
 from gfgen.layout import Degrees
-from gfgen.runtime.core.openjobs import JobKind
+from gfgen.runtime.control.job_record import JobRecord
+from gfgen.runtime.core.events import ClosingTime, Event, SpaceLeft
+from gfgen.runtime.core.openjobs import JobKind, OpenJobs, kind_of
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostClass, CostModel
+from gfgen.snapshot import JobView
+from gfgen.system.wording import counted, size_in_words
 
 logger = logging.getLogger(__name__)
 
 CAUTION = 1.1
 """Predictions leave out waiting, moves and the writing of the file: a tenth more is allowed for."""
+SPACE_S = 2.0
+"""Between two looks at the room on the disk."""
 _FIRST_TASK = Task("", 0, Stage.ENCODE)
 """Of any job: predictions depend on its index alone."""
+
+
+class Room:
+    """What the disk of the output folder has left for the files of jobs that have not begun."""
+
+    def __init__(self, records: Mapping[str, JobRecord]) -> None:
+        self._records = records
+        self.left_bytes = math.inf
+        self.next_look_s = 0.0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a file of a job that has not begun lacks room."""
+        return max(self._sizes(begun=False), default=0) > self.left_bytes
+
+    @property
+    def lack(self) -> str:
+        """What the jobs lack that have not begun."""
+        sizes, left_bytes = self._sizes(begun=False), int(self.left_bytes)
+        return (
+            f"the disk of the output folder has {size_in_words(max(0, left_bytes))} left for the files of "
+            f"{counted(len(sizes), 'job')}, which may take {size_in_words(sum(sizes))}: "
+            f"{size_in_words(sum(sizes) - left_bytes)} is missing; make room"
+        )
+
+    def look(self, free_bytes: Callable[[], int], *, now_s: float) -> SpaceLeft | None:
+        """What is free on the disk, if that is to be noted: while it may not hold the files of all jobs."""
+        if now_s < self.next_look_s:
+            return None
+        self.next_look_s, found = now_s + SPACE_S, free_bytes()
+        holds_all = found >= sum(record.job.file_bytes for record in self._records.values())
+        return None if holds_all and self.left_bytes == math.inf else SpaceLeft(now_s, found)
+
+    def left_of(self, free_bytes: int) -> int:
+        return free_bytes - sum(self._sizes(begun=True))
+
+    def _sizes(self, *, begun: bool) -> list[int]:
+        """Bytes that files of these jobs may take."""
+        records = self._records.values()
+        return [each.job.file_bytes for each in records if (each.progress.next_index > 0) is begun]
 
 
 class Closing:
@@ -29,20 +75,17 @@ class Closing:
     as if they fitted, since what has begun is not lost, and a wrong guess could waste the night.
     """
 
-    def __init__(self, start: RunStart, costs: CostModel) -> None:
+    def __init__(self, start: RunStart, costs: CostModel, records: Mapping[str, JobRecord]) -> None:
         self.closes_s = math.inf if start.closes_s is None else start.closes_s
         self.grace_s = start.grace_s
         self.stop_signal: int | None = None
         self.is_stopping = False
         """Nothing new is dispatched; what runs is left to end."""
-        self.room_bytes = math.inf
-        """For the files of jobs that have not begun."""
+        self.room = Room(records)
+        self._records = records
         self._costs = costs
         self._degrees: dict[str, Degrees] = {}
         """By model: of the last step."""
-
-    def close(self) -> None:
-        self.is_stopping = True
 
     def stop(self, signal_number: int) -> None:
         """The first signal lets running tasks end; InterruptedRunError at the second one."""
@@ -56,9 +99,31 @@ class Closing:
         """Predict the steps of the next jobs of this model with these degrees."""
         self._degrees[cost_class.model] = degrees
 
-    def late_kinds(self, kinds: Iterable[JobKind], *, now_s: float) -> set[JobKind]:
-        """Those kinds of jobs that would not end in time if they began now."""
-        return {kind for kind in kinds if self._is_late(*kind, now_s=now_s)}
+    def going_on(self, jobs: OpenJobs, *, now_s: float) -> dict[str, JobView]:
+        """The open jobs that may go on: begun ones, and those with time and room for their files."""
+        views, left_bytes, late = jobs.frozen(), self.room.left_bytes, set[JobKind]()
+        if self.closes_s < math.inf:
+            late = {kind for kind in jobs.unbegun_kinds if self._is_late(*kind, now_s=now_s)}
+        if not late and left_bytes == math.inf:  # nearly always: looking at each job would be slow
+            return views
+        return {
+            job_id: view
+            for job_id, view in views.items()
+            if (kind_of(view) not in late and self._records[job_id].job.file_bytes <= left_bytes)
+            or any(mate.progress.next_index > 0 for mate in self._records[job_id].batch)
+        }
+
+    def end_early(self, *, free_bytes: int, now_s: float) -> Event:
+        """The end of a run in which no job that is left may begin, or that there is room again for a file.
+
+        Raises: OutputError if a file lacks room.
+        """
+        if not self.room.is_short:
+            logger.info("no job that is left can be done by closing time: the run ends now")
+            return ClosingTime(now_s)
+        if self.room.left_of(free_bytes) <= self.room.left_bytes:
+            raise OutputError(f"{self.room.lack}, then run the same command again")
+        return SpaceLeft(now_s, free_bytes)
 
     def _is_late(self, model: str, kind: str, num_tasks: int, num_reused: int, *, now_s: float) -> bool:
         cost_class = self._costs.classes[model, kind]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from gfgen.errors import InterruptedRunError, OutputError, PolicyFault, RunError, StalledError
+from gfgen.errors import InterruptedRunError, PolicyFault, RunError, StalledError
 from gfgen.job.spec import RANDOM_SEED
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.decider import Chooser, Decider
@@ -25,13 +25,9 @@ from gfgen.runtime.core.observer import JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.files.journal import Journal, NoJournal
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.snapshot import Decision, Snapshot
-from gfgen.system.wording import counted, size_in_words
+from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
-
-
-SPACE_S = 2.0
-"""Between two looks at the room on the disk."""
 
 
 class Backend(Protocol):
@@ -121,7 +117,6 @@ class Control:
         self._next_refresh_s = 0.0
         self._jobs = tuple(jobs)
         self._skipped = tuple(skipped)
-        self._next_space_s = 0.0
         self._woke_s = 0.0
         self._has_warned = False
         """Of a standstill that may end when more jobs come."""
@@ -161,8 +156,8 @@ class Control:
                 self.reconsider(self.decider.chooser)
             if steering.residency is not None:
                 self.change_models(steering.residency)
-            if steering.free_bytes is not None and self.clock.now_s >= self._next_space_s:
-                self.look_at_space(steering.free_bytes())
+            if steering.free_bytes is not None:
+                self.look_at_space(steering.free_bytes)
             if (snapshot := self.state.choice()) is not None:
                 dispatches = self.dispatch(snapshot)
         self.journal.end_turn(self.clock.turn_s, dispatches)
@@ -285,26 +280,15 @@ class Control:
         self.record(event)
         self.backend.load(residency.held, load_s=event.load_s)
 
-    def look_at_space(self, free_bytes: int) -> None:
+    def look_at_space(self, free_bytes: Callable[[], int]) -> None:
         """Note what is free on the disk while it may not hold the files of all jobs."""
-        jobs, closing, now_s = self.state.jobs, self.state.closing, self.clock.now_s
-        self._next_space_s = now_s + SPACE_S
-        unbegun = jobs.file_sizes(begun=False)
-        if closing.room_bytes == math.inf and free_bytes >= sum(unbegun) + sum(jobs.file_sizes(begun=True)):
+        room = self.state.closing.room
+        if (event := room.look(free_bytes, now_s=self.clock.now_s)) is None:
             return
-        self.record(events.SpaceLeft(now_s, free_bytes))
-        if max(unbegun, default=0) > closing.room_bytes and self.state.expects_more:
-            self._warn_once(f"jobs wait: {self._lack_of_space()}")
-            self.clock.at(events.Wakeup(self._next_space_s))
-
-    def _lack_of_space(self) -> str:
-        """What the jobs lack that have not begun."""
-        sizes, room_bytes = self.state.jobs.file_sizes(begun=False), int(self.state.closing.room_bytes)
-        return (
-            f"the disk of the output folder has {size_in_words(max(0, room_bytes))} left for the files of "
-            f"{counted(len(sizes), 'job')}, which may take {size_in_words(sum(sizes))}: "
-            f"{size_in_words(sum(sizes) - room_bytes)} is missing; make room"
-        )
+        self.record(event)
+        if room.is_short and self.state.expects_more:
+            self._warn_once(f"jobs wait: {room.lack}")
+            self.clock.at(events.Wakeup(room.next_look_s))
 
     def dispatch(self, snapshot: Snapshot) -> list[Dispatch]:
         """Ask the policy, and start what it decides."""
@@ -378,18 +362,8 @@ class Control:
         return self.clock.brings_more(before_s=self.state.closing.closes_s, than=kinds)
 
     def _close_early(self) -> None:
-        """End the run, unless jobs may come that are done sooner, or there is room again for a file.
-
-        Raises: OutputError if a file lacks room.
-        """
-        if self.state.expects_more:
-            return
-        jobs, room_bytes, now_free = self.state.jobs, self.state.closing.room_bytes, self._steering.free_bytes
-        if max(jobs.file_sizes(begun=False), default=0) > room_bytes:
-            free_bytes = 0 if now_free is None else now_free()
-            if free_bytes - sum(jobs.file_sizes(begun=True)) <= room_bytes:
-                raise OutputError(f"{self._lack_of_space()}, then run the same command again")
-            self.clock.at(events.SpaceLeft(self.clock.now_s, free_bytes))
-            return
-        logger.info("no job that is left can be done by closing time: the run ends now")
-        self.clock.at(events.ClosingTime(self.clock.now_s))
+        """End the run, unless jobs may come that are done sooner, or there is room again for a file."""
+        if not self.state.expects_more:
+            free_bytes, now_s = self._steering.free_bytes, self.clock.now_s
+            free = 0 if free_bytes is None else free_bytes()
+            self.clock.at(self.state.closing.end_early(free_bytes=free, now_s=now_s))

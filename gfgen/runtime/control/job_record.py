@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from gfgen.graph import FIRST_STEP, Stage, Task
-from gfgen.job.spec import call_key
 from gfgen.layout import Layout
 from gfgen.runtime.control.ranks import Flight
 from gfgen.runtime.core.admission import AdmittedJob
@@ -65,8 +64,6 @@ class Progress:
 
 @dataclass(slots=True)
 class Trouble:
-    """What went wrong with a job."""
-
     warnings: list[str] = field(default_factory=list)
     failures: Counter[int] = field(default_factory=Counter)
     """By task."""
@@ -268,12 +265,6 @@ class JobRecord:
             why_reused=usage.given_up.why,
             batch=usage.batch,
         )
-
-    @property
-    def call(self) -> object:
-        """Equal for jobs of an owner whose calls have equal arguments, except for texts and seeds."""
-        spec = self.job.spec
-        return self.owner, call_key(spec), spec.image_sha256, spec.files_sha256
 
     def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:
         """Go back to a failed task; what is queued on its output is void and ends by itself."""

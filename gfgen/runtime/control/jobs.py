@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from gfgen.runtime.control.batches import Forming, is_to_wait, takes_steps_together
-from gfgen.runtime.control.closing import Closing
 from gfgen.runtime.control.job_record import JobRecord, Progress
 from gfgen.runtime.control.ranks import Flight, RankRecord
 from gfgen.runtime.control.residency import ModelTurns
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.openjobs import OpenJobs, kind_of
+from gfgen.runtime.core.openjobs import OpenJobs
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import JobView
@@ -147,31 +146,6 @@ class Jobs:
             each.job_id
             for each in records
             if len(each.flights) == 1 and (len(each.batch) == 1 or not takes_steps_together(each))
-        ]
-
-    def open_in_time(self, closing: Closing, now_s: float) -> dict[str, JobView]:
-        """The open jobs that may go on: begun ones, and those with time and room for their files."""
-        views, room_bytes = self.open.frozen(), closing.room_bytes
-        late = (
-            set()
-            if closing.closes_s == math.inf
-            else closing.late_kinds(self.open.unbegun_kinds, now_s=now_s)
-        )
-        if (
-            not late and room_bytes == math.inf
-        ):  # nearly always: to look at each job would cost more than all else
-            return views
-        return {
-            job_id: view
-            for job_id, view in views.items()
-            if (kind_of(view) not in late and self.records[job_id].job.file_bytes <= room_bytes)
-            or any(mate.progress.next_index > 0 for mate in self.records[job_id].batch)
-        }
-
-    def file_sizes(self, *, begun: bool) -> list[int]:
-        """Bytes that files of these jobs may take."""
-        return [
-            each.job.file_bytes for each in self.records.values() if (each.progress.next_index > 0) is begun
         ]
 
     def stopped_at(self, ranks: Sequence[RankRecord]) -> dict[str, tuple[int, int]]:

@@ -37,8 +37,6 @@ def lookahead_of(predicted_s: float, *, lookahead_s: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A dispatch that has not ended."""
-
     dispatch: Dispatch
     view: RunningTask
     """Its predicted end is corrected when the task before it has ended."""
@@ -128,8 +126,6 @@ class Flights(dict[int, Flight]):
 
 @dataclass(slots=True, eq=False)
 class RankRecord:
-    """A rank, living or not."""
-
     rank: int
     is_ready: bool = False
     is_retired: bool = False
@@ -164,8 +160,6 @@ class RankRecord:
 
 
 class Ranks:
-    """All ranks of a run."""
-
     def __init__(self, num_ranks: int, islands: Sequence[Sequence[int]] | None) -> None:
         self.records = [RankRecord(rank) for rank in range(num_ranks)]
         self.islands = tuple(map(tuple, islands or [range(num_ranks)]))

@@ -16,7 +16,7 @@ from gfgen.errors import WorkerError
 from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.policies.fair_share import Shares
-from gfgen.runtime.control.batches import batch_peers
+from gfgen.runtime.control.batches import batch_peers, with_equal_calls
 from gfgen.runtime.control.closing import Closing
 from gfgen.runtime.control.decider import legal_job
 from gfgen.runtime.control.job_record import JobRecord
@@ -33,7 +33,7 @@ from gfgen.runtime.core.openjobs import OpenJobOrders
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.ipc.migration import Transfer
-from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.cost import CostModel, JobCosts
 from gfgen.snapshot import Decision, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,6 @@ they are written. Bursts of small pictures do not wait. A long video has 0.3 GB 
 
 
 class State:
-    """Jobs, ranks and dispatches of one run."""
-
     def __init__(
         self, jobs: Sequence[AdmittedJob], start: RunStart, *, clock: Clock, costs: CostModel
     ) -> None:
@@ -66,11 +64,11 @@ class State:
         self.flights = Flights(
             lookahead_s=start.lookahead_s, last_number=max([start.last_number, *last_numbers])
         )
-        self.closing = Closing(start, costs)
+        self.closing = Closing(start, costs, self.jobs.records)
         self.shares = Shares()
         self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, self.ranks.islands)))
         """The most ranks that one task can use."""
-        self._job_costs = _JobCosts(self.jobs.records, costs)
+        self._job_costs = JobCosts(self.jobs.records, costs)
         self.expects_more = False
         """Jobs may still be added: that all have ended does not finish the run."""
 
@@ -95,7 +93,7 @@ class State:
     @property
     def is_at_rest(self) -> bool:
         """Nothing runs, and nothing of the resident models can be started."""
-        return not self.flights and not self.jobs.open_in_time(self.closing, self.clock.turn_s)
+        return not self.flights and not self.closing.going_on(self.jobs.open, now_s=self.clock.turn_s)
 
     def choice(self) -> Snapshot | None:
         """The snapshot if a policy has something to decide: some job is open and some rank can take it.
@@ -119,7 +117,7 @@ class State:
         return self._snapshot(now_s, self.ranks.free(ending), self.jobs.joining(ending))
 
     def _snapshot(self, now_s: float, free: Set[int], joining_ids: Sequence[str]) -> Snapshot:
-        open_jobs = self.jobs.open_in_time(self.closing, now_s)
+        open_jobs = self.closing.going_on(self.jobs.open, now_s=now_s)
         busy = self.jobs.busy.copy()
         joining = [busy.pop(job_id) for job_id in joining_ids]
         for view in joining:
@@ -150,7 +148,7 @@ class State:
         left_s = sum([own[each].cost_class.write_s for each in self.jobs.writing]) / self._num_writers
         return replace(
             self.snapshot(),
-            costs=_JobCosts(records, self._costs, are_handed_out=False),
+            costs=JobCosts(records, self._costs, are_handed_out=False),
             recent=tuple([view for _, view in recent]),
             parked={record.job_id: record.view(self._costs) for record in parked},
             load_s=load_s or {},
@@ -167,10 +165,11 @@ class State:
         for ever. The ranks stay idle meanwhile: other jobs on them would come to their decode, too, and wait.
         """
         task = decision.task if isinstance(decision, Decision) else None
-        record = self.jobs.records.get(task.job_id) if isinstance(task, Task) and task.index == 0 else None
-        if record is not None and record.job.file_bytes > self.closing.room_bytes:
-            return True
-        if not isinstance(task, Task) or task.stage is not Stage.DECODE:
+        if not isinstance(task, Task):
+            return False
+        if task.index == 0 and (record := self.jobs.records.get(task.job_id)) is not None:
+            return record.job.file_bytes > self.closing.room.left_bytes
+        if task.stage is not Stage.DECODE:
             return False
         num_decoding = sum(flight.dispatch.task.stage is Stage.DECODE for flight in self.flights.values())
         return num_decoding + len(self.jobs.writing) >= max(
@@ -245,7 +244,7 @@ class State:
         if batch is not None:
             record.usage.batch = max(record.usage.batch, len(batch))
         if task.index == 0:
-            self.closing.room_bytes -= record.job.file_bytes
+            self.closing.room.left_bytes -= record.job.file_bytes
         record.flights.append(flight)
         progress.begin(task.index, layout, number)
         self.jobs.place(record)
@@ -281,9 +280,9 @@ class State:
             case events.StopRequested():
                 self.closing.stop(event.signal_number)
             case events.ClosingTime():
-                self.closing.close()
+                self.closing.is_stopping = True
             case events.SpaceLeft():
-                self.closing.room_bytes = event.free_bytes - sum(self.jobs.file_sizes(begun=True))
+                self.closing.room.left_bytes = self.closing.room.left_of(event.free_bytes)
             case events.GraceOver():
                 self.flights.give_up(self.flights.values())
             case _:
@@ -357,17 +356,10 @@ class State:
         record.fail_flight(flight, flight.failure or event.reason, is_lost=event.lost)
         if flight.dispatch.batch is not None:
             self.jobs.leave_batch(record)  # so that a job with which steps fail does not fail others
-        equals = self._equals(record) if record.trouble.refused else []
+        equals = with_equal_calls(record, self.jobs.records.values())
         for other in equals:
             other.trouble.fail(f"{record.trouble.doom} (so did {record.job_id}, with equal arguments)")
         return [outcome for each in (record, *equals) for outcome in self._settle(each)]
-
-    def _equals(self, record: JobRecord) -> list[JobRecord]:
-        """The jobs whose calls have the arguments of this one, which its pipeline refuses."""
-        task, call = record.trouble.refused, record.call
-        assert task is not None
-        behind = [each for each in self.jobs.records.values() if each.first_open_index <= task.index]
-        return [each for each in behind if each is not record and each.call == call]
 
     def _arrived(self, event: events.JobArrived) -> Iterable[JobOutcome]:
         record = self.jobs.records.get(event.job_id)
@@ -477,40 +469,3 @@ class State:
         assert num_flights == len(self.flights), (
             f"jobs have {num_flights} dispatches, not {len(self.flights)}"
         )
-
-
-class _JobCosts:
-    """The cost model, asked by job."""
-
-    __slots__ = ("_are_handed_out", "_costs", "_jobs")
-
-    def __init__(
-        self, jobs: Mapping[str, JobRecord], costs: CostModel, *, are_handed_out: bool = True
-    ) -> None:
-        self._jobs = jobs
-        self._costs = costs
-        self._are_handed_out = are_handed_out
-
-    def task_s(self, task: Task, layout: Layout) -> float:
-        cost_class = self._jobs[task.job_id].cost_class
-        return self._costs.task_s(cost_class, task.stage, layout.degrees, is_handed_out=self._are_handed_out)
-
-    def remaining_s(self, task: Task, layout: Layout, *, num_given_up: int = 0) -> float:
-        record = self._jobs[task.job_id]
-        return self._costs.remaining_s(
-            record.cost_class,
-            task,
-            record.num_tasks,
-            layout.degrees,
-            num_reused=num_given_up + record.job.trajectory.num_reused_from(task.index),
-            is_handed_out=self._are_handed_out,
-        )
-
-    def first_use_s(self, task: Task, layout: Layout) -> float:
-        return self._costs.first_use_s(self._jobs[task.job_id].cost_class, task.stage, layout.degrees)
-
-    def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
-        return self._costs.move_s(self._jobs[job_id].cost_class, source, layout)
-
-    def spread(self, task: Task, layout: Layout) -> float:
-        return self._costs.spread(self._jobs[task.job_id].cost_class, task.stage, layout.degrees)

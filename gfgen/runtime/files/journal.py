@@ -160,18 +160,11 @@ def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
 def arrivals(path: Path) -> Iterator[tuple[float, dict[str, Any]]]:
     """The arrivals in a journal, each with the Unix time at which its run started."""
     started_at = 0.0
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if "gfgen_journal" not in line and "JobArrived" not in line:
-                continue
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                entry = json.loads(line)
-                if "gfgen_journal" in entry:
-                    started_at = float(entry["started_at"])
-                elif entry.keys() >= {"job_id", "spec_hash", "time_s"}:
-                    yield started_at, entry
+    for entry in _entries(path, "gfgen_journal", "JobArrived"):
+        if "gfgen_journal" in entry:
+            started_at = float(entry.get("started_at") or started_at)
+        elif entry.keys() >= {"job_id", "spec_hash", "time_s"}:
+            yield started_at, entry
 
 
 def first_job_file(path: Path) -> str | None:
@@ -181,11 +174,16 @@ def first_job_file(path: Path) -> str | None:
 
 def headers(path: Path) -> Iterator[dict[str, Any]]:
     """The headers of the runs in a journal, oldest first."""
+    return _entries(path, '{"gfgen_journal"')
+
+
+def _entries(path: Path, *marks: str) -> Iterator[dict[str, Any]]:
+    """The lines with one of these texts, except those that cannot be read."""
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if line.startswith('{"gfgen_journal"'):
-                with contextlib.suppress(ValueError):
-                    yield json.loads(line)
+            with contextlib.suppress(ValueError):
+                if any(mark in line for mark in marks) and isinstance(entry := json.loads(line), dict):
+                    yield entry
 
 
 def dispatch_summary(dispatch: Dispatch) -> list[Any]:

@@ -111,21 +111,17 @@ def _lock(path: Path) -> tuple[int, int]:
 
 def _take(fd: int, folder: Path) -> int:
     """The descriptor that holds the lock. Raises: BlockingIOError when another has it; OSError."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return fd
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        logger.warning("%s: this file system has only locks of single processes", folder)
-        return fd
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise BlockingIOError from None
-        if error.errno not in _NO_LOCKS:
-            raise
+    for lock in (fcntl.flock, fcntl.lockf):
+        try:
+            lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock is fcntl.lockf:
+                logger.warning("%s: this file system has only locks of single processes", folder)
+            return fd
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise BlockingIOError from None
+            if error.errno not in _NO_LOCKS:
+                raise
     found, name = os.stat(folder), socket.socket(socket.AF_UNIX)
     try:
         name.bind(f"\0gfgen-{found.st_dev}-{found.st_ino}")
@@ -159,10 +155,9 @@ def _was_killed(holder: Holder | None) -> bool:
 
 
 def _is_under(path: Path, fd: int) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _write_note(fd: int) -> None:

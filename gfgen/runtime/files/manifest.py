@@ -66,9 +66,7 @@ class ManifestWriter(Observer):
             entry["made_with"] = dict(found)
         self._lines.append(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
         if outcome.written is not None:
-            self._written += [_in_folder(outcome, name) for name, _, _ in outcome.files] or [
-                outcome.info.file
-            ]
+            self._written += _names(outcome)
 
     def close(self) -> None:
         self._lines.close()
@@ -83,7 +81,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         "version": SCHEMA_VERSION,
         "id": info.job_id,
         "status": outcome.status,
-        "file": _first_file(outcome) if outcome.status == "done" else None,
+        "file": _names(outcome)[0] if outcome.status == "done" else None,
         "size_bytes": None if written is None else written.size_bytes,
         "sha256": None if written is None else written.sha256,
         "prompt": spec.prompt,
@@ -156,8 +154,8 @@ def _in_folder(outcome: JobOutcome, name: str) -> str:
     return str(PurePath(outcome.info.file).with_name(name))
 
 
-def _first_file(outcome: JobOutcome) -> str:
-    return _in_folder(outcome, outcome.files[0][0]) if outcome.files else outcome.info.file
+def _names(outcome: JobOutcome) -> list[str]:
+    return [_in_folder(outcome, name) for name, _, _ in outcome.files] or [outcome.info.file]
 
 
 def _of_each_file(entry: ManifestLine) -> list[ManifestLine]:

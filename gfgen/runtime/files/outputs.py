@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +30,7 @@ from gfgen.runtime.ipc.content import (
     temporary_name,
 )
 from gfgen.system.lifeline import die_with_parent
-from gfgen.system.machine import num_cores
+from gfgen.system.machine import free_bytes, num_cores
 from gfgen.system.wording import size_in_words
 
 Frames = NDArray[np.uint8]
@@ -283,10 +282,9 @@ def _ffmpeg_path() -> str:
 def _encoder_error(status: int, complaints: IO[bytes]) -> Exception:
     complaints.seek(0)
     text = complaints.read().decode("utf-8", "replace").strip()
-    if os.strerror(errno.ENOSPC) in text:
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if os.strerror(errno.EFBIG) in text:
-        return OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    for number in (errno.ENOSPC, errno.EFBIG):
+        if os.strerror(number) in text:
+            return OSError(number, os.strerror(number))
     ending = f"signal {-status}" if status < 0 else f"status {status}"
     reason = text.splitlines()[0] if text else "no message"
     return OutputError(f"ffmpeg ended with {ending}: {reason}")
@@ -313,7 +311,7 @@ def _explain(error: OSError, path: Path, frames: Frames) -> str:
         shrinks = _MP4_SHRINKS if path.suffix.lower() in VIDEO_SUFFIXES else 1
         free = ""
         with suppress(OSError):
-            free = f", {size_in_words(shutil.disk_usage(path.parent).free)} are free"
+            free = f", {size_in_words(free_bytes(path.parent))} are free"
         need = f"up to {size_in_words(max(frames.nbytes / shrinks, 1e5))} are needed{free}"
         return f"cannot write {path}: {error.strerror}; {need}; make room, or choose another --output"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):

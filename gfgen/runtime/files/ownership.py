@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 STDIN = "-"
 _WHAT_TO_DO = "move it away, name another output, or replace it with --overwrite"
-_NOT_ENCODABLE = "this locale cannot write such a name; set LC_ALL=C.UTF-8, or give the job another output"
 _SUFFIX_LENGTHS = (6, 12, 64)
 """Hex digits of a hash. More are used only if another job file has a folder with the shorter suffix."""
 
@@ -232,42 +231,36 @@ def claim_files(
     owners: dict[str, str] = {}
     for job in sorted(jobs, key=lambda job: job.job_id not in done):
         owners.setdefault(name_key(job.info.file), job.job_id)
-    files: dict[str, ManifestLine] | None = None
+    files = functools.cache(functools.partial(read_files, output_dir / MANIFEST_NAME))
+    options: dict[str, Any] = {"output_dir": output_dir, "overwrite": overwrite}
     claimed, problems = [], []
     for job in jobs:
         job = replace(job, info=replace(job.info, job_file=job_file))
+        if job.job_id in done:
+            claimed.append(job)
+            continue
         path = output_dir / job.info.file
-        try:
-            os.fsencode(path)
-        except UnicodeEncodeError:
-            problems.append(Problem(job.spec.line, None, str(path), _NOT_ENCODABLE))
+        found: str | Content | None = _clash(job, owners, output_dir)
+        if found is None and os.path.lexists(path):
+            found = _use_of(path, in_use) or _replaceable(path, job, files(), **options)
+        if isinstance(found, str):
+            problems.append(Problem(job.spec.line, None, str(path), found))
             continue
-        if job.job_id not in done and (clash := _clash(job, owners, output_dir)) is not None:
-            problems.append(Problem(job.spec.line, None, str(path), clash))
-            continue
-        if job.job_id not in done and os.path.lexists(path):
-            files = read_files(output_dir / MANIFEST_NAME) if files is None else files
-            found = _use_of(path, in_use) or _replaceable(
-                path, job, files, output_dir=output_dir, overwrite=overwrite
-            )
-            if isinstance(found, str):
-                problems.append(Problem(job.spec.line, None, str(path), found))
-                continue
-            job = replace(job, replaces=found)
-        if job.job_id not in done and job.trajectory.frames_shape is None:
-            files = read_files(output_dir / MANIFEST_NAME) if files is None else files
-            job = replace(
-                job, replaces_numbered=_numbered(path, job, files, output_dir=output_dir, overwrite=overwrite)
-            )
-        claimed.append(job)
+        if job.trajectory.frames_shape is None:
+            job = replace(job, replaces_numbered=_numbered(path, job, files(), **options))
+        claimed.append(replace(job, replaces=found))
     return claimed, problems
 
 
 def _clash(job: AdmittedJob, owners: Mapping[str, str], output_dir: Path) -> str | None:
-    """Why the job cannot have its name, because of another job's or of a folder in it; None if it can.
+    """Why the job cannot have its name, whatever is there under it; None if it can.
 
     `owners` has the id of the job that writes a file, by `name_key`.
     """
+    try:
+        os.fsencode(job.info.file)
+    except UnicodeEncodeError:
+        return "this locale cannot write such a name; set LC_ALL=C.UTF-8, or give the job another output"
     if (owner := owners[name_key(job.info.file)]) != job.job_id:
         return f"job {owner} already writes this file; rename one of them"
     for folder in Path(job.info.file).parents[:-1]:

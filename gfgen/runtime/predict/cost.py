@@ -20,7 +20,7 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import ALONE, MAX_RANKS, Degrees, Layout, Limits
@@ -512,6 +512,51 @@ class CostModel:
             pace = next(filter(None, found), 1 / DEFAULT_FLOPS_PER_S)
         seconds = cost_class.flops[stage] * pace / speed_up(math.prod(degrees)) + OVERHEAD_S
         return Estimate(min(seconds, first_s), min(seconds, first_s), provenance)
+
+
+class PricedJob(Protocol):
+    """What `JobCosts` knows of a job (control/job_record.py)."""
+
+    job: AdmittedJob
+    cost_class: CostClass
+    num_tasks: int
+
+
+class JobCosts:
+    """The cost model, asked by job."""
+
+    __slots__ = ("_are_handed_out", "_costs", "_jobs")
+
+    def __init__(
+        self, jobs: Mapping[str, PricedJob], costs: CostModel, *, are_handed_out: bool = True
+    ) -> None:
+        self._jobs = jobs
+        self._costs = costs
+        self._are_handed_out = are_handed_out
+
+    def task_s(self, task: Task, layout: Layout) -> float:
+        cost_class = self._jobs[task.job_id].cost_class
+        return self._costs.task_s(cost_class, task.stage, layout.degrees, is_handed_out=self._are_handed_out)
+
+    def remaining_s(self, task: Task, layout: Layout, *, num_given_up: int = 0) -> float:
+        record = self._jobs[task.job_id]
+        return self._costs.remaining_s(
+            record.cost_class,
+            task,
+            record.num_tasks,
+            layout.degrees,
+            num_reused=num_given_up + record.job.trajectory.num_reused_from(task.index),
+            is_handed_out=self._are_handed_out,
+        )
+
+    def first_use_s(self, task: Task, layout: Layout) -> float:
+        return self._costs.first_use_s(self._jobs[task.job_id].cost_class, task.stage, layout.degrees)
+
+    def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
+        return self._costs.move_s(self._jobs[job_id].cost_class, source, layout)
+
+    def spread(self, task: Task, layout: Layout) -> float:
+        return self._costs.spread(self._jobs[task.job_id].cost_class, task.stage, layout.degrees)
 
 
 def _best_way(ways: Sequence[Degrees], known_s: Callable[[Stage, Degrees], float]) -> Degrees:
