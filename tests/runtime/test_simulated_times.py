@@ -128,6 +128,12 @@ def test_tasks_vary_around_their_median_as_widely_as_they_were_measured_to():
     assert third - first == pytest.approx(3.0, rel=0.05)
 
 
+def test_a_range_of_many_times_the_median_makes_no_task_endless():
+    """Encodes of texts that were kept have such a range: most take no time, and few take long."""
+    _, recorder = run(make_job("a", steps=2000), spread_s=1000.0)
+    assert max(steps_of(recorder).values()) < 100 * 10.0
+
+
 def test_a_task_takes_as_long_whatever_the_policy():
     jobs = [make_job(f"job-{i}", steps=4) for i in range(4)]
     (_, fcfs), (_, srtf) = (run(*jobs, policy=policy, spread_s=3.0) for policy in ("fcfs", "srtf"))

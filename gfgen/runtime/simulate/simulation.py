@@ -303,11 +303,12 @@ def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: 
 def _luck(dispatch: Dispatch, estimate: Estimate) -> float:
     """A task's duration relative to the median: log-normal, with the measured interquartile range.
 
-    The quartiles of such a distribution are exp(-_QUARTILE * sigma) and exp(_QUARTILE * sigma).
+    The quartiles of such a distribution are exp(-_QUARTILE * sigma) and exp(_QUARTILE * sigma). A range
+    above twice the median counts as twice: it has two kinds of tasks, such as encodes that may be kept.
     """
     if not estimate.spread_s or not estimate.seconds:
         return 1.0
-    sigma = math.asinh(estimate.spread_s / (2 * estimate.seconds)) / _QUARTILE
+    sigma = math.asinh(min(1.0, estimate.spread_s / (2 * estimate.seconds))) / _QUARTILE
     name = f"{dispatch.task.job_id} {dispatch.task.index}".encode()
     drawn = int.from_bytes(blake2b(name, digest_size=6).digest(), "big")
     return math.exp(sigma * _NORMAL.inv_cdf((drawn + 0.5) / 2**48))
