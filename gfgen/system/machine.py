@@ -83,10 +83,14 @@ def free_bytes(folder: Path) -> int:
 
 
 def home() -> Path:
-    """The user's home, or a temporary one, also for libraries, if the user has none or it is not there."""
+    """The user's home, or a temporary one, also for libraries, if there is none to which the user may write.
+
+    Containers give HOME=/ to user ids without an entry. A home with caches is kept, though nobody may write.
+    """
     with suppress(RuntimeError):  # no HOME, and no entry in the list of users
         found = Path.home()
-        if os.path.isdir(found) or os.access(found.parent, os.W_OK):
+        place = found if os.path.isdir(found) else found.parent
+        if os.access(place, os.W_OK) or os.path.isdir(found / ".cache"):
             return found
     try:
         folder = Path(tempfile.gettempdir(), f"gfgen-home-{os.getuid()}")

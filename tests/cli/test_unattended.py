@@ -159,6 +159,17 @@ def test_a_home_that_is_not_there_and_cannot_be_made_is_none(tmp_path, monkeypat
     assert machine.home() == tmp_path / f"gfgen-home-{os.getuid()}" == Path(os.environ["HOME"])
 
 
+def test_a_home_of_somebody_else_is_none_unless_it_has_caches(tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert machine.home() == tmp_path / f"gfgen-home-{os.getuid()}"
+    (tmp_path / "home" / ".cache").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert machine.home() == tmp_path / "home"
+
+
 def test_a_home_that_another_user_has_prepared_is_not_used(tmp_path, monkeypatch):
     def none(_):
         raise KeyError
