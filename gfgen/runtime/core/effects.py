@@ -25,11 +25,14 @@ MAX_DETAILS = 3
 """Details of a kind of warning that the log shows; the manifest has all."""
 
 
+_WEIGHTED = re.compile(r"\([^()]*:\s*(?:[01]?\.\d+|[012])\s*\)")
+"""A weight up to 2: (16:9) and (12:30) are none."""
+_OPTION = re.compile(r"(?<!\S)--[A-Za-z]\w*(?:-\w+)*(?=\s|$)")
 IN_PROMPTS: Mapping[str, re.Pattern[str]] = {
-    "weights such as (red:1.3) in a prompt are plain text": re.compile(r"\([^()]*:\s*[\d.]+\s*\)"),
+    "weights such as (red:1.3) in a prompt are plain text": _WEIGHTED,
     "<lora:...> in a prompt loads no LoRA; use the field lora": re.compile(r"<lora:[^<>]*>"),
     "{a|b} in a prompt is plain text without vary": re.compile(r"\{[^{}]*\|[^{}]*\}"),
-    "options in a prompt are plain text; use fields of the job": re.compile(r"(?<!\S)--[A-Za-z][\w-]*"),
+    "options in a prompt are plain text; use fields of the job": _OPTION,
 }
 """What other programs read in prompts."""
 

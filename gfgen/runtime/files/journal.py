@@ -162,7 +162,8 @@ def arrivals(path: Path) -> Iterator[tuple[float, dict[str, Any]]]:
     started_at = 0.0
     for entry in _entries(path, "gfgen_journal", "JobArrived"):
         if "gfgen_journal" in entry:
-            started_at = float(entry.get("started_at") or started_at)
+            found = entry.get("started_at")
+            started_at = float(found) if isinstance(found, (int, float)) else started_at
         elif entry.keys() >= {"job_id", "spec_hash", "time_s"}:
             yield started_at, entry
 
@@ -179,6 +180,8 @@ def headers(path: Path) -> Iterator[dict[str, Any]]:
 
 def _entries(path: Path, *marks: str) -> Iterator[dict[str, Any]]:
     """The lines with one of these texts, except those that cannot be read."""
+    if not path.is_file():  # a device may have no end
+        return
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             with contextlib.suppress(ValueError):
