@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from gfgen.errors import InputError, nearest
-from gfgen.system.machine import home
+from gfgen.system.home import home
 
 LOCAL_NAME = "gfgen.toml"
 NOT_SET = frozenset({"prompt", "help", "version", "yes"})

@@ -31,7 +31,8 @@ from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
 from gfgen.session import caches
 from gfgen.system import cgroups
-from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, cache_dir, free_bytes, home
+from gfgen.system.home import home
+from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, cache_dir, free_bytes
 from gfgen.system.wording import counted, size_in_words
 
 _CUDNN = "nvidia-cudnn-frontend"

@@ -16,7 +16,6 @@ import click
 from gfgen import log
 from gfgen.cli.config import defaults_of, with_variables
 from gfgen.errors import GfgenError, InputError, InterruptedRunError, RunError, nearest
-from gfgen.system.signals import leave_to_the_run
 
 _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate the pictures and videos of a job file."),
@@ -99,6 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exit_code = _invoke(arguments)
     except GfgenError as error:
         if isinstance(error, InterruptedRunError):  # the run has ended, so a further signal changes nothing
+            from gfgen.system.signals import leave_to_the_run  # which --help can do without
+
             leave_to_the_run()
         if debug:
             logging.getLogger(__name__).exception("failed")

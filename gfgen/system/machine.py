@@ -12,17 +12,15 @@ import os
 import platform
 import re
 import resource
-import stat
 import sys
-import tempfile
 import zoneinfo
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from gfgen.errors import InputError
 from gfgen.system import cgroups
+from gfgen.system.home import home
 from gfgen.system.wording import counted, size_in_words
 
 logger = logging.getLogger(__name__)
@@ -80,31 +78,6 @@ def free_bytes(folder: Path) -> int:
     """Of the disk on which a folder is, or will be made; none if it has no room for more names."""
     disk = os.statvfs(next(each for each in (folder, *folder.absolute().parents) if each.exists()))
     return 0 if disk.f_files and disk.f_favail < _SPARE_FILES else disk.f_bavail * disk.f_frsize
-
-
-def home() -> Path:
-    """The user's home, or a temporary one, also for libraries, if there is none to which the user may write.
-
-    Containers give HOME=/ to user ids without an entry. A home with caches is kept, though nobody may write.
-    """
-    with suppress(RuntimeError):  # no HOME, and no entry in the list of users
-        found = Path.home()
-        place = found if os.path.isdir(found) else found.parent
-        if os.access(place, os.W_OK) or os.path.isdir(found / ".cache"):
-            return found
-    try:
-        folder = Path(tempfile.gettempdir(), f"gfgen-home-{os.getuid()}")
-        with suppress(FileExistsError):
-            folder.mkdir(0o700)
-        state = folder.lstat()
-        if state.st_uid != os.getuid() or state.st_mode & 0o170077 != stat.S_IFDIR:
-            folder = Path(tempfile.mkdtemp(prefix="gfgen-home-"))  # another user has made the first
-    except OSError as error:
-        raise InputError(f"there is no home, and no place for temporary files ({error}); set HOME") from None
-    os.environ["HOME"] = str(folder)
-    os.environ.setdefault("USER", str(os.getuid()))
-    logger.warning("this user has no home: there is no user configuration, and caches are in %s", folder)
-    return folder
 
 
 def cache_dir() -> Path:

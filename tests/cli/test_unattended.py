@@ -20,6 +20,7 @@ from serving import free_port
 
 from gfgen.cli.main import main
 from gfgen.system import machine
+from gfgen.system.home import home
 
 ROOT = Path(__file__).parents[2]
 FOX = {"id": "fox", "prompt": "a red fox", "model": "tiny-wan", "size": "64x64", "frames": 5, "steps": 3}
@@ -156,7 +157,7 @@ def test_a_user_without_home_has_caches_among_temporary_files(night):
 def test_a_home_that_is_not_there_and_cannot_be_made_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("HOME", "/nonexistent/home")
-    assert machine.home() == tmp_path / f"gfgen-home-{os.getuid()}" == Path(os.environ["HOME"])
+    assert home() == tmp_path / f"gfgen-home-{os.getuid()}" == Path(os.environ["HOME"])
 
 
 def test_a_home_of_somebody_else_is_none_unless_it_has_caches(tmp_path, monkeypatch):
@@ -164,10 +165,10 @@ def test_a_home_of_somebody_else_is_none_unless_it_has_caches(tmp_path, monkeypa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert machine.home() == tmp_path / f"gfgen-home-{os.getuid()}"
+    assert home() == tmp_path / f"gfgen-home-{os.getuid()}"
     (tmp_path / "home" / ".cache").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert machine.home() == tmp_path / "home"
+    assert home() == tmp_path / "home"
 
 
 def test_a_home_that_another_user_has_prepared_is_not_used(tmp_path, monkeypatch):
@@ -179,10 +180,10 @@ def test_a_home_that_another_user_has_prepared_is_not_used(tmp_path, monkeypatch
     monkeypatch.delenv("HOME")
     (tmp_path / f"gfgen-home-{os.getuid()}").mkdir()
     (tmp_path / f"gfgen-home-{os.getuid()}").chmod(0o777)
-    found = machine.home()
+    found = home()
     assert found.name != f"gfgen-home-{os.getuid()}"
     assert found.stat().st_mode & 0o777 == 0o700
-    assert machine.home() == found == Path(os.environ["HOME"])
+    assert home() == found == Path(os.environ["HOME"])
     monkeypatch.setenv("HOME", str(found))
 
 
