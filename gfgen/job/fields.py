@@ -220,7 +220,7 @@ def parse_moment(text: str, *, now: float) -> datetime | None:
     Raises: Refused for an unknown zone and for years out of range.
     """
     text = text.strip()
-    if len(text) > MAX_TIME_CHARS:
+    if len(text) > MAX_TIME_CHARS or DURATION.fullmatch(text.lower()):  # no time, and soon told
         return None
     try:
         moment = _moment(text, now, None)
@@ -234,13 +234,13 @@ def parse_moment(text: str, *, now: float) -> datetime | None:
 
 
 def _moment(text: str, now: float, zone: tzinfo | None) -> datetime | None:
-    today = datetime.fromtimestamp(now, zone)
-    for form in CLOCK_FORMATS:
-        with contextlib.suppress(ValueError):
-            at = datetime.strptime(text, form).time()
-            days = (today.date() + timedelta(days=number) for number in range(3))
-            moments = (datetime.combine(day, at, zone) for day in days)
-            return next(moment for moment in moments if moment.timestamp() > now)
+    if "-" not in text:
+        today = datetime.fromtimestamp(now, zone).date()
+        for form in CLOCK_FORMATS:
+            with contextlib.suppress(ValueError):
+                at = datetime.strptime(text, form).time()
+                moments = (datetime.combine(today + timedelta(days=days), at, zone) for days in range(3))
+                return next(moment for moment in moments if moment.timestamp() > now)
     if "-" not in text or "W" in text:  # a week, of which nobody means the Monday
         return None
     try:
