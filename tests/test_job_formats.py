@@ -19,7 +19,7 @@ from gfgen.job.spec import JobSpec, default_seed, file_names, filled, output_nam
 from gfgen.models.geometry.model import CONFIGS, weightless_geometry
 from gfgen.runtime.core.admission import ResolvedModel, admit
 from gfgen.runtime.files.journal import Journal
-from gfgen.runtime.files.ownership import with_dates
+from gfgen.runtime.files.ownership import with_names
 
 
 def read(tmp_path: Path, *lines: dict[str, Any], **overrides: Any) -> ParsedJobs:
@@ -221,11 +221,11 @@ def jobs_of(tmp_path, *lines, default="tiny-qwen-image"):
 
 
 def files(jobs, folder, **options):
-    return [job.info.file for job in with_dates(jobs, output_dir=folder, **options)]
+    return [job.info.file for job in with_names(jobs, output_dir=folder, **options)]
 
 
 def finish(folder, job, **changes):
-    (job,) = with_dates([job], output_dir=folder)
+    (job,) = with_names([job], output_dir=folder)
     line = {"version": 1, "id": job.job_id, "status": "done", "file": job.info.file, "seed": job.spec.seed}
     with (folder / "manifest.jsonl").open("a") as file:
         file.write(json.dumps(line | {"spec_hash": job.info.spec_hash} | changes) + "\n")
@@ -259,22 +259,22 @@ def test_the_time_is_that_of_the_first_start_in_the_folder(tmp_path, monkeypatch
 
 def test_a_random_seed_is_drawn_once_and_later_runs_find_it(tmp_path):
     (job,) = jobs_of(tmp_path, {"prompt": "a", "size": "64x64", "seed": -1, "output": "{seed}.png"})
-    first, second = (with_dates([job], output_dir=tmp_path)[0] for _ in range(2))
+    first, second = (with_names([job], output_dir=tmp_path)[0] for _ in range(2))
     assert first.spec.seed != second.spec.seed
     assert (first.info.file, first.info.spec_hash) == (f"{first.spec.seed}.png", job.info.spec_hash)
-    assert with_dates([first], output_dir=tmp_path) == [first], "it is drawn once"
+    assert with_names([first], output_dir=tmp_path) == [first], "it is drawn once"
     journal = Journal(tmp_path / "journal.jsonl", header={"started_at": 0.0})
     control, _ = simulated_control([first], journal=journal)
     control.run()
     journal.close()
-    assert with_dates([job], output_dir=tmp_path)[0].spec.seed == first.spec.seed
+    assert with_names([job], output_dir=tmp_path)[0].spec.seed == first.spec.seed
     (tmp_path / "journal.jsonl").unlink()
     finish(tmp_path, second)
-    assert with_dates([job], output_dir=tmp_path)[0].spec.seed == second.spec.seed
+    assert with_names([job], output_dir=tmp_path)[0].spec.seed == second.spec.seed
 
 
 def test_the_seed_is_in_the_journal_before_the_first_step(tmp_path):
-    (job,) = with_dates(jobs_of(tmp_path, {"prompt": "a", "size": "64x64", "seed": -1}), output_dir=tmp_path)
+    (job,) = with_names(jobs_of(tmp_path, {"prompt": "a", "size": "64x64", "seed": -1}), output_dir=tmp_path)
     journal = Journal(tmp_path / "journal.jsonl", header={"started_at": 0.0})
     control, recorder = simulated_control([job], journal=journal)
     control.begin()
@@ -292,18 +292,18 @@ def test_a_date_is_that_of_the_first_recorded_arrival(tmp_path, monkeypatch):
     time.tzset()
     job = make_job("fox")
     job = replace(job, info=replace(job.info, file="{date}/fox.png"))
-    (today,) = with_dates([job], output_dir=tmp_path)
+    (today,) = with_names([job], output_dir=tmp_path)
     assert today.info.file == time.strftime("%Y-%m-%d/fox.png")
-    arrived = {("fox", job.info.spec_hash): 86_400.0}
-    monkeypatch.setattr("gfgen.runtime.files.ownership.first_arrivals", lambda path: arrived)
-    (dated,) = with_dates([job], output_dir=tmp_path)
+    arrival = {"job_id": "fox", "spec_hash": job.info.spec_hash, "time_s": 0.0}
+    monkeypatch.setattr("gfgen.runtime.files.ownership.arrivals", lambda path: [(86_400.0, arrival)])
+    (dated,) = with_names([job], output_dir=tmp_path)
     assert dated.info.file == "1970-01-02/fox.png"
     done = {"version": 1, "id": "fox", "status": "done", "file": "1970-01-01/fox.png"}
     entry = done | {"spec_hash": job.info.spec_hash}
     (tmp_path / "manifest.jsonl").write_text(json.dumps(entry) + "\n")
-    (kept,) = with_dates([job], output_dir=tmp_path)
+    (kept,) = with_names([job], output_dir=tmp_path)
     assert kept.info.file == "1970-01-01/fox.png"
     plain = make_job("owl")
-    assert with_dates([plain], output_dir=tmp_path) == [plain]
+    assert with_names([plain], output_dir=tmp_path) == [plain]
     os.environ.pop("TZ", None)
     time.tzset()

@@ -32,7 +32,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME, GrowingManifest, finished_jobs
-from gfgen.runtime.files.ownership import claim_files, job_file_name, with_dates
+from gfgen.runtime.files.ownership import claim_files, job_file_name, with_names
 from gfgen.system.linefile import LineFile
 from gfgen.system.wording import counted
 
@@ -269,7 +269,7 @@ class Inbox(Observer):
             io.BytesIO(content), source=path.name, folder=self.folder, suffix=path.suffix
         )
         admitted, refused = self._admit(parsed.specs)
-        admitted = with_dates(admitted, output_dir=self._output_dir, named_at=self._named_at)
+        admitted = with_names(admitted, output_dir=self._output_dir, named_at=self._named_at)
         problems = [*parsed.problems, *refused]
         jobs = []
         for job in admitted:

@@ -28,7 +28,7 @@ from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
 from gfgen.job.spec import RANDOM_SEED, drawn, filled, input_files, name_key, numbered_name
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobInfo
-from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals, first_arrivals, first_job_file, headers
+from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals, first_job_file, headers
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
     SIMULATED,
@@ -75,7 +75,7 @@ def _owner(folder: Path) -> str | None:
     )
 
 
-def with_dates(
+def with_names(
     jobs: Sequence[AdmittedJob], *, output_dir: Path, named_at: float | None = None
 ) -> Sequence[AdmittedJob]:
     """The jobs, with random seeds and file names as their folder has them, or as it will have them.
@@ -86,8 +86,11 @@ def with_dates(
     if not any(map(_is_named_there, jobs)):
         return jobs
     journal, entries = output_dir / JOURNAL_NAME, read_manifest(output_dir / MANIFEST_NAME)
-    arrived, now = first_arrivals(journal), named_at or time.time()
-    seeds = {(each["job_id"], each["spec_hash"]): each.get("seed") for _, each in arrivals(journal)}
+    arrived, seeds, now = dict[tuple[str, str], float](), dict[object, Any](), named_at or time.time()
+    for started_at, each in arrivals(journal):
+        key = each["job_id"], each["spec_hash"]
+        arrived.setdefault(key, started_at + each["time_s"])
+        seeds[key] = each.get("seed")
     began_at = next((each["named_at"] for each in headers(journal) if "named_at" in each), now)
     values = {"time": time.strftime("%H-%M-%S", time.localtime(began_at))}
     owners = {name_key(str(entry["file"])): each for each, entry in entries.items() if entry.get("file")}
@@ -145,7 +148,7 @@ class Claims:
 
     def done(self, jobs: Sequence[AdmittedJob]) -> Collection[str]:
         """Ids of the jobs that need not run again."""
-        named = with_dates(jobs, output_dir=self.output_dir, named_at=self.named_at)
+        named = with_names(jobs, output_dir=self.output_dir, named_at=self.named_at)
         infos, path = [job.info for job in named], self.output_dir / MANIFEST_NAME
         entries = self._made_by_force(infos, path) if self.force else self.entries
         self.done_ids |= finished_jobs(path, infos, entries=entries)
@@ -164,7 +167,7 @@ class Claims:
 
     def claim(self, jobs: Sequence[AdmittedJob]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         """The jobs with the files that they may replace, and problems for those whose file name is taken."""
-        jobs = with_dates(jobs, output_dir=self.output_dir, named_at=self.named_at)
+        jobs = with_names(jobs, output_dir=self.output_dir, named_at=self.named_at)
         if self.only_failed:
             jobs = [job for job in jobs if self.entries.get(job.job_id, {}).get("status") == "failed"]
             if not jobs:
