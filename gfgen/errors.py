@@ -67,6 +67,10 @@ class Problem:
         return cls(line=None, field=field, value=_shortened(value), accepted=accepted)
 
 
+REFUSALS = (ValueError, TypeError, ImportError, KeyError)
+"""What a pipeline raises before its first step for arguments that it refuses, at each try."""
+
+
 @dataclass(frozen=True, slots=True)
 class Warned:
     """Something in a job that does not act as written, although the job runs (runtime/core/effects.py)."""

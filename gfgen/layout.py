@@ -20,7 +20,6 @@ MAX_RANKS = 8
 Degrees = tuple[int, int, int]
 """(cfg, ulysses, ring), as `Layout.degrees`."""
 ALONE: Degrees = (1, 1, 1)
-"""Those of one rank."""
 
 
 @dataclass(frozen=True, slots=True)

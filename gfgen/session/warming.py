@@ -18,7 +18,7 @@ from typing import Any
 
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
-from gfgen.layout import Degrees
+from gfgen.layout import ALONE, Degrees
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.admission import AdmittedJob
@@ -41,7 +41,6 @@ COMPILING_S = 20.0
 SAVED = 0.2
 """Of a step. Compiled blocks saved 24% with Flux.1 and 31% with Stable Diffusion 3.5 on an H200
 (benchmarks/results/2026-11-24-generic.md)."""
-_ALONE = (1, 1, 1)
 MAX_KINDS = 16
 """Kinds of jobs; each takes up to some seconds. Other kinds are prepared by their own tasks."""
 MAX_FLOPS = 2e15
@@ -168,8 +167,8 @@ def choose_kernels(
     costs, saved_s = CostModel(profile), 0.0
     for job in general:
         cost_class = costs.class_of(job)
-        if costs.has_seen(cost_class, Stage.DENOISE, _ALONE):
-            saved_s += SAVED * (job.spec.steps or 0) * costs.task_s(cost_class, Stage.DENOISE, _ALONE)
+        if costs.has_seen(cost_class, Stage.DENOISE, ALONE):
+            saved_s += SAVED * (job.spec.steps or 0) * costs.task_s(cost_class, Stage.DENOISE, ALONE)
     spent_s = COMPILING_S * len({(job.checkpoint, job.shape) for job in general}) * ranks.num_ranks
     if saved_s <= spent_s:
         return "fused"

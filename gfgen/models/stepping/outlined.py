@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from gfgen.errors import in_one_line
+from gfgen.errors import REFUSALS, in_one_line
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import load_geometry
@@ -35,7 +35,6 @@ from gfgen.models.stepping.stepper import NUM_ITERATIONS
 
 MARK = "gfgen"
 """The prompt of all calls here; what tokenizers get around it are their templates."""
-REFUSALS = (ValueError, TypeError, ImportError, KeyError)
 SPECIAL = 2
 """Tokens that a tokenizer adds at most."""
 _COMPUTING = ("forward", "encode", "decode")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from gfgen.errors import InterruptedRunError, OutputError
 from gfgen.graph import Stage, Task
-from gfgen.layout import Degrees
+from gfgen.layout import ALONE, Degrees
 from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.core.events import ClosingTime, Event, SpaceLeft
 from gfgen.runtime.core.openjobs import JobKind, OpenJobs, kind_of
@@ -56,7 +56,7 @@ class Room:
         if now_s < self.next_look_s:
             return None
         self.next_look_s, found = now_s + SPACE_S, free_bytes()
-        holds_all = found >= sum(record.job.file_bytes for record in self._records.values())
+        holds_all = found >= sum(record.file_bytes for record in self._records.values())
         return None if holds_all and self.left_bytes == math.inf else SpaceLeft(now_s, found)
 
     def left_of(self, free_bytes: int) -> int:
@@ -65,7 +65,7 @@ class Room:
     def _sizes(self, *, begun: bool) -> list[int]:
         """Bytes that files of these jobs may take."""
         records = self._records.values()
-        return [each.job.file_bytes for each in records if (each.progress.next_index > 0) is begun]
+        return [each.file_bytes for each in records if (each.progress.next_index > 0) is begun]
 
 
 class Closing:
@@ -109,7 +109,7 @@ class Closing:
         return {
             job_id: view
             for job_id, view in views.items()
-            if (kind_of(view) not in late and self._records[job_id].job.file_bytes <= left_bytes)
+            if (kind_of(view) not in late and self._records[job_id].file_bytes <= left_bytes)
             or any(mate.progress.next_index > 0 for mate in self._records[job_id].batch)
         }
 
@@ -129,7 +129,7 @@ class Closing:
         cost_class = self._costs.classes[model, kind]
         if not self._costs.is_measured(cost_class):
             return False
-        degrees = self._degrees.get(cost_class.model, (1, 1, 1))
+        degrees = self._degrees.get(cost_class.model, ALONE)
         remaining_s = self._costs.remaining_s(
             cost_class, _FIRST_TASK, num_tasks, degrees, num_reused=num_reused
         )

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from gfgen.errors import REFUSALS
 from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.control.ranks import Flight
@@ -23,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_TASK_FAILURES = 2
 """A task that fails this often fails its job."""
-REFUSALS = ("ValueError:", "TypeError:", "ImportError:", "KeyError:")
-"""Beginnings of what a task before the first step raises for arguments; another try would raise it, too."""
+_REFUSED = tuple(f"{kind.__name__}:" for kind in REFUSALS)
 MAX_LOST_WORKERS = 3
 """A job under which this many workers died fails."""
 
@@ -144,6 +144,7 @@ class JobRecord:
     """Of the job, as a text by which they are compared."""
     owner: str | None = field(init=False)
     num_tasks: int = field(init=False)
+    file_bytes: int = field(init=False)
     batch: list[JobRecord] = field(init=False)
     """The jobs that take their steps together with this one, itself included; one list for all of them."""
     arrived: bool = False
@@ -160,7 +161,7 @@ class JobRecord:
         self.job_id, self.num_tasks = self.job.job_id, self.job.trajectory.num_tasks
         spec = self.job.spec
         self.model, self.owner = spec.model or "", spec.owner
-        self.batch = [self]
+        self.batch, self.file_bytes = [self], self.job.file_bytes
         self.loras = json.dumps(spec.lora, sort_keys=True) if spec.lora else ""
 
     @property
@@ -294,7 +295,7 @@ class JobRecord:
         trouble.failures[task.index] += not is_lost
         if trouble.num_lost_workers >= MAX_LOST_WORKERS:
             trouble.fail(f"{trouble.num_lost_workers} workers died under it: {reason}")
-        if not is_lost and task.index < FIRST_STEP and reason.startswith(REFUSALS):
+        if not is_lost and task.index < FIRST_STEP and reason.startswith(_REFUSED):
             trouble.refused = task
         if trouble.failures[task.index] >= MAX_TASK_FAILURES or trouble.refused:
             trouble.fail(f"{name}: {reason}")

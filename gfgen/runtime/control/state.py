@@ -168,7 +168,7 @@ class State:
         if not isinstance(task, Task):
             return False
         if task.index == 0 and (record := self.jobs.records.get(task.job_id)) is not None:
-            return record.job.file_bytes > self.closing.room.left_bytes
+            return record.file_bytes > self.closing.room.left_bytes
         if task.stage is not Stage.DECODE:
             return False
         num_decoding = sum(flight.dispatch.task.stage is Stage.DECODE for flight in self.flights.values())
@@ -244,7 +244,7 @@ class State:
         if batch is not None:
             record.usage.batch = max(record.usage.batch, len(batch))
         if task.index == 0:
-            self.closing.room.left_bytes -= record.job.file_bytes
+            self.closing.room.left_bytes -= record.file_bytes
         record.flights.append(flight)
         progress.begin(task.index, layout, number)
         self.jobs.place(record)

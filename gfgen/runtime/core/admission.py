@@ -19,15 +19,11 @@ from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.runtime.core.effects import warnings_of
 from gfgen.runtime.core.observer import JobInfo
-from gfgen.runtime.ipc.content import Content
+from gfgen.runtime.ipc.content import SHRINKS, Content
 from gfgen.system.wording import in_lines
 
 BATCH_FAMILIES = ("qwen-image", "wan")
 """Beginnings of the names of families whose adapters are `BatchAdapter`s."""
-
-
-SHRINKS = {".png": 1, ".gif": 1, ".mp4": 20}
-"""Raw bytes per byte of a file, by suffix, a low estimate; 4 for JPEG, WebP and AVIF."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from gfgen.job.images import as_rgb
 from gfgen.runtime.files import metadata as labels
 from gfgen.runtime.ipc.content import (
     IMAGE_SUFFIXES,
+    SHRINKS,
     STILL_SUFFIXES,
     VIDEO_SUFFIXES,
     Content,
@@ -57,8 +58,6 @@ _CODECS = {
     "h265": ("libx265", "-preset", "medium", "-tag:v", "hvc1", "-x265-params", "log-level=error"),
     "av1": ("libsvtav1", "-preset", "8"),
 }
-_MP4_SHRINKS = 20
-"""Raw bytes per MP4 byte, a low estimate for the message about a full disk."""
 _EXIF_MAKER_NOTE, _EXIF_IFD, _EXIF_USER_COMMENT = 0x927C, 0x8769, 0x9286
 _JPEG_EXIF_BYTES = 65_533
 _INSTALL_FFMPEG = "cannot write MP4 files without ffmpeg; pip install imageio-ffmpeg"
@@ -308,7 +307,7 @@ def _memory_file(content: bytes = b"") -> Iterator[IO[bytes]]:
 
 def _explain(error: OSError, path: Path, frames: Frames) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        shrinks = _MP4_SHRINKS if path.suffix.lower() in VIDEO_SUFFIXES else 1
+        shrinks = SHRINKS.get(path.suffix.lower(), 1)
         free = ""
         with suppress(OSError):
             free = f", {size_in_words(free_bytes(path.parent))} are free"
