@@ -204,13 +204,15 @@ def on_gpus(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A result for each run, as it ends, until there is no time for another one as long as the last."""
     ends_s = time.monotonic() + asked.limit
     ranks = AskedRanks(ranks=asked.ranks, memory=asked.memory, random_weights=True).here()
-    policies = ("auto", "fcfs", "makespan", "triage,degree=1")
+    policies = asked.policies.split()
     for name, specs in FILES.items():
         if not name.startswith(asked.only):
             continue
         if asked.tiny:
             size: dict[str, Any] = {"width": 64, "height": 64, "steps": 3}
             specs = [replace(spec, model=TINY[spec.model or ""], **size) for spec in specs]
+        if asked.steps:
+            specs = [replace(spec, steps=asked.steps) for spec in specs]
         jobs, problems = ranks.admission("qwen-image")(specs)
         assert not problems, problems
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -231,6 +233,7 @@ def on_gpus(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                             "file": name,
                             "ranks": ranks.description,
                             "memory": asked.memory,
+                            "steps": asked.steps,
                             "policy": policy,
                             "makespan_s": makespan_s,
                             "mean_s": mean_s,
@@ -251,6 +254,8 @@ def main() -> None:
     parser.add_argument("--memory", help="Of gpus: as gfgen run takes it.")
     parser.add_argument("--only", default="", help="Of gpus: how the name of a file begins.")
     parser.add_argument("--limit", type=float, default=560.0, help="Of gpus: seconds for all of it.")
+    parser.add_argument("--policies", default="auto fcfs makespan triage,degree=1", help="Of gpus.")
+    parser.add_argument("--steps", type=int, help="Of gpus: steps of each job. [those of the file]")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--to", type=Path, help="Of gpus: where a line is appended for each run.")
     options = parser.parse_args()
