@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 61_475,
+    "lines of the package": 61_488,
     "files of the package": 313,
     "lines of the core": 5_982,
     "files of the core": 27,

@@ -340,7 +340,7 @@ class Session:
         pool, folder = self.pool, options.output_dir
         return RunStart(
             num_ranks=pool.num_ranks,
-            num_writers=len(pool.writers),
+            num_writers=pool.num_writers,
             lookahead_s=options.lookahead_s,
             started_at=clock.started_at,
             last_number=pool.last_number,

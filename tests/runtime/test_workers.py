@@ -29,7 +29,7 @@ from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.launcher import Launcher
-from gfgen.runtime.processes.pool import WorkerPool, default_writers
+from gfgen.runtime.processes.pool import WorkerPool, most_writers
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.worker.jobs import fetch
@@ -206,10 +206,10 @@ def test_messages_for_a_task_are_small(pool, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_cores", "writers"), [(4, 64, 4), (1, 16, 1), (4, 9, 2), (4, 2, 1)]
+    ("are_on_gpus", "num_cores", "writers"), [(True, 16, 4), (True, 2, 1), (False, 64, 1)]
 )
-def test_gpus_have_a_writer_each_as_far_as_there_are_cores(num_ranks, num_cores, writers):
-    assert default_writers(num_ranks=num_ranks, num_cores=num_cores) == writers
+def test_there_are_at_most_as_many_writers_as_cores_can_serve(are_on_gpus, num_cores, writers):
+    assert most_writers(are_on_gpus=are_on_gpus, num_cores=num_cores) == writers
 
 
 def test_the_files_path_may_lie_in_a_folder_with_spaces(pool, tmp_path):

@@ -41,6 +41,10 @@ class Writers:
         self.is_stopping = False
         self.settings = RankSettings(num_ranks=1)
         self.clock, self.patience = AwakeClock(), Patience()
+        self.num_added = 0
+
+    def add_writer(self) -> None:
+        self.num_added += 1
 
     def replace(self, *, phase: Phase = Phase.SERVING) -> Writer:
         """The writer that is gone; another is in its place, in this phase."""
@@ -82,6 +86,19 @@ def test_what_a_dead_writer_left_of_its_file_is_removed(pool: Any, writes: Write
     assert lose(writes, pool.replace()) == []
     assert (left.exists(), of_another.exists()) == (False, True)
     assert [request.job_id for request in pool.writers[0].asked] == ["fox"]
+
+
+def test_files_that_wait_for_long_get_another_writer(pool: Any, writes: Writes) -> None:
+    for name in ("fox", "hare"):
+        decode(writes, name)
+    assert pool.num_added == 0, "it may be free in a moment"
+    pool.clock.now_s += 1
+    assert list(writes.look(2.0)) == []
+    assert pool.num_added == 1
+    pool.writers.append(Writer(1002))
+    assert list(writes.look(2.0)) == []
+    assert pool.num_added == 1
+    assert [[request.job_id for request in each.asked] for each in pool.writers] == [["fox"], ["hare"]]
 
 
 def test_a_file_is_given_up_with_its_second_writer_but_for_those_that_could_not_start(

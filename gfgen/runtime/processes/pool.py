@@ -62,14 +62,18 @@ class File(Protocol):
     def fileno(self) -> int: ...
 
 
-def default_writers(*, num_ranks: int, num_cores: int) -> int:
-    """One per GPU, because all may decode at once, if each has four cores: a writer keeps some of them busy
-    while it encodes (`outputs.encoder_threads`), and each rank one."""
-    return max(1, min(num_ranks, num_cores // 4))
+def most_writers(*, are_on_gpus: bool, num_cores: int) -> int:
+    """One for each four cores: a writer keeps some of them busy while it encodes (`outputs.encoder_threads`),
+    and each rank one. CPU ranks need the cores themselves."""
+    return max(1, num_cores // 4) if are_on_gpus else 1
 
 
 class WorkerPool:
-    """One worker per rank, and writers; each rank's arena for exchanges with the others."""
+    """One worker per rank, and writers; each rank's arena for exchanges with the others.
+
+    Writers grow with the work: at first there is one per rank (all may decode at once) as far as there are
+    cores, and at most `num_writers`.
+    """
 
     def __init__(
         self,
@@ -118,12 +122,12 @@ class WorkerPool:
         self._waiting: set[int] = set()
         """Ranks whose process has ended, and that start when others have tried to load a model."""
         if num_writers is None:
-            is_many, cores = settings.are_on_gpus, machine.num_cores()
-            num_writers = default_writers(num_ranks=settings.num_ranks, num_cores=cores) if is_many else 1
+            num_writers = most_writers(are_on_gpus=settings.are_on_gpus, num_cores=machine.num_cores())
+        self.num_writers = num_writers
         try:
             for rank in range(settings.num_ranks):
                 self.workers.append(self._start_worker(rank, incarnation=1))
-            for idx in range(num_writers):
+            for idx in range(min(num_writers, settings.num_ranks)):
                 self.writers.append(self._start_writer(idx))
         except BaseException:  # otherwise this process waits for those that load their models
             self.close(at_once=True)
@@ -243,6 +247,11 @@ class WorkerPool:
     def _start_worker(self, rank: int, *, incarnation: int) -> RankProcess:
         started = self._launcher.start_worker(rank, self.models.checkpoints)
         return self._made(RankProcess, f"rank {rank}", *started, rank=rank, incarnation=incarnation)
+
+    def add_writer(self) -> None:
+        """Start another one, unless there are as many as there may be or one is starting."""
+        if len(self.writers) < self.num_writers and all(each.has_started for each in self.writers):
+            self.writers.append(self._start_writer(len(self.writers)))
 
     def _start_writer(self, idx: int) -> WriterProcess:
         return self._made(WriterProcess, f"writer {idx}", *self._launcher.start_writer(idx))

@@ -28,6 +28,8 @@ MAX_WRITES = 2
 """A file is given up after this many writers have died with it."""
 RETRY_S = 5.0
 """Pause before a file for which the disk had no room is written again."""
+LONG_S = 0.2
+"""A file that waits longer gets a new writer, which is there after about as long."""
 SLOWEST_BYTES_PER_S = 1e6
 """A slower writer hangs: encoding takes about 1 s for 50 MB on one core."""
 
@@ -172,12 +174,14 @@ class Writes:
             yield FramesLost(now_s, job_id, reason, lost=lost)
 
     def _give_out(self) -> None:
-        """Give every idle writer a file that waits."""
+        """Give every idle writer a file that waits; more writers, if files wait for long."""
         busy = [file.writer for file in self._files.values()]
         idle = [each for each in self._pool.writers if each.phase is Phase.SERVING and each not in busy]
         for writer, file in zip(idle, self._waiting(), strict=False):
             file.writer, file.since_s, file.num_tries = writer, self._pool.clock.now_s, file.num_tries + 1
             writer.tell(self._request(file), (file.frames,))
+        if any(self._pool.clock.now_s > file.since_s + LONG_S for file in self._waiting()):
+            self._pool.add_writer()
 
     def _waiting(self) -> list[_File]:
         """Files that a writer can begin."""
