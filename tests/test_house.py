@@ -18,7 +18,7 @@ ROOT = REPOSITORY / "gfgen"
 LIMITS = {
     "lines of the package": 61_488,
     "files of the package": 313,
-    "lines of the core": 5_982,
+    "lines of the core": 5_986,
     "files of the core": 27,
     "modules of one folder": 14,
     "folders that name reuse": 20,

@@ -117,7 +117,7 @@ class Profile:
         return any(row.loaded_s is not None for row in self.rows)
 
     def num_writers(self, num_ranks: int) -> int:
-        """That a run begins with, given four cores for each GPU; more start if files wait and there are more."""
+        """With which a run begins, given four cores for each GPU; more may start (`Writes`)."""
         return 1 if self.shares_cores else num_ranks
 
     @property
