@@ -15,7 +15,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,6 +29,9 @@ BUSY_S = 10.0
 """SQLite lock timeout: a front that was killed may still hold the file for a moment."""
 KEPT_REQUESTS_S = 86400.0
 MAX_GROUP = 256
+SHOWN = ("peak_memory_mb", "steps_reused")
+"""Keys of a manifest entry that responses have too."""
+_OF_WORK = ("timings", "shape", *SHOWN)
 Ended = Literal["completed", "failed", "cancelled"]
 T = TypeVar("T")
 
@@ -128,12 +131,12 @@ class Work:
 
     timings: Mapping[str, Any]
     shape: Mapping[str, int | None]
-    peak_memory_mb: float | None = None
-    steps_reused: int | None = None
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    """By the keys SHOWN."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Work:
-        return cls(entry["timings"], entry["shape"], entry.get("peak_memory_mb"), entry.get("steps_reused"))
+        return cls(entry["timings"], entry["shape"], {name: entry.get(name) for name in SHOWN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,12 +498,12 @@ def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> None:
         )
 
 
+_PATHS = ", ".join(f"'$.{name}'" for name in _OF_WORK)
 _COLUMNS = (
-    "facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, "
-    "error_message, json_extract(manifest, '$.timings', '$.shape', '$.peak_memory_mb', "
-    "'$.steps_reused')"
+    "facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, error_message, "
+    f"json_extract(manifest, {_PATHS})"
 )
-_BATCH_COLUMNS = ", ".join(field.name for field in fields(BatchRow))
+_BATCH_COLUMNS = ", ".join(each.name for each in fields(BatchRow))
 
 
 def _facts(text: str) -> JobFacts:
@@ -515,6 +518,6 @@ def _kept(row: Sequence[Any]) -> StoredJob:
     if status == "open":
         return StoredJob(facts, None)
     met = None if met is None else bool(met)
-    found = [None] if work is None else json.loads(work)
+    found = {} if work is None else dict(zip(_OF_WORK, json.loads(work), strict=True))
     ending = Ending(facts.id, status, completed_at, started_at, size_bytes, met, step, code, message)
-    return StoredJob(facts, ending if found[0] is None else replace(ending, work=Work(*found)))
+    return StoredJob(facts, replace(ending, work=Work.of(found)) if found.get("timings") else ending)

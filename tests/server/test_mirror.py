@@ -311,7 +311,8 @@ def test_a_job_has_the_size_of_its_file_once_that_is_known():
     record = ServedJob(replace(facts_of(job_info("a")), frames=9, fps=8))
     assert (record.job().size, record.job().frames, record.job().seconds) == ("96x64", 9, "1.125")
     shape = {"width": 128, "height": 256, "frames": 4, "fps": 8}
-    work = Work({"stages_s": {"denoise": 2.0}, "rank_s": 4.0}, shape, peak_memory_mb=512.5, steps_reused=2)
+    shown = {"peak_memory_mb": 512.5, "steps_reused": 2}
+    work = Work({"stages_s": {"denoise": 2.0}, "rank_s": 4.0}, shape, shown)
     record.end(Ending("a", "completed", START + 5.0, work=work), expires_at=None)
     job = record.job()
     assert (job.size, job.frames, job.seconds) == ("128x256", 4, "0.5")

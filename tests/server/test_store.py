@@ -91,9 +91,11 @@ def test_what_a_run_tells_of_an_end_is_added_to_one_that_was_noted_without_it(st
 
 def test_an_ended_job_has_the_times_of_its_manifest_entry(store):
     accept(store, "a")
-    entry = {"timings": {"busy_s": 3.0, "stages_s": {"encode": 0.5, "denoise": 2.5}}, "shape": {"width": 64}}
+    timings = {"busy_s": 3.0, "stages_s": {"encode": 0.5, "denoise": 2.5}}
+    entry = {"timings": timings, "shape": {"width": 64}, "steps_reused": 2, "tag": "red"}
     run(store.end_all([Ending("a", "completed", 105.0, manifest=entry)]))
-    assert store.job("a").ending.work == Work(entry["timings"], {"width": 64})
+    shown = {"peak_memory_mb": None, "steps_reused": 2}
+    assert store.job("a").ending.work == Work(timings, {"width": 64}, shown)
 
 
 def test_nothing_can_end_a_job_twice_not_even_a_mistake_of_ours(store, tmp_path):
