@@ -280,8 +280,8 @@ def _check_policies(texts: Sequence[str], ranked: Ranks | None, model: str, *, s
         if is_stock(text):
             stock_options(text, num_ranks=None if ranked is None else ranked.num_ranks)
         else:
-            _, reuse = load_compared(text)
-            jobs_with(calibration_jobs(model, steps=steps), reuse, weightless_model(model))
+            _, varied = load_compared(text)
+            jobs_with(calibration_jobs(model, steps=steps), varied, weightless_model(model))
 
 
 def _make(output: Path) -> None:

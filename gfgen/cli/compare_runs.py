@@ -43,33 +43,29 @@ from gfgen.session.ranks import Ranks, admitted_on
 from gfgen.session.session import Session, SessionOptions
 
 WARM_UP_STEPS = 2
-REUSE = ",reuse="
-
-Reuse = float | str | None
-"""The field `reuse` of all jobs."""
+VARIED = FIELDS["reuse"]
+"""The field that `--policy` may set for all jobs."""
 
 
-def load_compared(text: str) -> tuple[NamedPolicy, Reuse]:
-    """A policy, and the reuse of its jobs: `NAME[,option=value...][,reuse=VALUE]`, with `reuse` at the end.
+def load_compared(text: str) -> tuple[NamedPolicy, Any]:
+    """A policy, and the field of its jobs: `NAME[,option=value...][,reuse=VALUE]`, with `reuse` at the end.
 
     Raises PolicyError.
     """
-    name, found, value = text.partition(REUSE)
-    field = FIELDS["reuse"]
+    name, found, value = text.partition(f",{VARIED.name}=")
     try:
-        reuse: Any = field.parse(number_of(value)) if found else None
+        varied = VARIED.parse(number_of(value)) if found else None
     except Refused:
-        raise PolicyError(f"--policy {text}: reuse, which comes last, is {field.accepted}") from None
-    return load_policy(name), reuse
+        raise PolicyError(f"--policy {text}: {VARIED.name}, which comes last, is {VARIED.accepted}") from None
+    return load_policy(name), varied
 
 
-def jobs_with(specs: Sequence[JobSpec], reuse: Reuse, model: ResolvedModel) -> tuple[AdmittedJob, ...]:
-    """Admit the jobs with this reuse. Raises InputError if the model or the number of steps is not for it."""
-    jobs, problems = admit(
-        [replace(spec, reuse=reuse) for spec in specs], default_model=model.name, find_model=lambda _: model
-    )
+def jobs_with(specs: Sequence[JobSpec], varied: Any, model: ResolvedModel) -> tuple[AdmittedJob, ...]:
+    """Admit the jobs with this value of VARIED. Raises InputError if the model or their steps refuse it."""
+    specs = [replace(spec, **{VARIED.name: varied}) for spec in specs]
+    jobs, problems = admit(specs, default_model=model.name, find_model=lambda _: model)
     if problems:
-        raise InputError(f"--policy ...{REUSE}{reuse}: {problems[0]}")
+        raise InputError(f"--policy ...,{VARIED.name}={varied}: {problems[0]}")
     return jobs
 
 
@@ -90,8 +86,8 @@ def predicted(name: Name, model: str, options: WorkloadOptions, path: Path | Non
 
 def simulated(texts: Sequence[str], workload: Predicted, *, num_ranks: int) -> Iterator[PolicyRun]:
     def run(text: str) -> tuple[Sequence[JobOutcome], Summary]:
-        policy, reuse = load_compared(text)
-        jobs = jobs_with(workload.specs, reuse, workload.model)
+        policy, varied = load_compared(text)
+        jobs = jobs_with(workload.specs, varied, workload.model)
         found = simulate(jobs, policy=policy, num_ranks=num_ranks, profile=workload.profile)
         return found.outcomes, found.summary
 
@@ -172,8 +168,8 @@ class _StartedWorkers:
     _profile: Profile | None
 
     def run(self, text: str, specs: Sequence[JobSpec]) -> tuple[Sequence[JobOutcome], Summary]:
-        policy, reuse = load_compared(text)
-        watch, jobs = OutcomeRecorder(), jobs_with(specs, reuse, self._model)
+        policy, varied = load_compared(text)
+        watch, jobs = OutcomeRecorder(), jobs_with(specs, varied, self._model)
         with tempfile.TemporaryDirectory(dir=self._session.options.output_dir) as folder:
             options = replace(self._session.options, output_dir=Path(folder), policy=policy)
             progress = make_progress(quiet=True, log_json=False)
