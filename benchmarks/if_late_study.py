@@ -58,7 +58,7 @@ def run_point(point: Point) -> dict[str, Any]:
         outcomes = simulate(those, policy=load_policy("auto"), num_ranks=NUM_RANKS, profile=profile).outcomes
         row[name] = statistics.fmean(bool(each.met_deadline) for each in outcomes)
         steps = sum(each.info.spec.steps or 0 for each in outcomes)
-        row[f"given_up_{name}"] = sum(each.num_reused for each in outcomes) / steps
+        row[f"given_up_{name}"] = sum(each.num_approximate for each in outcomes) / steps
     return row
 
 

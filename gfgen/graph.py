@@ -9,8 +9,8 @@ The trajectory is a chain: a task's inputs are outputs of earlier tasks of the s
 a job has one next task at any time, and a task boundary is the only place where a job
 moves, widens, stops or fails. Tasks are values: equal when job, position and stage are equal.
 
-A step is a task of the stage `denoise`, or of `reuse` if it runs no transformer: it extrapolates the
-transformer's guided output from earlier steps.
+A step is a task of the stage `denoise`, or of its cheaper variant: `APPROXIMATE` runs no transformer, and
+approximates its output by those of earlier steps.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Stage(StrEnum):
     ENCODE = "encode"
     PREPARE = "prepare"
     DENOISE = "denoise"
-    REUSE = "reuse"
+    APPROXIMATE = "reuse"  # the word of journals, traces and clients
     DECODE = "decode"
 
 
-STEPS = frozenset((Stage.DENOISE, Stage.REUSE))
+STEPS = frozenset((Stage.DENOISE, Stage.APPROXIMATE))
 FIRST_STEP = 2
 """Index of the first step in a trajectory."""
 
@@ -66,10 +66,10 @@ class Task:
     step: int | None = None
 
     @property
-    def as_reused(self) -> Task:
-        """The same step without its transformer."""
+    def as_approximate(self) -> Task:
+        """The same step without the transformer."""
         assert self.step is not None
-        return replace(self, stage=Stage.REUSE)
+        return replace(self, stage=Stage.APPROXIMATE)
 
     def __str__(self) -> str:
         return f"{self.stage} {self.step}" if self.step is not None else str(self.stage)
@@ -82,10 +82,10 @@ class Trajectory:
     job_id: str
     num_steps: int
     artifacts: tuple[Artifact, ...] = ()
-    reused: tuple[int, ...] = ()
-    """Steps that are reused, in order."""
-    reusable: tuple[int, ...] = ()
-    """Steps that a policy may have reused, in order; `task` computes them."""
+    approximate: tuple[int, ...] = ()
+    """Steps that are approximate in any case, in order."""
+    approximable: tuple[int, ...] = ()
+    """Steps that a policy may have approximated, in order; `task` computes them."""
 
     @property
     def num_tasks(self) -> int:
@@ -98,23 +98,23 @@ class Trajectory:
         if index == 1:
             return Task(self.job_id, 1, Stage.PREPARE)
         if FIRST_STEP <= index < self.num_steps + FIRST_STEP:
-            stage = Stage.REUSE if index - FIRST_STEP in self.reused else Stage.DENOISE
+            stage = Stage.APPROXIMATE if index - FIRST_STEP in self.approximate else Stage.DENOISE
             return Task(self.job_id, index, stage, step=index - FIRST_STEP)
         if index == self.num_steps + FIRST_STEP:
             return Task(self.job_id, index, Stage.DECODE)
         raise IndexError(f"job {self.job_id} has tasks 0 to {self.num_tasks - 1}, not {index}")
 
-    def num_reused_from(self, index: int) -> int:
-        """Reused steps from the task at a position on."""
-        return len(self.reused) - bisect_left(self.reused, index - FIRST_STEP)
+    def num_approximate_from(self, index: int) -> int:
+        """Approximate steps from the task at a position on."""
+        return len(self.approximate) - bisect_left(self.approximate, index - FIRST_STEP)
 
-    def num_reusable_from(self, index: int) -> int:
-        """Steps from the task at a position on that a policy may have reused."""
-        return len(self.reusable) - bisect_left(self.reusable, index - FIRST_STEP)
+    def num_approximable_from(self, index: int) -> int:
+        """Steps from the task at a position on that a policy may have approximated."""
+        return len(self.approximable) - bisect_left(self.approximable, index - FIRST_STEP)
 
-    def may_reuse(self, index: int) -> bool:
-        """Whether a policy may have the task at this position reused."""
-        return index - FIRST_STEP in self.reusable
+    def variant(self, task: Task) -> Task | None:
+        """The cheaper task that a policy may choose in place of this one; None if there is none."""
+        return task.as_approximate if task.index - FIRST_STEP in self.approximable else None
 
     def name_of(self, task: Task) -> str:
         """A task as people count: 'denoise 3 of 20' for step 2, other stages by their name."""

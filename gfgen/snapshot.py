@@ -35,8 +35,8 @@ class Arrangement:
 class Option:
     """One way to run the rest of a job."""
 
-    num_reused: int
-    """Steps that it gives up."""
+    num_approximate: int
+    """Steps that it gives up: its loss."""
     remaining_s: float
     """As that of the job."""
 
@@ -77,13 +77,13 @@ class JobView:
     """Predicted time to merge them on a rank that holds others."""
     owner: str | None = None
     """Owners get equal shares of the ranks (policies/fair_share.py)."""
-    num_reused: int = 0
-    """Steps of the whole job that are reused in any case; `remaining_s` counts them as such."""
-    num_reusable: int = 0
-    """Steps from `next_task` on that a policy may have reused (`"reuse": "if-late"`)."""
+    num_approximate: int = 0
+    """Steps of the whole job that are approximate in any case; `remaining_s` counts them as such."""
+    num_approximable: int = 0
+    """Steps from `next_task` on that a policy may have approximated."""
     saving_s: float = 0.0
-    """How much less than `remaining_s` is left if all of these are reused."""
-    may_reuse: bool = False
+    """How much less than `remaining_s` is left if all of these are approximate."""
+    may_approximate: bool = False
     """Whether `next_task` is one of them."""
     write_s: float = 0.0
     """Predicted time from the end of its decode to its file."""
@@ -95,9 +95,9 @@ class JobView:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """What the rest may be: computed in full, or with up to all reusable steps reused."""
-        each_s = self.saving_s / max(1, self.num_reusable)
-        return tuple(Option(n, self.remaining_s - n * each_s) for n in range(self.num_reusable + 1))
+        """What the rest may be: computed in full, or with up to all approximable steps approximate."""
+        each_s = self.saving_s / max(1, self.num_approximable)
+        return tuple(Option(n, self.remaining_s - n * each_s) for n in range(self.num_approximable + 1))
 
     @property
     def step_degree(self) -> int:
@@ -108,7 +108,7 @@ class JobView:
     def max_degree(self) -> int:
         """The most ranks that its next task can use: several share a denoising step, or a decode."""
         match self.next_task.stage:
-            case Stage.DENOISE | Stage.REUSE:
+            case Stage.DENOISE | Stage.APPROXIMATE:
                 return self.step_degree
             case Stage.DECODE:
                 return self.max_decode_degree
@@ -177,7 +177,7 @@ class Costs(Protocol):
     def remaining_s(self, task: Task, layout: Layout, *, num_given_up: int = 0) -> float:
         """From `task` to the end of its job, all on a layout of these degrees.
 
-        num_given_up: reused steps, of those that the policy may have reused.
+        num_given_up: approximate steps, of those that the policy may have approximated.
         """
         ...
 
@@ -298,7 +298,7 @@ class Choice:
 class Decision:
     """Run a job's next task on this layout, now.
 
-    If the job's view says `may_reuse`, the task may be `next_task.as_reused`: the step runs no transformer.
+    If the job's view says `may_approximate`, the task may be `next_task.as_approximate`: no transformer.
     """
 
     task: Task

@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 61_488,
+    "lines of the package": 61_485,
     "files of the package": 313,
-    "lines of the core": 5_986,
+    "lines of the core": 5_981,
     "files of the core": 27,
     "modules of one folder": 14,
-    "folders that name reuse": 20,
+    "folders that name reuse": 5,
     "folders that name lora": 17,
     "folders that name offload": 8,
     "folders that name fp8": 8,

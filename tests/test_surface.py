@@ -7,6 +7,7 @@ import click
 
 from gfgen import errors
 from gfgen.cli.main import cli
+from gfgen.graph import Stage
 from gfgen.job.fields import FIELDS
 from gfgen.runtime.core import events
 from gfgen.runtime.files import journal
@@ -452,6 +453,10 @@ def test_fields_of_a_profile():
     ]
 
 
+def test_the_stages_are_what_journals_profiles_and_traces_call_them():
+    assert list(Stage) == ["encode", "prepare", "denoise", "reuse", "decode"]
+
+
 def test_what_a_policy_sees():
     assert [field.name for field in dataclasses.fields(Snapshot)] == [
         "now_s",
@@ -493,10 +498,10 @@ def test_what_a_policy_sees():
         "loras",
         "switch_s",
         "owner",
-        "num_reused",
-        "num_reusable",
+        "num_approximate",
+        "num_approximable",
         "saving_s",
-        "may_reuse",
+        "may_approximate",
         "write_s",
         "due_s",
     ]

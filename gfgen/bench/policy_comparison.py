@@ -157,7 +157,7 @@ def _ratio(value: float | None, baseline: float | None) -> str:
 
 def _reused(run: PolicyRun) -> list[str]:
     """The share of the steps that ran without the transformer."""
-    num_reused = sum(outcome.num_reused for outcome in run.outcomes)
+    num_reused = sum(outcome.num_approximate for outcome in run.outcomes)
     num_steps = sum(outcome.info.spec.steps or 0 for outcome in run.outcomes)
     return [f"{run.policy}: {num_reused / num_steps:.1%} of the steps were reused"] if num_reused else []
 
@@ -275,5 +275,5 @@ def _job_score(outcome: JobOutcome) -> JobScore:
         due_s=outcome.deadline_s,
         busy_s=outcome.busy_s,
         layouts=outcome.layouts,
-        num_reused=outcome.num_reused,
+        num_reused=outcome.num_approximate,
     )

@@ -315,11 +315,11 @@ class WholeJob(Trajectory):
             raise IndexError(f"job {self.job_id} is one task here, there is no task {index}")
         return Task(self.job_id, 0, Stage.DENOISE)
 
-    def num_reused_from(self, index: int) -> int:
+    def num_approximate_from(self, index: int) -> int:
         """None: they are parts of the one task."""
         return 0
 
-    def num_reusable_from(self, index: int) -> int:
+    def num_approximable_from(self, index: int) -> int:
         """None: the node's policy has the choice."""
         return 0
 
@@ -344,7 +344,7 @@ def for_node(job: AdmittedJob, *, left_s: float | None) -> AdmittedJob:
 
 
 def _parts_of(steps: Trajectory) -> tuple[Any, ...]:
-    return steps.job_id, steps.num_steps, steps.artifacts, steps.reused, steps.reusable
+    return steps.job_id, steps.num_steps, steps.artifacts, steps.approximate, steps.approximable
 
 
 class WholeJobCosts(CostModel):

@@ -138,6 +138,11 @@ class JobSpec:
     """Line of the job file it came from; no part of the job's identity."""
 
     @property
+    def may_approximate(self) -> bool:
+        """Whether some of its steps run no transformer, or may; the others keep their outputs for them."""
+        return self.reuse is not None
+
+    @property
     def size_text(self) -> str:
         """Such as "832x480"; auto if only the model knows it."""
         return "auto" if self.width is None else f"{self.width}x{self.height}"

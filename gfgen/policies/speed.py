@@ -21,7 +21,7 @@ _SOME = tuple(range(MAX_RANKS))
 def rest_s(snapshot: Snapshot, job: JobView, degree: int, *, num_given_up: int = 0) -> float:
     """Predicted seconds from the job's next task to its end, with its steps on `degree` ranks.
 
-    num_given_up: steps that are reused, of those that the job may give up.
+    num_given_up: approximate steps, of those that the job may give up.
     """
     if degree == 1 and not num_given_up:
         return job.remaining_s
@@ -103,14 +103,14 @@ def chosen_task(snapshot: Snapshot, job: JobView, layout: Layout, *, wait_s: flo
     wait_s: how much later the job ends because others go before it.
     """
     task = job.next_task
-    if not job.may_reuse or job.due_s == math.inf:
+    if not job.may_approximate or job.due_s == math.inf:
         return task
     costs, left_s = snapshot.costs, job.due_s - snapshot.now_s
     margin = MARGIN if len(snapshot.open) + len(snapshot.busy) > 1 else 1.0
     if margin * costs.remaining_s(task, layout) <= left_s - wait_s:
         return task
-    least_s = costs.remaining_s(task, layout, num_given_up=job.num_reusable)
-    return task.as_reused if least_s <= left_s else task
+    least_s = costs.remaining_s(task, layout, num_given_up=job.num_approximable)
+    return task.as_approximate if least_s <= left_s else task
 
 
 def power_of_two(number: int) -> int:

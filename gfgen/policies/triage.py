@@ -149,7 +149,7 @@ class _Queue:
         work_s = rest_s(snapshot, job, used) * used / len(snapshot.ranks)
         least_s = job.remaining_s - job.saving_s
         if most > 1:
-            least_s = rest_s(snapshot, job, most, num_given_up=job.num_reusable)
+            least_s = rest_s(snapshot, job, most, num_given_up=job.num_approximable)
         case = self._cases[job.job_id] = (job, work_s, least_s)
         return case
 

@@ -76,9 +76,9 @@ def made_of(adapters: list[Any], job: JobSpec, monkeypatch: pytest.MonkeyPatch) 
         if step > 4:  # each adapter knows the shapes by now
             with monkeypatch.context() as patch:
                 patch.setattr(torch.nn.functional, "linear", _refuse)
-                latents = moved(adapter.reuse(*given, step=step))
+                latents = moved(adapter.approximate(*given, step=step))
         else:
-            latents = moved(adapter.reuse(*given, step=step))
+            latents = moved(adapter.approximate(*given, step=step))
     declared = {name for name, _, _ in trajectory.artifact("latents").fields}
     assert latents.tensors.keys() == declared or not declared
     sample: bytes = latents.tensors["sample"].contiguous().numpy().tobytes()

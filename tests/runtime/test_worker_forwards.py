@@ -308,7 +308,7 @@ METHODS = {
     Stage.ENCODE: "encode",
     Stage.PREPARE: "prepare",
     Stage.DENOISE: "denoise",
-    Stage.REUSE: "reuse",
+    Stage.APPROXIMATE: "approximate",
     Stage.DECODE: "decode",
 }
 """Of an adapter, by the tasks that they run."""

@@ -104,13 +104,13 @@ class Adapter(Protocol):
         """
         ...
 
-    def reuse(
+    def approximate(
         self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
     ) -> Fields:
         """The artifact `latents` after a step that extrapolates the transformer's output from earlier steps.
 
         All ranks of a layout make the same call, and each computes the same. `denoise` keeps the outputs for
-        it if the job's `reuse` says so.
+        it if `spec.may_approximate`.
 
         Raises: ModelError for a pipeline whose outputs cannot be caught.
         """

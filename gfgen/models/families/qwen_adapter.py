@@ -102,13 +102,13 @@ class QwenImageAdapter(BatchAdapter):
         results: list[Fields] = []
         for own, predicted in zip(solvers, predicted_BSC.chunk(len(inputs)), strict=True):
             state = own.next_state(predicted)
-            if spec.reuse is not None:
+            if spec.may_approximate:
                 keep_outputs(state, own.latents, [predicted], step=step)
             results.append(solver.detach_from(own.latents, state))
         return results
 
     @torch.no_grad()
-    def reuse(
+    def approximate(
         self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
     ) -> Fields:
         return solver.extrapolated_step(self._scheduler(spec), latents, step=step)

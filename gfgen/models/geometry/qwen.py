@@ -122,7 +122,7 @@ class QwenGeometry:
             return branches * 2.0 * self.encoder_params * (TYPICAL_TEXT_TOKENS + TEMPLATE_TOKENS)
         if stage is Stage.DENOISE:
             return branches * self._forward_flops(self.num_tokens(spec))
-        if stage in (Stage.PREPARE, Stage.REUSE):
+        if stage in (Stage.PREPARE, Stage.APPROXIMATE):
             return 0.0
         factor = self.multiple // 2
         return self.vae.decode_flops(

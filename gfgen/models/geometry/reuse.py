@@ -47,11 +47,11 @@ def with_reuse(
     if output is not None:
         artifacts = tuple(_with_outputs(each, output) for each in artifacts)
     if spec.reuse == IF_LATE:
-        reusable = chosen_steps(trajectory.num_steps, IF_LATE_SHARE, switch=switch)
-        return replace(trajectory, artifacts=artifacts, reusable=reusable)
+        steps = chosen_steps(trajectory.num_steps, IF_LATE_SHARE, switch=switch)
+        return replace(trajectory, artifacts=artifacts, approximable=steps)
     assert isinstance(spec.reuse, float)
-    reused = chosen_steps(trajectory.num_steps, spec.reuse, switch=switch)
-    return replace(trajectory, artifacts=artifacts, reused=reused)
+    steps = chosen_steps(trajectory.num_steps, spec.reuse, switch=switch)
+    return replace(trajectory, artifacts=artifacts, approximate=steps)
 
 
 def chosen_steps(num_steps: int, share: float, *, switch: int | None = None) -> tuple[int, ...]:

@@ -129,7 +129,7 @@ class WanGeometry:
             return branches * self._forward_flops(self.num_tokens(spec))
         if stage is Stage.DECODE:
             return self.vae.decode_flops(frames=frames, height=height, width=width)
-        if spec.image is None or stage is Stage.REUSE:
+        if spec.image is None or stage is Stage.APPROXIMATE:
             return 0.0
         encoded = frames if self.has_two_experts else 1
         return self.vae.encode_flops(frames=encoded, height=height, width=width)

@@ -112,10 +112,10 @@ class PipelineAdapter(Adapter):
         while not is_finished(latents) and (is_last or latents.number(NUM_DONE) < until):
             iteration = functools.partial(call.step, prompt, condition, latents)
             with using(self._kernels):
-                if spec.reuse is None:
-                    latents = shared_step(iteration, parallel, self._evaluate)
-                else:
+                if spec.may_approximate:
                     latents = self._with_outputs(iteration, latents, parallel)
+                else:
+                    latents = shared_step(iteration, parallel, self._evaluate)
         return latents
 
     def _with_outputs(
@@ -133,7 +133,7 @@ class PipelineAdapter(Adapter):
         keep_outputs(state, given, caught, step=given.number(NUM_DONE))
         return state
 
-    def reuse(
+    def approximate(
         self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
     ) -> Fields:
         """A step that has no iteration, or too few outputs before it, runs as usual."""

@@ -125,13 +125,13 @@ class Closing:
             raise OutputError(f"{self.room.lack}, then run the same command again")
         return SpaceLeft(now_s, free_bytes)
 
-    def _is_late(self, model: str, kind: str, num_tasks: int, num_reused: int, *, now_s: float) -> bool:
+    def _is_late(self, model: str, kind: str, num_tasks: int, num_approximate: int, *, now_s: float) -> bool:
         cost_class = self._costs.classes[model, kind]
         if not self._costs.is_measured(cost_class):
             return False
         degrees = self._degrees.get(cost_class.model, ALONE)
         remaining_s = self._costs.remaining_s(
-            cost_class, _FIRST_TASK, num_tasks, degrees, num_reused=num_reused
+            cost_class, _FIRST_TASK, num_tasks, degrees, num_approximate=num_approximate
         )
         # A job ends with its batch.
         return now_s + CAUTION * remaining_s * cost_class.batch > self.closes_s

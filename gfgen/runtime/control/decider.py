@@ -183,7 +183,7 @@ def legal_job(
     if models.is_limited and record.model not in models.resident:
         raise PolicyFault(f"job {task.job_id}: ranks do not hold {record.model} now")
     own = record.next_task if record.progress.next_index < record.num_tasks else None
-    if own is None or (task != own and not _is_reused(task, own, record)):
+    if own is None or (task != own and task != record.job.trajectory.variant(own)):
         raise PolicyFault(f"job {task.job_id}: {task} (number {task.index}) is not its next task")
     flights = record.flights
     if flights and not (len(flights) == 1 and flights[0].is_ending(now_s)):
@@ -198,11 +198,6 @@ def legal_job(
         if not ranks.records[rank].can_take(now_s):
             raise PolicyFault(f"job {task.job_id}: rank {rank} is not free")
     return record
-
-
-def _is_reused(task: Task, own: Task, record: JobRecord) -> bool:
-    """Whether a task is the job's own next one without its transformer, and that is allowed."""
-    return record.job.trajectory.may_reuse(own.index) and task == own.as_reused
 
 
 def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:

@@ -121,7 +121,7 @@ class Usage:
             self.layouts.append(str(layout))
 
     def give_up(self, task: Task, *, late_s: float) -> None:
-        """A policy had a step reused of a job that would have been this late without."""
+        """A policy had a step approximated of a job that would have been this late without."""
         assert task.step is not None
         why = self.given_up.why
         if why is None:
@@ -185,7 +185,7 @@ class JobRecord:
     def merges_loras(self, stage: Stage) -> bool:
         """Whether tasks of this stage need the job's LoRAs, and no others, in the weights."""
         # Calls of general pipelines may have LoRAs in their text encoders.
-        return stage is Stage.DENOISE or (self.job.has_nominal_flops and stage is not Stage.REUSE)
+        return stage is Stage.DENOISE or (self.job.has_nominal_flops and stage is not Stage.APPROXIMATE)
 
     @property
     def times_out_s(self) -> float:
@@ -205,12 +205,12 @@ class JobRecord:
         if view is not None and is_same and self._view_version == cost_class.version:
             return view
         spec, trajectory, limits = job.info.spec, job.trajectory, job.limits
-        num_reused = trajectory.num_reused_from(task.index) if trajectory.reused else 0
-        remaining_s = costs.remaining_s(cost_class, task, self.num_tasks, num_reused=num_reused)
-        num_reusable, saving_s = 0, 0.0
-        if trajectory.reusable:
-            num_reusable = trajectory.num_reusable_from(task.index)
-            least_s = costs.remaining_s(cost_class, task, self.num_tasks, num_reused=num_reusable)
+        num_approximate = trajectory.num_approximate_from(task.index) if trajectory.approximate else 0
+        remaining_s = costs.remaining_s(cost_class, task, self.num_tasks, num_approximate=num_approximate)
+        num_approximable, saving_s = 0, 0.0
+        if trajectory.approximable:
+            num_approximable = trajectory.num_approximable_from(task.index)
+            least_s = costs.remaining_s(cost_class, task, self.num_tasks, num_approximate=num_approximable)
             saving_s = max(0.0, remaining_s - least_s)
         self._view_version = cost_class.version
         self._view = JobView(
@@ -233,17 +233,17 @@ class JobRecord:
             loras=self.loras,
             switch_s=costs.switch_s(cost_class),
             owner=self.owner,
-            num_reused=len(trajectory.reused),
-            num_reusable=num_reusable,
+            num_approximate=len(trajectory.approximate),
+            num_approximable=num_approximable,
             saving_s=saving_s,
-            may_reuse=num_reusable > 0 and trajectory.may_reuse(task.index),
+            may_approximate=num_approximable > 0 and trajectory.variant(task) is not None,
             write_s=cost_class.write_s,
         )
         return self._view
 
     def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:
         usage, trouble, trajectory = self.usage, self.trouble, self.job.trajectory
-        num_reused = len(trajectory.reused) - trajectory.num_reused_from(self.first_open_index)
+        num_approximate = len(trajectory.approximate) - trajectory.num_approximate_from(self.first_open_index)
         return JobOutcome(
             info=self.job.info,
             status="done" if error is None else "cancelled" if trouble.is_cancelled else "failed",
@@ -262,8 +262,8 @@ class JobRecord:
             written=usage.written,
             files=usage.files,
             made=usage.made,
-            num_reused=num_reused + len(usage.given_up.steps),
-            why_reused=usage.given_up.why,
+            num_approximate=num_approximate + len(usage.given_up.steps),
+            why_approximate=usage.given_up.why,
             batch=usage.batch,
         )
 

@@ -213,7 +213,7 @@ class State:
                 latents = record.job.trajectory.artifact("latents")
                 transfers = self.ranks.transfers(latents, source=source, destination=layout)
         late_s = 0.0
-        if task.stage is Stage.REUSE and record.job.trajectory.reusable:
+        if task.stage is Stage.APPROXIMATE and record.job.trajectory.approximable:
             ends_s = start_s + self._job_costs.remaining_s(task, layout) + cost_class.write_s
             late_s = ends_s - record.deadline_s
         dispatch = Dispatch(
@@ -311,7 +311,7 @@ class State:
         else:
             first_end_s = busy_s if len(event.times) == 1 else event.first_end_s
             self._costs.observe(*kind, busy_s, first_end_s=first_end_s)
-        if record.job.trajectory.reusable and task.stage is Stage.REUSE:
+        if record.job.trajectory.approximable and task.stage is Stage.APPROXIMATE:
             record.usage.give_up(task, late_s=dispatch.late_s)
         if task.index + 1 == record.num_tasks:
             self.jobs.writing.add(record.job_id)

@@ -78,13 +78,13 @@ class AdmittedJob:
     def kind(self) -> object:
         """Equal for jobs whose tasks launch the same kernels."""
         spec = self.spec
-        return self.checkpoint, self.shape, self.limits, spec.image is None, spec.reuse is None
+        return self.checkpoint, self.shape, self.limits, spec.image is None, spec.may_approximate
 
     @property
     def can_join_batch(self) -> bool:
         """Whether its steps can be computed together with those of equal jobs."""
         is_known = self.info.family.startswith(BATCH_FAMILIES)
-        return is_known and self.spec.image is None and self.spec.reuse is None
+        return is_known and self.spec.image is None and not self.spec.may_approximate
 
     @property
     def state_bytes(self) -> int:
@@ -169,7 +169,7 @@ def _missing_model(name: str, error: object, lines: Sequence[int | None]) -> Pro
 def _admit_one(
     spec: JobSpec, model: ResolvedModel, alike: dict[tuple[str, str, bool], AdmittedJob]
 ) -> AdmittedJob:
-    """The job; `alike` caches the first job of each model and shape, with and without `reuse`.
+    """The job; `alike` caches the first job of each model and shape, with and without room for outputs.
 
     Raises: JobError with the problems of its fields and of its file's name.
     """
@@ -196,7 +196,7 @@ def _admit_one(
         spec_hash=spec_hash(asked, has_random_weights=model.has_random_weights),
         family=geometry.family,
     )
-    key = (model.name, geometry.shape_key(run), run.reuse is not None)
+    key = (model.name, geometry.shape_key(run), run.may_approximate)
     if (first := alike.get(key)) is None:
         first = alike[key] = AdmittedJob(
             info,
@@ -214,6 +214,6 @@ def _admit_one(
             twin=twin_of(geometry, run),
         )
     trajectory = Trajectory(run.id, run.steps, first.trajectory.artifacts)
-    if run.reuse is not None:
+    if run.may_approximate:
         trajectory = geometry.trajectory(run)
     return replace(first, info=info, trajectory=trajectory).warned(*warnings_of(info, geometry))

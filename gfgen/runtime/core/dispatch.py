@@ -11,7 +11,7 @@ from gfgen.runtime.ipc.migration import Transfer
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """Steps of a job that a policy had reused, and why it began to."""
+    """Steps of a job that a policy had approximated, and why it began to."""
 
     steps: tuple[int, ...] = ()
     why: str | None = None
@@ -44,7 +44,7 @@ class Dispatch:
     batch: range | None = None
     """The dispatches of its batch, by number: the rank computes their steps together."""
     late_s: float = 0.0
-    """Of a step that a policy has reused: how late its job would be without."""
+    """Of a step that a policy has approximated: how late its job would be without."""
 
     @property
     def predicted_s(self) -> float:

@@ -96,10 +96,10 @@ class JobOutcome:
     """The part of `busy_s` in tasks that were the first of their kind in a rank's process."""
     peak_bytes: int | None = None
     """The most that torch had allocated on one of its GPUs; None on CPU ranks."""
-    num_reused: int = 0
+    num_approximate: int = 0
     """Steps that ran without the transformer."""
-    why_reused: str | None = None
-    """Why a policy had steps reused; None if none did."""
+    why_approximate: str | None = None
+    """Why a policy had steps approximated; None if none did."""
     batch: int = 1
     """The most jobs, this one included, that a step of it was computed with."""
 

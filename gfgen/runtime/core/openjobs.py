@@ -13,7 +13,7 @@ from gfgen.snapshot import JobView
 
 SortKey = Callable[[JobView], Any]
 JobKind = tuple[str, str, int, int]
-"""Model, shape, number of tasks and of reused steps: jobs of one kind that have not started have equal
+"""Model, shape, number of tasks and of approximate steps: jobs of one kind that have not started have equal
 durations."""
 
 MAX_ORDERS = 4
@@ -23,7 +23,7 @@ MAX_CHANGED = 10_000
 
 
 def kind_of(view: JobView) -> JobKind:
-    return view.model, view.shape, view.num_tasks, view.num_reused
+    return view.model, view.shape, view.num_tasks, view.num_approximate
 
 
 def is_unbegun(view: JobView) -> bool:

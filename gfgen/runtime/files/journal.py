@@ -190,10 +190,10 @@ def _entries(path: Path, *marks: str) -> Iterator[dict[str, Any]]:
 
 
 def dispatch_summary(dispatch: Dispatch) -> list[Any]:
-    """[number, job, index, ranks, degrees], and "reuse" if the step runs no transformer."""
+    """[number, job, index, ranks, degrees], and the stage of a step that runs no transformer."""
     layout, task = dispatch.layout, dispatch.task
     degrees = [layout.cfg, layout.ulysses, layout.ring]
-    choice = ["reuse"] if task.stage is Stage.REUSE else []
+    choice = [task.stage.value] if task.stage is Stage.APPROXIMATE else []
     return [dispatch.number, task.job_id, task.index, list(layout.ranks), degrees, *choice]
 
 

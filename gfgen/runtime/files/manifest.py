@@ -120,12 +120,10 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         entry["peak_memory_mb"] = round(outcome.peak_bytes / 2**20, 1)
     if outcome.batch > 1:
         entry["batch"] = outcome.batch
-    if spec.owner is not None:
-        entry["owner"] = spec.owner
-    entry |= {name: value for name in PIPELINE_FIELDS if (value := getattr(spec, name)) is not None}
-    if spec.reuse is not None:
-        entry |= {"reuse": spec.reuse, "steps_reused": outcome.num_reused}
-        entry |= {} if outcome.why_reused is None else {"why_reused": outcome.why_reused}
+    given = {name: getattr(spec, name) for name in ("owner", *PIPELINE_FIELDS, "reuse")}
+    given["steps_reused"] = outcome.num_approximate if spec.may_approximate else None
+    given["why_reused"] = outcome.why_approximate
+    entry |= {name: value for name, value in given.items() if value is not None}
     if outcome.files:
         entry["outputs"] = [
             {"file": _in_folder(outcome, name), "size_bytes": size, "sha256": digest}

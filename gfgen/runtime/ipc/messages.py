@@ -50,7 +50,7 @@ class RunTask(NamedTuple):
     expected_s: float = 0.0
     batch_end: int | None = None
     """The last dispatch of its batch: this task waits for those up to it, and runs with them."""
-    is_reused: bool = False
+    is_approximate: bool = False
     """Whether a policy chose that the step runs no transformer."""
 
 

@@ -54,7 +54,7 @@ _Tasks = dict[tuple[str, Degrees], float]
 """Values of the last _NUM_RECENT tasks, by `CostClass.kind` and degrees."""
 _Rest = tuple[Degrees | None, int, int, int]
 """All that the rest of a job depends on: the degrees of its steps, its next task (2 for any step or the
-decode), tasks left, and reused steps of them."""
+decode), tasks left, and approximate steps of them."""
 
 
 class Recent:
@@ -260,7 +260,7 @@ class CostModel:
         measured = cost_class.measured.get((stage, degrees))
         if measured is not None:
             return Estimate(measured.value, measured.value, Provenance.MEASURED)
-        if stage is Stage.REUSE:
+        if stage is Stage.APPROXIMATE:
             seconds = OVERHEAD_S + cost_class.state_bytes / self._profile.move_bytes_per_s
             return Estimate(seconds, seconds, Provenance.EXTRAPOLATED)
         profiled = self._profiled(cost_class, (stage, degrees))
@@ -295,24 +295,24 @@ class CostModel:
         num_tasks: int,
         degrees: Degrees | None = None,
         *,
-        num_reused: int = 0,
+        num_approximate: int = 0,
         is_handed_out: bool = True,
     ) -> float:
         """Predicted time from `task` to the end of its job, with its steps on these degrees.
 
-        num_reused: of these steps. The decode runs on as many of the same ranks as make it fastest.
+        num_approximate: of these steps. The decode runs on as many of the same ranks as make it fastest.
 
         Without degrees, on one rank by the estimates of the last renewal. All views of equal jobs then agree.
         If the rest of a started job came from newer and longer estimates, jobs that have not started would
         overtake it.
         """
         index = task.index
-        key = (degrees, index if index < FIRST_STEP else FIRST_STEP, num_tasks - index, num_reused)
+        key = (degrees, index if index < FIRST_STEP else FIRST_STEP, num_tasks - index, num_approximate)
         if (rest_s := cost_class.rests.get(key)) is not None:
             return rest_s
         on = degrees or ALONE
         bands = 1 if on == ALONE else self.arrangement(cost_class).decodes[math.prod(on) - 1]
-        own = {Stage.DENOISE: on, Stage.REUSE: on, Stage.DECODE: (1, bands, 1)}
+        own = {Stage.DENOISE: on, Stage.APPROXIMATE: on, Stage.DECODE: (1, bands, 1)}
 
         def stage_s(stage: Stage) -> float:
             if degrees is not None:
@@ -324,9 +324,9 @@ class CostModel:
         if num_tasks == 1:  # a whole job, as a driver of nodes sees it
             rest_s = stage_s(Stage.DENOISE)
         else:
-            num_steps = min(num_tasks - task.index - 1, num_tasks - 3) - num_reused
+            num_steps = min(num_tasks - task.index - 1, num_tasks - 3) - num_approximate
             rest_s = num_steps * stage_s(Stage.DENOISE)
-            rest_s += num_reused * stage_s(Stage.REUSE) if num_reused else 0.0
+            rest_s += num_approximate * stage_s(Stage.APPROXIMATE) if num_approximate else 0.0
             rest_s += stage_s(Stage.DECODE)
             for stage in (Stage.PREPARE, Stage.ENCODE)[: max(0, 2 - task.index)]:
                 rest_s += stage_s(stage)
@@ -494,7 +494,7 @@ class CostModel:
             shape = cost_class.kind if stage is Stage.DENOISE else cost_class.shape
             work = TaskWork(cost_class.flops[stage], cost_class.state_bytes)
             found = self._table.task(cost_class.model, shape, stage, degrees, work)
-            cost_class.profiled[key] = None if stage is Stage.REUSE else found
+            cost_class.profiled[key] = None if stage is Stage.APPROXIMATE else found
         return cost_class.profiled[key]
 
     def _by_pace(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate:
@@ -545,7 +545,7 @@ class JobCosts:
             task,
             record.num_tasks,
             layout.degrees,
-            num_reused=num_given_up + record.job.trajectory.num_reused_from(task.index),
+            num_approximate=num_given_up + record.job.trajectory.num_approximate_from(task.index),
             is_handed_out=self._are_handed_out,
         )
 

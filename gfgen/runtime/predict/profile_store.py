@@ -297,7 +297,7 @@ def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[Profil
     found: dict[TaskKey, tuple[CostClass, list[float]]] = {}
     for each in dict.fromkeys(classes):
         for (stage, degrees), recent in each.measured.items():
-            if stage is not Stage.REUSE:  # profiles have computed tasks only
+            if stage is not Stage.APPROXIMATE:  # profiles have computed tasks only
                 shape = each.kind if stage is Stage.DENOISE else each.shape
                 found.setdefault((each.model, shape, stage, degrees), (each, []))[1].extend(recent.samples)
     for (model, shape, stage, degrees), (cost_class, samples) in found.items():

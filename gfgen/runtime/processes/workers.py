@@ -155,7 +155,7 @@ class ProcessBackend:
                 wait_s=self._pool.patience.to_wait_s(dispatch),
                 expected_s=dispatch.predicted_s,
                 batch_end=None if dispatch.batch is None else dispatch.batch[-1],
-                is_reused=task.stage is Stage.REUSE,
+                is_approximate=task.stage is Stage.APPROXIMATE,
             )
             worker.tell(message, fds)
         self._recovery.include_new()

@@ -114,7 +114,7 @@ class SeldomAsked:
             job = snapshot.open.get(self._job_on.get(rank, ""))
             if job is None or job.last_layout is None or not free.issuperset(job.last_layout.ranks):
                 return None
-            if job.next_task.stage not in STEPS or not job.next_task.step or job.may_reuse:
+            if job.next_task.stage not in STEPS or not job.next_task.step or job.may_approximate:
                 return None
             found[job.job_id] = Decision(job.next_task, job.last_layout)
         return list(found.values())

@@ -338,7 +338,7 @@ class RankPlanner(Planner):
         snapshot, by_s, work_s = self._snapshot(num_ranks), self.window.by_s, 0.0
         for job in sorted(snapshot.open.values(), key=lambda job: job.deadline_s):
             degrees = [n for n in (1, 2, 4, 8) if n <= widest(snapshot, job)]
-            work_s += min(n * rest_s(snapshot, job, n, num_given_up=job.num_reusable) for n in degrees)
+            work_s += min(n * rest_s(snapshot, job, n, num_given_up=job.num_approximable) for n in degrees)
             if work_s > num_ranks * min(job.deadline_s, math.inf if by_s is None else by_s):
                 return False
         return True

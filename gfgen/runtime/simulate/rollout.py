@@ -318,9 +318,9 @@ class _Rollout:
         self._open.discard(job.job_id)
         task_s = self._costs.task_s(decision.task, decision.layout)
         num_tasks = 1
-        if decision.task.stage in STEPS and (job.may_reuse or not job.num_reusable):
+        if decision.task.stage in STEPS and (job.may_approximate or not job.num_approximable):
             num_left = job.num_tasks - 1 - decision.task.index
-            if job.may_reuse and decision.task.stage is Stage.REUSE:
+            if job.may_approximate and decision.task.stage is Stage.APPROXIMATE:
                 task_s -= self._given_up_s(decision, job) / num_left
             settled_s = max([self._settled_s, *self._other_ends_s()])
             until_settled = math.floor((settled_s - self._now_s) / task_s) if task_s > 0 else 1
@@ -340,7 +340,7 @@ class _Rollout:
     def _given_up_s(self, decision: Decision, job: JobView) -> float:
         """What a job saves by giving up as many of its steps as its deadline takes."""
         full_s = self._costs.remaining_s(decision.task, decision.layout)
-        most = job.num_reusable
+        most = job.num_approximable
         most_s = full_s - self._costs.remaining_s(decision.task, decision.layout, num_given_up=most)
         late_s, each_s = self._now_s + full_s - job.due_s, most_s / most
         return min(most_s, max(1, math.ceil(late_s / each_s)) * each_s) if each_s > 0 else 0.0
@@ -397,13 +397,13 @@ class _Rollout:
 
 def _with_options(job: JobView, index: int) -> JobView:
     """The job at a later task; the steps that it may give up count as spread evenly over its steps."""
-    if not job.num_reusable:
+    if not job.num_approximable:
         return job
     before, left = (max(1, job.num_tasks - 1 - max(2, each)) for each in (job.next_task.index, index))
-    num_reusable = min(job.num_reusable, round(job.num_reusable * left / before))
-    saving_s = job.saving_s * num_reusable / job.num_reusable
-    may_reuse = num_reusable > 0 and 2 <= index < job.num_tasks - 1
-    return replace(job, num_reusable=num_reusable, saving_s=saving_s, may_reuse=may_reuse)
+    num_approximable = min(job.num_approximable, round(job.num_approximable * left / before))
+    saving_s = job.saving_s * num_approximable / job.num_approximable
+    may_approximate = num_approximable > 0 and 2 <= index < job.num_tasks - 1
+    return replace(job, num_approximable=num_approximable, saving_s=saving_s, may_approximate=may_approximate)
 
 
 # Costs ---------------------------------------------------------------------------------
@@ -416,11 +416,11 @@ class KindCosts:
     stages_s: dict[Stage, float]
     """Encode and prepare."""
     steps_s: dict[Degrees, float]
-    """A step, by degrees; the mean of all steps if some are reused."""
+    """A step, by degrees; the mean of all steps if some are approximate."""
     decodes_s: dict[int, float]
     """A decode, by the number of ranks that it may use."""
-    reused_s: float = 0.0
-    """A step that a policy has reused."""
+    approximate_s: float = 0.0
+    """A step that a policy has approximated."""
     spread: float = 0.0
     """How far the time of a step may be off, as a share of it."""
 
@@ -436,7 +436,7 @@ class RolloutCosts:
         for job in itertools.chain.from_iterable(known):
             kind = kind_of(job)
             self._kinds.setdefault(job.job_id, kind)
-            if kind not in examples or (job.num_reusable and not examples[kind].num_reusable):
+            if kind not in examples or (job.num_approximable and not examples[kind].num_approximable):
                 examples[kind] = job
         self._costs = {kind: _kind_costs(snapshot, job) for kind, job in examples.items()}
 
@@ -450,7 +450,7 @@ class RolloutCosts:
     def task_s(self, task: Task, layout: Layout) -> float:
         costs = self._costs[self._kinds[task.job_id]]
         match task.stage:
-            case Stage.DENOISE | Stage.REUSE:
+            case Stage.DENOISE | Stage.APPROXIMATE:
                 return self._step_s(costs, layout.degrees)
             case Stage.DECODE:
                 return self._decode_s(costs, layout.degree)
@@ -465,7 +465,7 @@ class RolloutCosts:
         if num_steps > 0:
             num_given_up = min(num_given_up, num_steps)
             total_s += (num_steps - num_given_up) * self._step_s(costs, layout.degrees)
-            total_s += num_given_up * costs.reused_s
+            total_s += num_given_up * costs.approximate_s
         for stage in (Stage.ENCODE, Stage.PREPARE)[task.index :]:
             total_s += costs.stages_s[stage]
         return total_s
@@ -517,11 +517,12 @@ def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
     def step_s(layout: Layout) -> float:
         most = speed_up(layout.degree) if snapshot.shares_cores else layout.degree
         full_s = max(task_s(2, layout), task_s(2, Layout.single(0)) / most)
-        return full_s + share * (reused_s - full_s)
+        return full_s + share * (approximate_s - full_s)
 
     steps = [job.step_layout(ranks) for ranks in rank_sets(job.step_degree)]
-    share, may_reuse = job.num_reused / max(1, job.num_tasks - 3), job.num_reused or job.num_reusable
-    reused_s = snapshot.costs.task_s(task_at(job, 2).as_reused, Layout.single(0)) if may_reuse else 0.0
+    share, approximate_s = job.num_approximate / max(1, job.num_tasks - 3), 0.0
+    if job.num_approximate or job.num_approximable:
+        approximate_s = snapshot.costs.task_s(task_at(job, 2).as_approximate, Layout.single(0))
     return KindCosts(
         {stage: task_s(index, Layout.single(0)) for index, stage in enumerate((Stage.ENCODE, Stage.PREPARE))},
         {layout.degrees: step_s(layout) for layout in steps},
@@ -529,7 +530,7 @@ def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
             len(ranks): task_s(job.num_tasks - 1, job.decode_layout(ranks))
             for ranks in rank_sets(job.max_decode_degree)
         },
-        reused_s,
+        approximate_s,
         max(snapshot.costs.spread(task_at(job, 2), layout) for layout in steps),
     )
 

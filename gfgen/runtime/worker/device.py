@@ -256,9 +256,9 @@ def _executed(adapter: Adapter, work: RankTask, parallel: Parallel | None) -> di
         case Stage.DENOISE:
             assert task.step is not None
             return {"latents": adapter.denoise(*jobs.step_input(work.job), step=task.step, parallel=parallel)}
-        case Stage.REUSE:
+        case Stage.APPROXIMATE:
             assert task.step is not None
-            return {"latents": adapter.reuse(*jobs.step_input(work.job), step=task.step)}
+            return {"latents": adapter.approximate(*jobs.step_input(work.job), step=task.step)}
         case Stage.DECODE:
             return {"frames": adapter.decode(spec, artifacts["latents"], parallel=parallel)}
 

@@ -29,8 +29,8 @@ MIN_REPLAYS = 5
 FIRST_STEPS = 3
 """Those that launch other kernels than the one before: UniPC of order 2 corrects from the second step on, and
 solves a system of equations from the third on."""
-_ENOUGH_TO_REUSE = 2
-"""Steps whose outputs a reused one needs."""
+_ENOUGH_TO_APPROXIMATE = 2
+"""Steps whose outputs an approximate one needs."""
 MAX_KINDS = 1024
 """The least recently used kind is forgotten first: prompts that are not padded bring ever new lengths."""
 MAX_SHORTAGES = 4
@@ -174,19 +174,19 @@ class Forwards:
             yield
 
     def _rehearse_steps(self, adapter: Adapter, given: StepInput, parallel: Parallel | None) -> None:
-        """The first steps, whose solvers differ, one of each other expert, and one that reuses outputs.
+        """The first steps, whose solvers differ, one of each other expert, and one that is approximate.
 
         Where nothing is recorded each of them evaluates the transformer, so only as many run as are needed.
         """
         spec, latents = given.spec, given.latents
         num_steps = known(spec.steps)
-        for step in range(min(num_steps, FIRST_STEPS if adapter.is_rehearsed else _ENOUGH_TO_REUSE)):
-            if step == 0 or adapter.is_rehearsed or spec.reuse is not None:
+        for step in range(min(num_steps, FIRST_STEPS if adapter.is_rehearsed else _ENOUGH_TO_APPROXIMATE)):
+            if step == 0 or adapter.is_rehearsed or spec.may_approximate:
                 latents = adapter.denoise(*given[:3], latents, step=step, parallel=parallel)
         for step in _steps_of_experts(num_steps, spec.boundary_ratio, 0)[1:]:
             adapter.denoise(*given, step=step, parallel=parallel)
-        if spec.reuse is not None and num_steps > _ENOUGH_TO_REUSE:
-            adapter.reuse(*given[:3], latents, step=_ENOUGH_TO_REUSE)
+        if spec.may_approximate and num_steps > _ENOUGH_TO_APPROXIMATE:
+            adapter.approximate(*given[:3], latents, step=_ENOUGH_TO_APPROXIMATE)
 
     def clear(self) -> None:
         """Release the memory of records, because memory is short."""

@@ -220,7 +220,7 @@ class Worker:
         """The task, when its input is here or enqueued."""
         job = self._jobs[message.job_id]
         task = job.start.trajectory.task(message.task_index)
-        task = task.as_reused if message.is_reused else task
+        task = task.as_approximate if message.is_approximate else task
         work = RankTask(message, job, task, frames_fd=fds[0] if fds else None)
         times = [time.monotonic()]
         job.await_input(task, message, is_void=partial(self._dispatches.is_void, message.number))
