@@ -8,7 +8,7 @@ tuned at run time, so every rank adds in the same order and gets the same bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -16,14 +16,12 @@ import triton.language as tl
 if TYPE_CHECKING:  # so that machine code can be made without torch (models/ahead)
     from torch import Tensor
 
-    from gfgen.models.fast.causal_vae import Frames
-
 NUM_VALUES = 2048
 """Of a program, for each frame: 16 for each of 128 threads."""
 
 
 def add_frames(
-    frames: Frames, gamma: Tensor | None, activate: bool, total: Tensor | None, padded: Tensor | None,
+    frames: Any, gamma: Tensor | None, activate: bool, total: Tensor | None, padded: Tensor | None,
     kept: Tensor | None,
 ) -> None:  # fmt: skip
     """As `causal_vae.added`; total [T, H, W, C], padded [2 or 0 + T, H or H + 2, W, C], kept [2, H, W, C]."""

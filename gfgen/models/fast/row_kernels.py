@@ -7,15 +7,13 @@ Nothing is tuned at run time, so every rank adds in the same order and gets the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 if TYPE_CHECKING:  # so that machine code can be made without torch (models/ahead)
     from torch import Tensor
-
-    from gfgen.models.fast.rows import RowNorm
 
 NUM_WARPS = 8
 MANY_ROWS = 2048
@@ -27,13 +25,13 @@ FEATURES_EACH = 32
 
 
 def add_norm(
-    x: Tensor, update: Tensor | None, gate: Tensor | None, norm: RowNorm | None, kinds: Tensor | None,
+    x: Tensor, update: Tensor | None, gate: Tensor | None, norm: Any, kinds: Tensor | None,
     total: Tensor, normed: Tensor, scales: Tensor | None,
 ) -> None:  # fmt: skip
     """x, update, total, normed [.., C] contiguous; gate, weight, bias [C], or [kinds, C] and int32 kinds [N].
 
-    Without an update it writes no total, without a norm nothing to `normed`. With scales [N] `normed` is in
-    e4m3.
+    norm: a `rows.RowNorm`, or None. Without an update it writes no total, without a norm nothing to `normed`.
+    With scales [N] `normed` is in e4m3.
     """
     assert all(each.is_contiguous() for each in (x, update, total, normed) if each is not None)
     weight, bias = (gate, gate) if norm is None else (norm.weight, norm.bias)
