@@ -256,10 +256,10 @@ class Store:
     async def set_priority(self, job_id: str, priority: int) -> bool:
         changed = "facts = json_set(facts, '$.priority', :new), spec = json_set(spec, '$.priority', :new)"
         sql = f"UPDATE jobs SET {changed} WHERE id = :id AND status = 'open'"
-        return await self._execute(sql, {"new": priority, "id": job_id}) > 0
+        return await self._do(_statement(sql, {"new": priority, "id": job_id})) > 0
 
     async def cancel_batch(self, batch_id: str) -> None:
-        await self._execute("UPDATE batches SET is_cancelled = 1 WHERE id = ?", (batch_id,))
+        await self._do(_statement("UPDATE batches SET is_cancelled = 1 WHERE id = ?", (batch_id,)))
 
     async def remove(self, job_ids: Iterable[str]) -> None:
         ids = [(job_id,) for job_id in job_ids]
@@ -275,11 +275,11 @@ class Store:
         """Delete expired request keys; writes nothing if there are none."""
         too_old, values = "FROM requests WHERE created_at < ?", (now - KEPT_REQUESTS_S,)
         if self._reader.execute(f"SELECT 1 {too_old} LIMIT 1", values).fetchone() is not None:
-            await self._execute(f"DELETE {too_old}", values)
+            await self._do(_statement(f"DELETE {too_old}", values))
 
     async def check_writable(self) -> None:
         """Raises: OutputError if a write fails."""
-        await self._execute("UPDATE lives SET began_at = began_at", ())
+        await self._do(_statement("UPDATE lives SET began_at = began_at", ()))
 
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
@@ -366,10 +366,6 @@ class Store:
                 f"cannot write {self._path}: {error}; move the file away or choose another --output"
             ) from None
 
-    async def _execute(self, sql: str, values: Any) -> int:
-        """Run one statement; returns the number of changed rows."""
-        return await self._do(lambda db: db.execute(sql, values).rowcount)
-
     async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
         future: Future[T] = Future()
         self._queue.put(_Work(work, future))
@@ -419,6 +415,11 @@ class Store:
 class _Work:
     work: Callable[[sqlite3.Connection], Any]
     future: Future[Any]
+
+
+def _statement(sql: str, values: Any) -> Callable[[sqlite3.Connection], int]:
+    """Runs one statement; returns the number of changed rows."""
+    return lambda db: db.execute(sql, values).rowcount
 
 
 def _attempt(db: sqlite3.Connection, work: Callable[[sqlite3.Connection], Any]) -> Any:

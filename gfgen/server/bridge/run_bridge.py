@@ -101,18 +101,15 @@ class RunBridge(Observer):
     # The supervisor's side --------------------------------------------------------------------------
 
     def joined(self, link: MessageSocket) -> None:
-        self._put(_Joined(link))
-
-    def received(self, message: Any) -> None:
-        self._put(message)
+        self.received(_Joined(link))
 
     def left(self, link: MessageSocket) -> None:
-        self._put(_Left(link))
+        self.received(_Left(link))
 
     def failed(self, error: Exception) -> None:
-        self._put(error)
+        self.received(error)
 
-    def _put(self, message: Any) -> None:
+    def received(self, message: Any) -> None:
         self._inbox.put(message)
         self._wake()
 

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +107,11 @@ class JobFolder:
     def remove_input(self, name: str) -> None:
         for path in (self.inputs / name, *self.inputs.glob(f"{name}.*")):
             _unlink(path)
+
+    def remove_inputs(self, requested: Iterable[RequestedJob]) -> None:
+        for one in requested:
+            if one.has_inputs:
+                self.remove_input(one.spec.id)
 
     def remove_result(self, file: str) -> None:
         _unlink(self.path / file)

@@ -125,11 +125,10 @@ class JobService:
             try:
                 jobs = await self._admitted(requested, run_info)
                 await self._accept(jobs, batch_id=None, key=key)
-            except KeyTakenError as taken:
-                self._drop_pictures(requested)
-                return _same(taken)
-            except Exception:  # not CancelledError: the jobs may have been accepted all the same
-                self._drop_pictures(requested)
+            except Exception as error:  # not CancelledError: the jobs may have been accepted all the same
+                self.folder.remove_inputs(requested)
+                if isinstance(error, KeyTakenError):
+                    return _same(error)
                 raise
         return [job.job_id for _, job in jobs]
 
@@ -214,18 +213,13 @@ class JobService:
             raise ApiError(
                 429,
                 f"{num_open:,} of {most:,} jobs {whose}; retry when some have ended",
-                retry_after_s=self._soonest_end_s(),
+                retry_after_s=_soonest_end_s(self.mirror.records.values(), now=self.now()),
             )
         self._num_reserved[self.owner] += num_jobs
         try:
             yield
         finally:
             self._num_reserved[self.owner] -= num_jobs
-
-    def _soonest_end_s(self) -> float:
-        now = self.now()
-        ends = [r.predicted_end_at - now for r in self.mirror.records.values() if r.predicted_end_at]
-        return min(60.0, max(1.0, min(ends, default=5.0)))
 
     async def cancel(self, job_ids: Iterable[str]) -> list[str]:
         now, mirror = self.now(), self.mirror
@@ -328,10 +322,10 @@ class JobService:
                         )
                     await record.updates.wait(1.0)
 
-    def _drop_pictures(self, requested: Sequence[RequestedJob]) -> None:
-        for one in requested:
-            if one.has_inputs:
-                self.folder.remove_input(one.spec.id)
+
+def _soonest_end_s(open_jobs: Iterable[ServedJob], *, now: float) -> float:
+    ends = [job.predicted_end_at - now for job in open_jobs if job.predicted_end_at]
+    return min(60.0, max(1.0, min(ends, default=5.0)))
 
 
 def _same(taken: KeyTakenError) -> list[str]:
