@@ -320,9 +320,9 @@ class RankOptions(AskedRanks):
             logger.warning("--gpus %s: only %d of them can be used", self.gpus, len(ranks.devices.gpus))
         if not ranks.are_on_gpus:
             _tell_of_graphs("on CPU ranks, which launch no kernels")
-        elif ranks.is_offloaded:
+        elif not ranks.placement.holds_all:
             _tell_of_graphs("with --offload, which moves weights")
-        if self.offload and not ranks.is_offloaded:
+        if self.offload and ranks.placement.holds_all:
             logger.info("--offload has no effect on CPU ranks")
         return ranks
 

@@ -10,13 +10,13 @@ from typing import Any
 from gfgen.errors import InputError, ModelError, Problem, Warned
 from gfgen.job.images import LoraError, LoraFiles
 from gfgen.job.spec import JobSpec
-from gfgen.models.geometry.weights import TEXT_ENCODER
+from gfgen.models.geometry.weights import HOLDS_ALL, TEXT_ENCODER, Placement
 from gfgen.models.lora.fit import LoraFits
 from gfgen.runtime.core.admission import AdmittedJob
 
 
 def split_by_loras(
-    jobs: Sequence[AdmittedJob], fits: LoraFits, *, is_offloaded: bool = False
+    jobs: Sequence[AdmittedJob], fits: LoraFits, *, placement: Placement = HOLDS_ALL
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs whose LoRAs fit their models, and problems for the others."""
     asking = [job for job in jobs if job.spec.lora]
@@ -36,7 +36,7 @@ def split_by_loras(
         for lora, path in _entries(job):
             what = lora["sha256"], lora.get("target"), lora.get("partial")
             if (key := (job.checkpoint, job.spec.model, path, *what)) not in known:
-                known[key] = _judged(fits, job, lora, path, is_offloaded=is_offloaded)
+                known[key] = _judged(fits, job, lora, path, placement=placement)
             found.append(known[key])
         refused = [replace(each, line=job.spec.line) for each in found if isinstance(each, Problem)]
         if not refused:
@@ -104,7 +104,7 @@ def _entries(job: AdmittedJob) -> Iterator[tuple[Mapping[str, Any], str]]:
 
 
 def _judged(
-    fits: LoraFits, job: AdmittedJob, lora: Mapping[str, Any], path: str, *, is_offloaded: bool
+    fits: LoraFits, job: AdmittedJob, lora: Mapping[str, Any], path: str, *, placement: Placement
 ) -> Problem | tuple[Warned, ...]:
     """What is wrong with a LoRA for a model, or what jobs with it are warned of."""
     fit, target = fits.of(job.checkpoint, lora["sha256"]), lora.get("target")
@@ -118,7 +118,9 @@ def _judged(
         )
     if not (changed := fit.changed_in(target)):
         return Problem.of("lora.target", target, f"{path} changes no layer of it; leave it out")
-    if is_offloaded and any(TEXT_ENCODER.fullmatch(weight.partition(".")[0]) for weight in changed):
+    if not placement.holds_all and any(
+        TEXT_ENCODER.fullmatch(weight.partition(".")[0]) for weight in changed
+    ):
         return Problem.of("lora", None, f"{path} changes a text encoder; run it without --offload")
     left_out = () if fit.lacking is None else (Warned("LoRA left out in part", fit.lacking),)
     return (*left_out, *(Warned("LoRA", f"{path}: {text}") for text in fit.warnings))

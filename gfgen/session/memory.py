@@ -19,7 +19,14 @@ from pathlib import Path
 from gfgen.errors import InputError, ModelError, Problem
 from gfgen.models.families.precision import FP8, precision_of, saved_bytes
 from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
-from gfgen.models.geometry.weights import Footprint, count_parameters, device_bytes, footprint, offloaded
+from gfgen.models.geometry.weights import (
+    HOLDS_ALL,
+    Footprint,
+    Placement,
+    count_parameters,
+    device_bytes,
+    footprint,
+)
 from gfgen.models.lora.fit import KEPT_FILES
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.core.admission import AdmittedJob
@@ -54,8 +61,7 @@ class HostMemory:
 
     devices: Devices
     has_random_weights: bool = False
-    is_offloaded: bool = False
-    """GPUs hold neither text encoders nor idle experts."""
+    placement: Placement = HOLDS_ALL
     is_loaded: bool = False
     """The ranks hold the models of all jobs, so what is available of main memory is without them."""
     loras: LoraNeeds = field(default_factory=LoraNeeds)
@@ -109,8 +115,8 @@ class HostMemory:
                 f"{size_in_words(available)} available; use one after the other"
             )
 
-    def check_offloaded(self, checkpoints: Collection[Path]) -> int:
-        """Bytes of main memory that --offload takes. Raises: InputError when they are not available."""
+    def check_waiting(self, checkpoints: Collection[Path]) -> int:
+        """Bytes of main memory for what GPUs do not hold. Raises: InputError when they are not available."""
         return 0
 
     def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
@@ -125,11 +131,11 @@ class HostMemory:
         unfit: Sequence[Problem] = ()
         without_copies: Sequence[Problem] = ()
         if has_loras := any(job.spec.lora for job in jobs):
-            jobs, unfit = split_by_loras(jobs, self.loras.fits, is_offloaded=self.is_offloaded)
+            jobs, unfit = split_by_loras(jobs, self.loras.fits, placement=self.placement)
         checkpoints = {job.checkpoint for job in jobs}
         weights = self.weights(checkpoints)
-        if self.is_offloaded and not self.is_loaded:
-            self.check_offloaded(checkpoints)
+        if not self.is_loaded:
+            self.check_waiting(checkpoints)
         jobs, too_large = self._with_room(jobs, weights, is_new=is_new)
         if has_loras and is_new:
             jobs, without_copies = self._with_copies(jobs, weights)
@@ -295,11 +301,11 @@ class GpuMemory(HostMemory):
         sizes, limit = dict[Path, int](), self.devices.memory_bytes
         for path in sorted(checkpoints):
             parts = self._parts.get(path) or self._parts.setdefault(path, self._measure(path))
-            can_leave = offloaded(parts).on(1)
-            size = sizes[path] = sum(parts.values()) - (can_leave if self.is_offloaded else 0)
+            size = sizes[path] = sum(parts.values()) - self.placement.waiting(parts).on(1)
             need = size + self.beside_bytes
             if limit is not None and need > limit:
-                would_fit = not self.is_offloaded and need - can_leave <= limit
+                can_leave = Placement(holds_all=False).waiting(parts).on(1)
+                would_fit = self.placement.holds_all and need - can_leave <= limit
                 raise InputError(
                     f"{model_name(path)} ({size_in_words(size)}): at least {size_in_words(need)} needed "
                     f"{self.devices.where}, {size_in_words(limit)} there; "
@@ -326,10 +332,10 @@ class GpuMemory(HostMemory):
     def work_bytes(self, job: AdmittedJob) -> int:
         return max(self.job_bytes(job), job.state_bytes + _DECODE_BYTES * job.trajectory.frames_bytes)
 
-    def check_offloaded(self, checkpoints: Collection[Path]) -> int:
+    def check_waiting(self, checkpoints: Collection[Path]) -> int:
         available, total = available_bytes(), 0
-        for path in sorted(checkpoints) if self.is_offloaded else ():
-            need = offloaded(self._in_bf16(path)).on(self.devices.num_ranks)
+        for path in () if self.placement.holds_all else sorted(checkpoints):
+            need = self.placement.waiting(self._in_bf16(path)).on(self.devices.num_ranks)
             total += need
             if available is not None and need > available:
                 raise InputError(
@@ -375,7 +381,7 @@ class GpuMemory(HostMemory):
         needs = self.loras.by_model
         for path, size in self.weights(set(checkpoints) - needs.keys()).items():
             with_copies = size * (3 if self._is_in_fp8(path) else 2)  # copies are in bf16
-            needs[path] = LoraNeed(self.is_offloaded or self._lack(with_copies, 0))
+            needs[path] = LoraNeed(not self.placement.holds_all or self._lack(with_copies, 0))
         return [path for path in checkpoints if needs[path].is_on_host]
 
     def _lack(self, size: int, work: int) -> bool:
@@ -384,7 +390,7 @@ class GpuMemory(HostMemory):
     def _copies_room(self, checkpoints: Collection[Path]) -> float:
         if (available := available_bytes()) is None:
             return math.inf
-        return available - (0 if self.is_loaded else self.check_offloaded(checkpoints))
+        return available - (0 if self.is_loaded else self.check_waiting(checkpoints))
 
 
 def split(

@@ -24,6 +24,7 @@ from gfgen.models.families.precision import (
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.models.geometry.weight_files import weights_id
+from gfgen.models.geometry.weights import HOLDS_ALL, Placement
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, DEFAULT_CPU_RANKS, Devices, choose_devices, parse_memory
 from gfgen.runtime.ipc.settings import RankSettings
@@ -54,8 +55,7 @@ class Ranks:
     trusts_code: bool = False
     compile: str = "auto"
     """Whether blocks of general pipelines are compiled (kernels.py): auto, on or off."""
-    is_offloaded: bool = False
-    """Whether GPUs hold neither text encoders nor idle experts."""
+    placement: Placement = HOLDS_ALL
     precision: tuple[str, ...] = ()
     """What --precision asks for; one that changes nothing is left out."""
     attention: tuple[str, ...] = ()
@@ -102,8 +102,9 @@ class Ranks:
         words += [word for each in self.attention for word in ("--attention", each)]
         words += ["--trust-remote-code"] if self.trusts_code else []
         words += [] if self.compile == "auto" else ["--compile", self.compile]
-        words += ["--offload"] if self.is_offloaded else []
-        return (*words, *([] if self.has_graphs or self.is_offloaded else ["--no-graphs"]))
+        if not self.placement.holds_all:
+            return (*words, "--offload")
+        return (*words, *([] if self.has_graphs else ["--no-graphs"]))
 
     @property
     def settings(self) -> RankSettings:
@@ -119,7 +120,7 @@ class Ranks:
             precision=self.precision,
             attention=self.attention,
             has_graphs=self.has_graphs,
-            is_offloaded=self.is_offloaded,
+            placement=self.placement,
             trusts_code=self.trusts_code,
         )
 
@@ -152,7 +153,7 @@ class Ranks:
         return GpuMemory(
             devices=self.devices,
             has_random_weights=self.has_random_weights,
-            is_offloaded=self.is_offloaded,
+            placement=self.placement,
             vae_dtype=self.vae_dtype,
             precision=self.precision,
         )
@@ -190,15 +191,15 @@ class AskedRanks:
         device = devices.gpus[0].name if devices.gpus else "a CPU"
         check_precision(self.precision, capability=capability, device=device)
         check_precision(self.attention, capability=capability, device=device, option=ATTENTION)
-        is_offloaded = self.offload and devices.kind != CPU
+        placement = Placement(holds_all=not self.offload or devices.kind == CPU)
         return Ranks(
             devices,
             self.random_weights,
             self.vae_dtype,
-            self.graphs and not is_offloaded,  # moved weights have other addresses than records
+            self.graphs and placement.holds_all,  # moved weights have other addresses than records
             self.trust_remote_code,
             self.compile,
-            is_offloaded,
+            placement,
             *(
                 asked if any(x.endswith(FP8) for x in asked) else ()
                 for asked in (self.precision, self.attention)

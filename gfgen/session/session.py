@@ -189,7 +189,7 @@ class Session:
         check_batch(options.batch, {**families_of(jobs), **families})
         checkpoints = {*named.values(), *(job.checkpoint for job in jobs)}
         memory = self.admission.memory
-        memory.check_offloaded(checkpoints)
+        memory.check_waiting(checkpoints)
         self.residency = memory.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
         held = checkpoints if self.residency is None else self.residency.checkpoints
@@ -222,7 +222,7 @@ class Session:
 
     def _warm_ups(self, options: SessionOptions) -> WarmUps | None:
         ranks = options.ranks
-        return warm_ups_of(ranks.devices, options.policy) if not ranks.is_offloaded else None
+        return warm_ups_of(ranks.devices, options.policy) if ranks.placement.holds_all else None
 
     def run(
         self,

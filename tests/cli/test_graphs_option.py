@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from gfgen.cli.main import cli
+from gfgen.models.geometry.weights import Placement
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.runtime.core.metrics import Summary
 from gfgen.session.ranks import AskedRanks, Ranks
@@ -45,15 +46,15 @@ def test_steps_are_graphs_unless_told_otherwise_and_what_has_no_effect_is_told_i
 def test_offload_moves_weights_on_gpus_alone_and_forgoes_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: GPUS)
     found = AskedRanks(offload=True).here()
-    assert (found.is_offloaded, found.has_graphs) == (True, False)
+    assert (found.placement.holds_all, found.has_graphs) == (False, False)
     monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: Devices(CPU, 2))
-    assert not AskedRanks(offload=True).here().is_offloaded
+    assert AskedRanks(offload=True).here().placement.holds_all
 
 
 def test_recorded_commands_say_so_where_steps_are_not_graphs() -> None:
     assert Ranks(GPUS).words == ()
     assert Ranks(GPUS, has_random_weights=True, has_graphs=False).words == ("--random-weights", "--no-graphs")
-    assert Ranks(GPUS, has_graphs=False, is_offloaded=True).words == ("--offload",)
+    assert Ranks(GPUS, has_graphs=False, placement=Placement(holds_all=False)).words == ("--offload",)
     shared = Ranks(Devices(CUDA, 2, GPUS.gpus[:1], ranks_per_gpu=2))
     assert shared.words == ("--ranks-per-gpu", "2")
     assert shared.description == "2 ranks on 1 x NVIDIA H200"

@@ -21,9 +21,9 @@ from gfgen.models.families.adapter import SAMPLE
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.fast.fused import fuse
 from gfgen.models.loading.components import without_progress_bars
-from gfgen.models.loading.offload import offload
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.loading.stored_weights import StoredWeights
+from gfgen.models.loading.waiting import let_wait
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.lora.weights import QuantisedRows, original_weights
 
@@ -333,7 +333,7 @@ def test_in_fp8_a_lora_gives_what_merging_and_then_quantising_gives(
     if is_offloaded:
         for transformer in experts_of(pipeline) if model == "tiny-wan-moe" else ():
             transformer.to("cpu")
-        offload(pipeline, torch.device(device))
+        let_wait(pipeline, torch.device(device))
     before, places = bits_of(pipeline), [x.data_ptr() for x in pipeline.transformer.state_dict().values()]
     merged = MergedLoras(pipeline)
     merged.keeps_on_host, merged.stored = is_offloaded, StoredWeights(resolve_checkpoint(model))

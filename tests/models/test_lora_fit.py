@@ -22,6 +22,7 @@ from gfgen.job.reader import read_jobs, to_mapping
 from gfgen.job.shared import parse_loras
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import resolve_checkpoint
+from gfgen.models.geometry.weights import Placement
 from gfgen.models.lora import fit
 from gfgen.models.lora.fit import LoraFit, LoraFits, by_headers
 from gfgen.models.lora.outlines import answer, weightless_pipeline
@@ -148,7 +149,9 @@ def test_a_lora_of_a_text_encoder_is_refused_where_that_is_offloaded(
         (True, [f"lora: {tmp_path}/both.safetensors changes a text encoder; run it without --offload"]),
     ):
         usual = admission()
-        _, problems = replace(usual, memory=replace(usual.memory, is_offloaded=offloads))([spec])
+        _, problems = replace(
+            usual, memory=replace(usual.memory, placement=Placement(holds_all=not offloads))
+        )([spec])
         assert [str(problem) for problem in problems] == refused
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from gfgen.job.spec import JobSpec
-from gfgen.models.geometry.weights import is_offloaded
+from gfgen.models.geometry.weights import Placement
 from gfgen.models.loading.components import load_pipeline
-from gfgen.models.loading.offload import offload
 from gfgen.models.loading.stored_weights import StoredWeights
+from gfgen.models.loading.waiting import let_wait
 from gfgen.models.lora import merging
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.worker.entry import load_model
@@ -44,7 +44,7 @@ def test_an_offloaded_model_makes_the_pictures_of_the_whole_one(
         ranks = RankSettings(
             num_ranks=1,
             has_random_weights=has_random_weights,
-            is_offloaded=offloads,
+            placement=Placement(holds_all=not offloads),
             lora_copies_on_host=(str(tiny_models[name]),) if offloads else (),
         )
         adapter: Any = load_model(WorkerSettings(0, (), ranks), str(tiny_models[name]))
@@ -67,7 +67,9 @@ def test_a_pipelines_own_call_works_with_offloaded_parts(
     load = partial(load_pipeline, diffusers.WanPipeline, checkpoint, device="cpu", dtype=torch.float32)
     call = {"prompt": "a red fox", "width": 64, "height": 64, "num_frames": 5, "num_inference_steps": 2}
     videos = [
-        load(is_offloaded=offloads)(**call, generator=torch.Generator().manual_seed(1), output_type="pt")
+        load(placement=Placement(holds_all=not offloads))(
+            **call, generator=torch.Generator().manual_seed(1), output_type="pt"
+        )
         for offloads in (False, True)
     ]
     assert torch.equal(videos[0].frames, videos[1].frames)
@@ -99,7 +101,7 @@ class Expert(torch.nn.Module):
 def test_the_device_holds_the_expert_of_the_present_step_alone() -> None:
     high, low = Expert(), Expert()
     parts = {"transformer": high, "transformer_2": low, "vae": torch.nn.Linear(1, 1)}
-    offload(SimpleNamespace(components=parts), torch.device("meta"))
+    let_wait(SimpleNamespace(components=parts), torch.device("meta"))
     assert [high.place.type, low.place.type] == ["cpu", "cpu"], "until the first step"
     for expert, other in ((high, low), (high, low), (low, high), (high, low)):
         assert expert() == "meta"
@@ -121,7 +123,7 @@ class Change:
 def test_loras_of_an_expert_in_host_memory_are_merged_on_the_device() -> None:
     expert, change = torch.nn.Linear(2, 2), Change()
     parts = {"transformer": expert, "transformer_2": torch.nn.Linear(2, 2)}
-    offload(SimpleNamespace(components=parts), torch.device("meta"))
+    let_wait(SimpleNamespace(components=parts), torch.device("meta"))
     with pytest.raises(NotImplementedError, match="out of meta tensor"):  # it has no values to write back
         merging._Model(expert).set({"weight": [(change, 1.0)]})
     assert change.places == {"meta"}
@@ -159,7 +161,7 @@ def test_an_experts_place_changes_no_bit_of_a_merged_lora() -> None:
     change = merging._Product("weight", up, down, 1.0, 1.0)
     expert = torch.nn.Linear(256, 256).bfloat16()
     parts = {"transformer": expert, "transformer_2": torch.nn.Linear(2, 2)}
-    offload(SimpleNamespace(components=parts), torch.device("cuda"))
+    let_wait(SimpleNamespace(components=parts), torch.device("cuda"))
     model = merging._Model(expert, keeps_on_host=True)
     found = []
     for place in ("cpu", "cuda"):
@@ -172,5 +174,7 @@ def test_an_experts_place_changes_no_bit_of_a_merged_lora() -> None:
 
 def test_text_encoders_and_experts_are_offloaded_and_a_transformer_alone_is_not() -> None:
     parts = ["text_encoder", "text_encoder_2", "tokenizer", "transformer", "vae"]
-    assert [name for name in parts if is_offloaded(name, parts)] == ["text_encoder", "text_encoder_2"]
-    assert is_offloaded("transformer", [*parts, "transformer_2"])
+    placement = Placement(holds_all=False)
+    assert [name for name in parts if placement.waits(name, parts)] == ["text_encoder", "text_encoder_2"]
+    assert placement.waits("transformer", [*parts, "transformer_2"])
+    assert not any(Placement().waits(name, parts) for name in parts)

@@ -15,7 +15,7 @@ from gfgen.errors import InputError
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.geometry.weight_files import read_header
-from gfgen.models.geometry.weights import Footprint, device_bytes
+from gfgen.models.geometry.weights import Footprint, Placement, device_bytes
 from gfgen.runtime.core.devices import Devices, Gpu
 from gfgen.runtime.processes.child import Child
 from gfgen.session import memory
@@ -302,7 +302,7 @@ def test_offload_admits_models_on_gpus_that_cannot_hold_them_whole(
     spec = JobSpec(id="a", prompt="a red fox", line=1, **shape)
     with pytest.raises(InputError, match=rf"{model} .*, {gpu_gb}\.0 GB there; --offload would fit"):
         whole.admission(model)([spec])
-    admission = replace(whole, is_offloaded=True).admission(model)
+    admission = replace(whole, placement=Placement(holds_all=False)).admission(model)
     (job,), problems = admission([spec])
     assert not problems
     weights = admission.memory.weights([job.checkpoint])
@@ -326,13 +326,15 @@ def test_transformers_in_fp8_count_half(model, in_bf16_gb, in_fp8_gb):
 def test_main_memory_must_hold_what_is_offloaded_once_for_all_ranks_or_for_each(monkeypatch):
     # Text encoders are mapped; UMT5 takes 11.4 GB. Each rank has its own idle expert of 28.6 GB.
     folder = CONFIGS / "wan2.2-t2v-a14b"
-    gpus = GpuMemory(devices=Devices("cuda", 4), has_random_weights=True, is_offloaded=True)
+    gpus = GpuMemory(
+        devices=Devices("cuda", 4), has_random_weights=True, placement=Placement(holds_all=False)
+    )
     monkeypatch.setattr(memory, "available_bytes", lambda: 126 * GB)
-    gpus.check_offloaded([folder])
+    gpus.check_waiting([folder])
     monkeypatch.setattr(memory, "available_bytes", lambda: 125 * GB)
     message = r"--offload: wan2\.2-t2v-a14b on 4 ranks needs at least 125\.\d GB of main memory, 125\.0"
     with pytest.raises(InputError, match=message):
-        gpus.check_offloaded([folder])
+        gpus.check_waiting([folder])
 
 
 def test_weights_of_a_checkpoint_on_a_gpu_are_counted_from_its_files(tiny_models):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gfgen.errors import InputError, JobFileError
+from gfgen.models.geometry.weights import HOLDS_ALL, Placement
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.devices import CUDA, Devices, Gpu, choose_devices
 from gfgen.session import memory, session
@@ -52,9 +53,9 @@ def test_a_session_that_made_nothing_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def on_gpu(folder: Path, *, gpu_gb: int, is_offloaded: bool = False) -> SessionOptions:
+def on_gpu(folder: Path, *, gpu_gb: int, placement: Placement = HOLDS_ALL) -> SessionOptions:
     devices = Devices(CUDA, 1, (Gpu("a GPU", gpu_gb * 10**9),))
-    ranks = Ranks(devices, has_random_weights=True, is_offloaded=is_offloaded)
+    ranks = Ranks(devices, has_random_weights=True, placement=placement)
     return replace(options_in(folder), ranks=ranks)
 
 
@@ -63,7 +64,7 @@ def test_nothing_is_loaded_if_main_memory_lacks_room_for_what_is_offloaded(
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 10**10)
     with (
-        Session(on_gpu(tmp_path / "out", gpu_gb=48, is_offloaded=True)) as found,
+        Session(on_gpu(tmp_path / "out", gpu_gb=48, placement=Placement(holds_all=False))) as found,
         pytest.raises(InputError, match=r"--offload: qwen-image on 1 rank needs at least 16\.6 GB of main"),
     ):
         found.load([], models=["qwen-image"])

@@ -30,7 +30,7 @@ from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from gfgen.models.fast.evaluation import Evaluator
 from gfgen.models.fast.linears import joined_in_place
-from gfgen.models.loading.offload import is_offloaded
+from gfgen.models.loading.waiting import waits
 
 LENGTHS = (32, 64, 96, 128, 192, 256, 384, 512, 640)
 """A few, since each is a record; close together, since from about 300 tokens on time grows with the length.
@@ -152,7 +152,7 @@ def _attend_all(
 def text_encoder_on(device: torch.device, model: Any) -> TextEncoder | None:
     """None where the pipeline's own forward is used: on CPUs, whose results equal the pipeline's bitwise, for
     weights that accelerate's hooks bring to the device, and for other classes of models."""
-    return None if device.type != "cuda" or is_offloaded(model) else text_encoder_of(model)
+    return None if device.type != "cuda" or waits(model) else text_encoder_of(model)
 
 
 def text_encoder_of(model: Any) -> TextEncoder | None:

@@ -24,6 +24,7 @@ from gfgen.models.geometry import single_file
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
+from gfgen.models.geometry.weights import HOLDS_ALL, Placement
 from gfgen.system.lifeline import module_command, module_environment
 from gfgen.system.machine import cache_dir
 
@@ -133,7 +134,7 @@ def load_adapter(
     has_random_weights: bool = False,
     trusts_code: bool = False,
     kernels: KernelChoice = "own",
-    is_offloaded: bool = False,
+    placement: Placement = HOLDS_ALL,
     in_fp8: InFp8 = NOTHING_IN_FP8,
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
@@ -141,7 +142,7 @@ def load_adapter(
     dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
     VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
     checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
-    With `is_offloaded`, text encoders and idle experts are in host memory. `in_fp8` is for Wan and
+    What does not stay on the device by `placement` waits in host memory. `in_fp8` is for Wan and
     Qwen-Image: their blocks' layers (linears.py) and attention (fp8_attention.py).
 
     Raises: ModelError for a broken directory, or an unknown family.
@@ -156,7 +157,7 @@ def load_adapter(
     from gfgen.models.loading.components import load_pipeline
     from gfgen.models.loading.random_weights import random_pipeline
 
-    load = partial(random_pipeline if has_random_weights else load_pipeline, is_offloaded=is_offloaded)
+    load = partial(random_pipeline if has_random_weights else load_pipeline, placement=placement)
     options = {"device": device, "dtype": getattr(torch, name), "vae_dtype": vae_dtype, "load": load}
     if geometry.family == "qwen-image":
         from gfgen.models.families.qwen_adapter import load_qwen_image

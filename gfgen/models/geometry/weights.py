@@ -41,6 +41,35 @@ def component_dtypes(pipeline_class: str, vae_dtype: str) -> Mapping[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Which components of a model a GPU holds; the others wait in main memory until they are used."""
+
+    holds_all: bool = True
+    """Otherwise text encoders wait, and of two experts the one that a step does not use."""
+
+    def waits(self, component: str, components: Collection[str]) -> bool:
+        """Whether a component waits before its first use; `components` are those of its model."""
+        if self.holds_all:
+            return False
+        has_experts = set(EXPERTS) <= set(components)
+        return TEXT_ENCODER.fullmatch(component) is not None or (has_experts and component in EXPERTS)
+
+    def waiting(self, sizes: Mapping[str, int]) -> Footprint:
+        """What waits between tasks, by the bytes of each component.
+
+        Ranks share a mapping of text encoders. Each rank has its own idle expert, because experts change.
+        """
+        if self.holds_all:
+            return Footprint(0, 0)
+        experts = [sizes[name] for name in EXPERTS if name in sizes]
+        idle = min(experts) if len(experts) == len(EXPERTS) else 0
+        return Footprint(sum(sizes[name] for name in sizes if TEXT_ENCODER.fullmatch(name)), idle)
+
+
+HOLDS_ALL = Placement()
+
+
+@dataclass(frozen=True, slots=True)
 class ComponentFiles:
     folder: Path
     library: str
@@ -94,22 +123,6 @@ def device_bytes(
     return {
         name: count * (_FP32_BYTES if name in wide else _BF16_BYTES) for name, count in num_parameters.items()
     }
-
-
-def offloaded(sizes: Mapping[str, int]) -> Footprint:
-    """What `--offload` keeps in main memory in place of GPUs, by the bytes of each component.
-
-    Ranks share a mapping of text encoders. Each rank has its own idle expert, because experts change.
-    """
-    experts = [sizes[name] for name in EXPERTS if name in sizes]
-    idle = min(experts) if len(experts) == len(EXPERTS) else 0
-    return Footprint(sum(sizes[name] for name in sizes if TEXT_ENCODER.fullmatch(name)), idle)
-
-
-def is_offloaded(component: str, components: Collection[str]) -> bool:
-    """Whether `--offload` keeps a component in host memory until it is used."""
-    has_experts = set(EXPERTS) <= set(components)
-    return TEXT_ENCODER.fullmatch(component) is not None or (has_experts and component in EXPERTS)
 
 
 def count_parameters(checkpoint: Path) -> Mapping[str, int]:

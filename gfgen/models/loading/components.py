@@ -21,11 +21,17 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from gfgen.errors import ModelError, in_one_line
-from gfgen.models.geometry import weights
 from gfgen.models.geometry.checkpoint import OwnClass, read_checkpoint
 from gfgen.models.geometry.weight_files import SINGLE_FILE
-from gfgen.models.geometry.weights import ComponentFiles, component_files, components_of
-from gfgen.models.loading.offload import offload
+from gfgen.models.geometry.weights import (
+    EXPERTS,
+    HOLDS_ALL,
+    ComponentFiles,
+    Placement,
+    component_files,
+    components_of,
+)
+from gfgen.models.loading.waiting import let_wait
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +54,12 @@ def load_pipeline(
     dtype: torch.dtype,
     dtypes: Mapping[str, str] | None = None,
     own_code: Mapping[str, OwnClass] | None = None,
-    is_offloaded: bool = False,
+    placement: Placement = HOLDS_ALL,
     has_host_experts: bool = False,
 ) -> Any:
     """A pipeline of this class with its weights on the device, ready for inference.
 
-    With `is_offloaded`, text encoders and idle experts are in host memory (offload.py). With
+    What does not stay on the device by `placement` waits in host memory (waiting.py). With
     `has_host_experts`, transformers stay there for the caller.
 
     Components in `own_code` are of classes in the checkpoint's own files, which are run.
@@ -73,8 +79,7 @@ def load_pipeline(
 
             def load(files: ComponentFiles, kind: Any) -> Any:
                 name = files.folder.name
-                is_on_host = is_offloaded and weights.is_offloaded(name, names)
-                is_on_host |= has_host_experts and name in weights.EXPERTS
+                is_on_host = placement.waits(name, names) or (has_host_experts and name in EXPERTS)
                 place = "cpu" if is_on_host else device
                 return _load_model(files, kind, device=place, dtype=wanted.get(name, dtype))
 
@@ -95,8 +100,8 @@ def load_pipeline(
         raise ModelError(
             f"model {checkpoint}: cannot be loaded as {pipeline_class.__name__}: {reason}"
         ) from error
-    if is_offloaded:
-        offload(pipeline, torch.device(device))
+    if not placement.holds_all:
+        let_wait(pipeline, torch.device(device))
     logger.info("loaded %s from %s on %s in %s", pipeline_class.__name__, checkpoint, device, dtype)
     return pipeline
 

@@ -25,11 +25,10 @@ from transformers import AutoConfig, Qwen2Tokenizer, T5Tokenizer
 from transformers.initialization import no_init_weights
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry import weights
 from gfgen.models.geometry.checkpoint import VOCABULARIES, Checkpoint, read_checkpoint
-from gfgen.models.geometry.weights import components_of, has_weights
+from gfgen.models.geometry.weights import HOLDS_ALL, Placement, components_of, has_weights
 from gfgen.models.loading.components import without_progress_bars
-from gfgen.models.loading.offload import offload
+from gfgen.models.loading.waiting import let_wait
 
 WORD_LIST = """
 a an the of in on at with and over under through from to by into is are red orange yellow green blue
@@ -111,7 +110,7 @@ def random_pipeline(
     device: str,
     dtype: torch.dtype,
     dtypes: Mapping[str, str] | None = None,
-    is_offloaded: bool = False,
+    placement: Placement = HOLDS_ALL,
     has_host_experts: bool = False,
 ) -> Any:
     """A pipeline of this class with random weights, from config files; options as in `load_pipeline`.
@@ -128,7 +127,7 @@ def random_pipeline(
             parts: dict[str, Any] = {}
             for name in names:
                 parts[name] = _made(files, name, device=device, dtype=own.get(name, dtype))
-                if is_offloaded and weights.is_offloaded(name, components_of(files.index)):
+                if placement.waits(name, components_of(files.index)):
                     parts[name].to("cpu")
             flags = {
                 name: value
@@ -141,8 +140,8 @@ def random_pipeline(
         raise ModelError(
             f"model {checkpoint}: cannot be made as {pipeline_class.__name__}: {reason}"
         ) from error
-    if is_offloaded:
-        offload(pipeline, torch.device(device))
+    if not placement.holds_all:
+        let_wait(pipeline, torch.device(device))
     logger.info(
         "made %s of %s on %s in %s: random weights", pipeline_class.__name__, checkpoint, device, dtype
     )

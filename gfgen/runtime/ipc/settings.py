@@ -8,6 +8,7 @@ from typing import Any
 
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.models.fast.kernels import KernelChoice
+from gfgen.models.geometry.weights import HOLDS_ALL, Placement
 from gfgen.runtime.ipc.arenas import default_plan
 
 
@@ -33,8 +34,8 @@ class RankSettings:
     """What --attention asks for, alike."""
     has_graphs: bool = False
     """On a GPU: whether forwards may be recorded, to be launched at once."""
-    is_offloaded: bool = False
-    """On a GPU: whether text encoders and idle experts are in host memory."""
+    placement: Placement = HOLDS_ALL
+    """On a GPU: which components it holds."""
     lora_copies_on_host: tuple[str, ...] = ()
     """On a GPU: models of which host memory has the copies of the weights that LoRAs change."""
     trusts_code: bool = False

@@ -91,7 +91,7 @@ class Patience:
         longest_s = max((each.predicted_s for each in dispatches), default=0.0)
         return self.leaving_s + self.leaving_factor * longest_s
 
-    def with_offload(self) -> Patience:
+    def with_copies(self) -> Patience:
         """The same for ranks that copy tens of gigabytes of weights within a task, while others wait."""
         return replace(self, wait_s=10 * self.wait_s, leaving_s=120.0, stopping_s=120.0)
 

@@ -88,8 +88,8 @@ class WorkerPool:
     ) -> None:
         self.settings = settings
         self.models = HeldModels(checkpoints)
-        copies_weights = settings.is_offloaded or settings.lora_copies_on_host or settings.precision
-        patience = Patience().with_offload() if copies_weights else Patience()
+        holds_all = settings.placement.holds_all and not settings.lora_copies_on_host
+        patience = Patience() if holds_all and not settings.precision else Patience().with_copies()
         self.patience = patience.with_shared_gpus(settings.ranks_per_gpu)
         """With its ranks; more where they share GPUs or copy weights."""
         self.clock = AwakeClock()

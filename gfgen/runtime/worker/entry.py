@@ -92,7 +92,7 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
         has_random_weights=settings.ranks.has_random_weights,
         trusts_code=settings.ranks.trusts_code,
         kernels=settings.ranks.kernels,
-        is_offloaded=settings.ranks.is_offloaded,
+        placement=settings.ranks.placement,
         in_fp8=InFp8(
             precision_of(settings.ranks.precision, Path(path)) == FP8,
             precision_of(settings.ranks.attention, Path(path)) == FP8,

@@ -291,7 +291,7 @@ class GpuDevice(Device):
         kinds = task_kinds(work, self._rank, forward)
         # accelerate's hooks give memory back to the device when they have copied weights
         is_sure = not self._has_peers or (
-            not self._settings.ranks.is_offloaded and self._memory.is_familiar(kinds)
+            self._settings.ranks.placement.holds_all and self._memory.is_familiar(kinds)
         )
         prepared_s = self._get_ready(works, forward, may_block=not is_sure)
         ready_s = time.monotonic()

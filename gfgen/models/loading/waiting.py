@@ -1,4 +1,4 @@
-"""Components that stay in host memory until they are used, by accelerate's hooks (`--offload`).
+"""Components that wait in host memory until they are used, by accelerate's hooks (`--offload`).
 
 A text encoder never is on the device as a whole: each of its layers is copied there for its own forward. Of
 two experts, the one that a step needs takes the place of the other, layer by layer, so neither memory holds
@@ -19,8 +19,8 @@ from accelerate.hooks import CpuOffload, add_hook_to_module
 from gfgen.models.geometry.weights import EXPERTS, TEXT_ENCODER
 
 
-def offload(pipeline: Any, device: torch.device) -> None:
-    """Let components that are in host memory (`weights.is_offloaded`) compute on the device; once each."""
+def let_wait(pipeline: Any, device: torch.device) -> None:
+    """Let components that are in host memory (`Placement.waits`) compute on the device; once each."""
     for name, part in pipeline.components.items():
         if TEXT_ENCODER.fullmatch(name) and isinstance(part, torch.nn.Module):
             cpu_offload(part, device)
@@ -30,7 +30,7 @@ def offload(pipeline: Any, device: torch.device) -> None:
             add_hook_to_module(own, _InPlaceOf(other, device), append=True)
 
 
-def is_offloaded(model: torch.nn.Module) -> bool:
+def waits(model: torch.nn.Module) -> bool:
     """Whether accelerate brings some of its weights from host memory."""
     return any(hasattr(module, "_hf_hook") for module in model.modules())
 
