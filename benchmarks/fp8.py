@@ -41,7 +41,7 @@ from benchmarks.measure_forward import (
 from benchmarks.timing import device_ms, host_s
 from gfgen.models.fast import rows
 from gfgen.models.fast.fused import fuse
-from gfgen.models.fast.linears import Fp8Linear, linear_gelu, quantise
+from gfgen.models.fast.linears import QuantisedLinear, linear_gelu, quantise
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.parallel.hooks import install
@@ -84,7 +84,7 @@ def time_kernels() -> None:
         (64, 3072, 12288), (512, 3072, 6144),
     ):  # fmt: skip
         layer = nn.Linear(inner, outer, dtype=torch.bfloat16, device="cuda")
-        fp8, x = Fp8Linear(layer), torch.randn((1, num, inner), device="cuda").bfloat16()
+        fp8, x = QuantisedLinear(layer), torch.randn((1, num, inner), device="cuda").bfloat16()
         given = rows.to_fp8(x)
         times = [timed_us(layer, x), timed_us(fp8, given), timed_us(rows.to_fp8, x)]
         if outer > 3 * inner:

@@ -283,7 +283,7 @@ def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary
     with contextlib.closing(inbox):
         first = inbox.look()
         session.load(first, models=[options.model])
-        session.admission.models.tell_of_unused_precision(session.checkpoints)
+        session.admission.models.precision.tell_of_other_models(session.checkpoints)
         with contextlib.suppress(OSError):  # a folder that others own: gfgen status needs the output folder
             write_live(folder, {"output": str(options.output_dir.absolute())})
         inbox.start(admit=session.admission.of_loaded(session.checkpoints))

@@ -295,7 +295,7 @@ def serve_models(options: ServeOptions) -> None:
         logger.info("listening on http://%s:%d; loading the models", options.host, options.port)
         found = [session.admission.models.find(name) for name in options.models]
         checkpoints = [model.checkpoint for model in found]
-        session.admission.models.tell_of_unused_precision(checkpoints)
+        session.admission.models.precision.tell_of_other_models(checkpoints)
         session.admission.memory.serve_loras(options.loras, checkpoints)
         try:
             session.load([], models=options.models)

@@ -22,14 +22,7 @@ from pathlib import Path
 from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
 from gfgen.job.reader import JobSource, ParsedJobs, passed_deadlines, with_bar
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.precision import (
-    FP8,
-    PRECISION,
-    check_heads,
-    check_layers,
-    precision_of,
-    tell_of_other_models,
-)
+from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import (
     DEFAULT_MODEL,
     check_name,
@@ -107,7 +100,7 @@ def judge(
     jobs, unlike = admission.models.try_calls(jobs)
     jobs, unfit = admission.fit(jobs, done=None if claims is None else claims.done)
     if jobs:
-        admission.models.tell_of_unused_precision({job.checkpoint for job in jobs})
+        admission.models.precision.tell_of_other_models({job.checkpoint for job in jobs})
     jobs, without_file = (jobs, ()) if claims is None else claims.claim(jobs)
     problems = _by_line(parsed.problems, refused, unlike, unfit, without_file)
     return AdmittedSource(parsed, jobs, problems, num_colliding=len(without_file))
@@ -197,8 +190,7 @@ class Models:
     default: str
     has_random_weights: bool = False
     trusts_code: bool = False
-    fp8: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """What --precision and --attention ask for, if anything."""
+    precision: Precision = Precision()
     known: dict[str, ResolvedModel | str] = field(default_factory=dict)
     """By name: the model, or what is wrong with it."""
     loaded: frozenset[Path] | None = None
@@ -224,20 +216,12 @@ class Models:
 
     def look_up(self, name: str) -> ResolvedModel:
         model = resolved_model(name, has_random_weights=self.has_random_weights, trusts_code=self.trusts_code)
-        for option, asked in self.fp8.items():
-            if precision_of(asked, model.checkpoint) == FP8:
-                check = check_layers if option == PRECISION else check_heads
-                check(model.geometry, model.checkpoint)
+        self.precision.check_model(model.geometry, model.checkpoint)
         return model
 
     def try_calls(self, jobs: Sequence[AdmittedJob]) -> Judged:
         """The jobs whose calls their pipelines do not refuse (calls.py)."""
         return (jobs, ()) if self.has_random_weights else try_calls(jobs, trusts_code=self.trusts_code)
-
-    def tell_of_unused_precision(self, checkpoints: Collection[Path]) -> None:
-        """Log if --precision or --attention names none of these models."""
-        for option, asked in self.fp8.items():
-            tell_of_other_models(asked, checkpoints, option=option)
 
 
 @dataclass(kw_only=True)

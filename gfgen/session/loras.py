@@ -10,13 +10,13 @@ from typing import Any
 from gfgen.errors import InputError, ModelError, Problem, Warned
 from gfgen.job.images import LoraError, LoraFiles
 from gfgen.job.spec import JobSpec
-from gfgen.models.geometry.weights import HOLDS_ALL, TEXT_ENCODER, Placement
+from gfgen.models.geometry.weights import TEXT_ENCODER, Placement
 from gfgen.models.lora.fit import LoraFits
 from gfgen.runtime.core.admission import AdmittedJob
 
 
 def split_by_loras(
-    jobs: Sequence[AdmittedJob], fits: LoraFits, *, placement: Placement = HOLDS_ALL
+    jobs: Sequence[AdmittedJob], fits: LoraFits, *, placement: Placement = Placement()
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs whose LoRAs fit their models, and problems for the others."""
     asking = [job for job in jobs if job.spec.lora]

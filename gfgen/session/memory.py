@@ -17,16 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gfgen.errors import InputError, ModelError, Problem
-from gfgen.models.families.precision import FP8, precision_of, saved_bytes
+from gfgen.models.families.precision import Precision
 from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
-from gfgen.models.geometry.weights import (
-    HOLDS_ALL,
-    Footprint,
-    Placement,
-    count_parameters,
-    device_bytes,
-    footprint,
-)
+from gfgen.models.geometry.weights import Footprint, Placement, count_parameters, device_bytes, footprint
 from gfgen.models.lora.fit import KEPT_FILES
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.core.admission import AdmittedJob
@@ -61,7 +54,7 @@ class HostMemory:
 
     devices: Devices
     has_random_weights: bool = False
-    placement: Placement = HOLDS_ALL
+    placement: Placement = Placement()
     is_loaded: bool = False
     """The ranks hold the models of all jobs, so what is available of main memory is without them."""
     loras: LoraNeeds = field(default_factory=LoraNeeds)
@@ -280,7 +273,7 @@ class GpuMemory(HostMemory):
     """The memory of each GPU; slabs and writers use main memory."""
 
     vae_dtype: str = "auto"
-    precision: Sequence[str] = ()
+    precision: Precision = Precision()
     _parts: dict[Path, Mapping[str, int]] = field(default_factory=dict, init=False)
     """Bytes of the components of models that were asked for."""
 
@@ -314,15 +307,12 @@ class GpuMemory(HostMemory):
         return sizes
 
     def _measure(self, checkpoint: Path) -> Mapping[str, int]:
-        saved = saved_bytes(checkpoint) if self._is_in_fp8(checkpoint) else {}
+        saved = self.precision.saved_bytes(checkpoint)
         return {name: size - saved.get(name, 0) for name, size in self._in_bf16(checkpoint).items()}
 
     def _in_bf16(self, checkpoint: Path) -> Mapping[str, int]:
         num_parameters = _random_parameters(checkpoint) if self.has_random_weights else None
         return device_bytes(checkpoint, num_parameters=num_parameters, vae_dtype=self.vae_dtype)
-
-    def _is_in_fp8(self, checkpoint: Path) -> bool:
-        return precision_of(self.precision, checkpoint) == FP8
 
     def job_bytes(self, job: AdmittedJob) -> int:
         """State before and after a step, or frames during a decode."""
@@ -371,7 +361,7 @@ class GpuMemory(HostMemory):
             return 0
         largest = max(need.changed.values(), default=0)
         num_base = largest if need.is_on_host else sum(need.changed.values())
-        num_base += _QUANTISING * largest if self._is_in_fp8(checkpoint) else 0
+        num_base += _QUANTISING * largest if self.precision.quantised(checkpoint).layers else 0
         return _GPU_BYTES * (num_base + _num_factors(need))
 
     def copies_on_host(self, checkpoints: Collection[Path]) -> Collection[Path]:
@@ -380,7 +370,7 @@ class GpuMemory(HostMemory):
             return ()
         needs = self.loras.by_model
         for path, size in self.weights(set(checkpoints) - needs.keys()).items():
-            with_copies = size * (3 if self._is_in_fp8(path) else 2)  # copies are in bf16
+            with_copies = size * (3 if self.precision.quantised(path).layers else 2)  # copies are in bf16
             needs[path] = LoraNeed(not self.placement.holds_all or self._lack(with_copies, 0))
         return [path for path in checkpoints if needs[path].is_on_host]
 

@@ -13,18 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from gfgen.errors import JobFileError
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.precision import (
-    ATTENTION,
-    AUTO,
-    FP8,
-    PRECISION,
-    check_precision,
-    precision_of,
-)
+from gfgen.models.families.precision import AUTO, Precision
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.models.geometry.weight_files import weights_id
-from gfgen.models.geometry.weights import HOLDS_ALL, Placement
+from gfgen.models.geometry.weights import Placement
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, DEFAULT_CPU_RANKS, Devices, choose_devices, parse_memory
 from gfgen.runtime.ipc.settings import RankSettings
@@ -55,11 +48,8 @@ class Ranks:
     trusts_code: bool = False
     compile: str = "auto"
     """Whether blocks of general pipelines are compiled (kernels.py): auto, on or off."""
-    placement: Placement = HOLDS_ALL
-    precision: tuple[str, ...] = ()
-    """What --precision asks for; one that changes nothing is left out."""
-    attention: tuple[str, ...] = ()
-    """What --attention asks for, alike."""
+    placement: Placement = Placement()
+    precision: Precision = Precision()
 
     @property
     def num_ranks(self) -> int:
@@ -76,8 +66,8 @@ class Ranks:
 
     @property
     def profiled_as(self) -> str:
-        """The name of the device in profiles: with fp8, tasks have other durations."""
-        return " ".join((self.device_name, *self.precision, *(f"attention {x}" for x in self.attention)))
+        """The name of the device in profiles."""
+        return self.precision.named(self.device_name)
 
     @property
     def device_name(self) -> str:
@@ -98,8 +88,8 @@ class Ranks:
         shared = self.devices.ranks_per_gpu
         words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
-        words += [word for each in self.precision for word in ("--precision", each)]
-        words += [word for each in self.attention for word in ("--attention", each)]
+        for option, texts in self.precision.by_option.items():
+            words += [word for text in texts for word in (f"--{option}", text)]
         words += ["--trust-remote-code"] if self.trusts_code else []
         words += [] if self.compile == "auto" else ["--compile", self.compile]
         if not self.placement.holds_all:
@@ -118,7 +108,6 @@ class Ranks:
             has_random_weights=self.has_random_weights,
             vae_dtype=self.vae_dtype,
             precision=self.precision,
-            attention=self.attention,
             has_graphs=self.has_graphs,
             placement=self.placement,
             trusts_code=self.trusts_code,
@@ -132,13 +121,12 @@ class Ranks:
 
     def admission(self, default_model: str, *, bounds: JobBounds | None = None) -> Admission:
         has_bounded_steps = bounds is not None and bounds.step_s is not None
-        fp8 = {PRECISION: self.precision, ATTENTION: self.attention}
         return Admission(
             models=Models(
                 default=default_model,
                 has_random_weights=self.has_random_weights,
                 trusts_code=self.trusts_code,
-                fp8={option: asked for option, asked in fp8.items() if asked},
+                precision=self.precision,
             ),
             memory=self.memory,
             bounds=bounds,
@@ -189,8 +177,7 @@ class AskedRanks:
             devices = replace(devices, num_ranks=self.ranks or machine.fitting_ranks(cpu_ranks))
         capability = min((gpu.capability for gpu in devices.gpus), default=None)
         device = devices.gpus[0].name if devices.gpus else "a CPU"
-        check_precision(self.precision, capability=capability, device=device)
-        check_precision(self.attention, capability=capability, device=device, option=ATTENTION)
+        precision = Precision(self.precision, self.attention).checked(capability=capability, device=device)
         placement = Placement(holds_all=not self.offload or devices.kind == CPU)
         return Ranks(
             devices,
@@ -200,10 +187,7 @@ class AskedRanks:
             self.trust_remote_code,
             self.compile,
             placement,
-            *(
-                asked if any(x.endswith(FP8) for x in asked) else ()
-                for asked in (self.precision, self.attention)
-            ),
+            precision,
         )
 
 
@@ -309,11 +293,8 @@ def _uses(ranks: Ranks, checkpoint: Path, jobs: Sequence[AdmittedJob]) -> Uses:
     """What these jobs do with their model, or everything that it can do in this run."""
     from gfgen.models.ahead.pool import Uses
 
-    uses = Uses(
-        layers=(precision_of(ranks.precision, checkpoint),),
-        attention=(precision_of(ranks.attention, checkpoint),),
-        vae_dtypes=(ranks.vae_dtype,),
-    )
+    words = ranks.precision.of(checkpoint)
+    uses = Uses(layers=(words["precision"],), attention=(words["attention"],), vae_dtypes=(ranks.vae_dtype,))
     if not jobs:
         return uses
     specs = [job.spec for job in jobs]
@@ -333,8 +314,7 @@ def made_with(ranks: Ranks, checkpoint: Path, *, kernels: KernelChoice = "own") 
         "device": "cpu" if ranks.devices.kind == CPU else ranks.device_name,
         "vae_dtype": ranks.vae_dtype,
         **({} if kernels == "own" else {"kernels": kernels}),
-        **({} if precision_of(ranks.precision, checkpoint) == AUTO else {"precision": FP8}),
-        **({} if precision_of(ranks.attention, checkpoint) == AUTO else {"attention": FP8}),
+        **{option: word for option, word in ranks.precision.of(checkpoint).items() if word != AUTO},
     }
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from gfgen.errors import Warned
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.precision import tell_of_other_models
+from gfgen.models.families.precision import Precision
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import admit
 from gfgen.runtime.core.clock import Clock
@@ -38,7 +38,7 @@ def test_a_model_that_no_job_takes_is_told_to_have_no_effect(caplog, model, jobs
     ("asked", "told"), [("fp8", None), ("qwen-image=fp8", None), ("wan2.2-ti2v-5b=fp8", "wan2.2-ti2v-5b=fp8")]
 )
 def test_a_precision_for_a_model_of_no_job_is_told_to_have_no_effect(caplog, asked, told):
-    tell_of_other_models([asked], [find_weightless("qwen-image").checkpoint])
+    Precision((asked,)).tell_of_other_models([find_weightless("qwen-image").checkpoint])
     expected = f"--precision {told} has no effect: no job uses this model"
     assert [record.getMessage() for record in caplog.records] == [expected] * (told is not None)
 

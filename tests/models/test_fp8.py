@@ -16,11 +16,11 @@ from test_fused import CASES, forward
 
 from gfgen.errors import InputError, ModelError
 from gfgen.layout import Layout
-from gfgen.models.families.precision import check_layers, check_precision, precision_of, saved_bytes
+from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.fast import rows
 from gfgen.models.fast.fused import fuse
-from gfgen.models.fast.linears import Fp8Linear, Modulation
+from gfgen.models.fast.linears import Modulation, QuantisedLinear
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import parallel_from
@@ -83,7 +83,7 @@ def test_a_norm_writes_what_a_pass_over_its_result_would_write(device: str) -> N
 @torch.no_grad()
 def test_a_layer_is_the_product_of_what_it_stores(device: str, length: int) -> None:
     plain = torch.nn.Linear(64, 48, dtype=torch.bfloat16, device=device)
-    layer, x = Fp8Linear(plain), random(1, length, 64, seed=1).to(device, torch.bfloat16)
+    layer, x = QuantisedLinear(plain), random(1, length, 64, seed=1).to(device, torch.bfloat16)
     given = rows.to_fp8(x)
     weight = layer.weight.float() * layer.scales.T
     wanted = (given.values.float() * given.scales.view(1, -1, 1)) @ weight.T + plain.bias.float()
@@ -101,7 +101,7 @@ def test_a_product_that_cublas_has_only_with_one_scale_is_scaled_afterwards(
     device: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = torch.nn.Linear(64, 48, bias=has_bias, dtype=torch.bfloat16, device=device)
-    layer, x = Fp8Linear(plain), random(1, 9, 64, seed=1).to(device, torch.bfloat16)
+    layer, x = QuantisedLinear(plain), random(1, 9, 64, seed=1).to(device, torch.bfloat16)
     usual, product = layer(x), torch._scaled_mm
     refused: list[torch.Size] = []
 
@@ -124,7 +124,7 @@ def test_a_product_that_cublas_has_only_with_one_scale_is_scaled_afterwards(
 @torch.no_grad()
 def test_layers_of_full_size_take_any_number_of_rows(device: str, inner: int, outer: int) -> None:
     plain = torch.nn.Linear(inner, outer, dtype=torch.bfloat16, device=device)
-    layer = Fp8Linear(plain)
+    layer = QuantisedLinear(plain)
     for num_rows in (1, 7, 16, 32, 33, 64, 127, 128, 200, 256, 257):
         x = random(1, num_rows, inner, seed=1).to(device, torch.bfloat16)
         assert distance(layer(x).float(), plain(x).float()) < FP8_ERROR
@@ -179,7 +179,7 @@ def test_the_memory_that_fp8_saves_is_what_is_counted_before_a_run(case: Any) ->
     before = 2 * sum(each.numel() for each in plain.parameters())
     weights = (each for name, each in in_fp8.named_buffers() if name.endswith(("weight", "weight_NFC")))
     num_8_bit = sum(each.numel() for each in weights if each.element_size() == 1)
-    assert saved_bytes(path)["transformer"] == pytest.approx(num_8_bit, rel=0.02)
+    assert Precision(("fp8",)).saved_bytes(path)["transformer"] == pytest.approx(num_8_bit, rel=0.02)
     assert num_8_bit > 0.4 * before / 2
 
 
@@ -198,27 +198,29 @@ def test_what_cannot_be_asked_for_is_one_line(
     asked: str, capability: tuple[int, int] | None, says: str
 ) -> None:
     with pytest.raises(InputError) as raised:
-        check_precision((asked,), capability=capability, device="a GPU")
+        Precision((asked,)).checked(capability=capability, device="a GPU")
     assert str(raised.value).startswith(says)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
 def test_gpus_with_fp8_are_accepted(capability: tuple[int, int]) -> None:
-    check_precision(("fp8", "tiny-wan=auto"), capability=capability, device="a GPU")
+    asked = Precision(("fp8", "tiny-wan=auto"))
+    assert asked.checked(capability=capability, device="a GPU") == asked
 
 
 def test_a_model_that_is_named_counts_more_than_all() -> None:
     wan, qwen = CONFIGS / "wan2.2-ti2v-5b", Path("/hub/models--Qwen--Qwen-Image/snapshots/abc")
-    assert [precision_of(("qwen-image=fp8",), path) for path in (wan, qwen)] == ["auto", "fp8"]
-    asked = ("wan2.2-ti2v-5b=auto", "fp8")
-    assert [precision_of(asked, path) for path in (wan, qwen)] == ["auto", "fp8"]
-    assert precision_of((), wan) == "auto"
+    assert [Precision(("qwen-image=fp8",)).of(path)["precision"] for path in (wan, qwen)] == ["auto", "fp8"]
+    asked = Precision(("wan2.2-ti2v-5b=auto", "fp8"))
+    assert [asked.of(path)["precision"] for path in (wan, qwen)] == ["auto", "fp8"]
+    assert [asked.quantised(path) for path in (wan, qwen)] == [(False, False), (True, False)]
+    assert Precision().of(wan) == {"precision": "auto", "attention": "auto"}
 
 
 @pytest.mark.parametrize("name", ["wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "qwen-image"])
 def test_full_size_models_fit(name: str) -> None:
-    check_layers(weightless_geometry(CONFIGS / name), CONFIGS / name)
+    Precision(("fp8",)).check_model(weightless_geometry(CONFIGS / name), CONFIGS / name)
 
 
 def test_layers_that_do_not_fit_are_named(tmp_path: Path, tiny_models: Mapping[str, Path]) -> None:
@@ -226,4 +228,4 @@ def test_layers_that_do_not_fit_are_named(tmp_path: Path, tiny_models: Mapping[s
     config = path / "transformer" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"ffn_dim": 100}))
     with pytest.raises(ModelError, match="the feed-forward layers of transformer, which have 100 channels"):
-        check_layers(load_geometry(path), path)
+        Precision(("fp8",)).check_model(load_geometry(path), path)

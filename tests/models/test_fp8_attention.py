@@ -17,7 +17,7 @@ from test_fused import CASES, distance, forward, in_one_forward, in_turn
 from gfgen.errors import InputError, ModelError
 from gfgen.layout import Layout
 from gfgen.models.families import precision
-from gfgen.models.families.precision import ATTENTION, check_heads, check_precision
+from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
@@ -115,15 +115,18 @@ def test_where_attention_in_fp8_cannot_be_is_one_line(
 ) -> None:
     monkeypatch.setattr(precision, "find_spec", lambda _: "there" if has_package else None)
     with pytest.raises(InputError) as raised:
-        check_precision(("fp8",), capability=capability, device="a GPU", option=ATTENTION)
+        Precision(attention=("fp8",)).checked(capability=capability, device="a GPU")
     assert str(raised.value).startswith(f"--attention fp8: {says}")
-    check_precision(("tiny-wan=auto",), capability=capability, device="a GPU", option=ATTENTION)
+    without = Precision(attention=("tiny-wan=auto",)).checked(capability=capability, device="a GPU")
+    assert without == Precision(), "what changes nothing is left out"
 
 
 def test_heads_that_do_not_fit_are_named(tmp_path: Path, tiny_models: Mapping[str, Path]) -> None:
-    check_heads(weightless_geometry(CONFIGS / "qwen-image"), CONFIGS / "qwen-image")
+    Precision(attention=("fp8",)).check_model(
+        weightless_geometry(CONFIGS / "qwen-image"), CONFIGS / "qwen-image"
+    )
     path = Path(shutil.copytree(tiny_models["tiny-wan"], tmp_path / "odd"))
     config = path / "transformer" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_head_dim": 160}))
     with pytest.raises(ModelError, match="the heads of transformer, which have 160 channels; up to 128 fit"):
-        check_heads(load_geometry(path), path)
+        Precision(attention=("fp8",)).check_model(load_geometry(path), path)

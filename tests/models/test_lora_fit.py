@@ -21,6 +21,7 @@ from gfgen.job.images import NoImages
 from gfgen.job.reader import read_jobs, to_mapping
 from gfgen.job.shared import parse_loras
 from gfgen.job.spec import JobSpec
+from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.geometry.weights import Placement
 from gfgen.models.lora import fit
@@ -198,7 +199,9 @@ def test_a_model_in_fp8_needs_copies_in_bf16_and_memory_to_quantise(tmp_path: Pa
     checkpoint, fits = resolve_checkpoint("shapes"), LoraFits()
     fits.look([(checkpoint, "a", lora(tmp_path / "a.safetensors", width=width))])
     for keeps_on_host in (False, True):
-        bf16, fp8 = (GpuMemory(devices=Devices(CUDA, 1), precision=precision) for precision in ((), ("fp8",)))
+        bf16, fp8 = (
+            GpuMemory(devices=Devices(CUDA, 1), precision=Precision(asked)) for asked in ((), ("fp8",))
+        )
         needs = LoraNeeds(fits, {checkpoint: LoraNeed(keeps_on_host)})
         need = needs.of(checkpoint, {("a", None)})
         more = fp8.lora_bytes(checkpoint, need) - bf16.lora_bytes(checkpoint, need)
@@ -225,7 +228,9 @@ def on_gpus(
 ) -> Admission:
     gpus = (Gpu("a GPU", gpu_gb * GB),) * num_ranks
     ranks = Ranks(
-        Devices(CUDA, num_ranks, gpus), has_random_weights=model == "qwen-image", precision=precision
+        Devices(CUDA, num_ranks, gpus),
+        has_random_weights=model == "qwen-image",
+        precision=Precision(precision),
     )
     return ranks.admission(model)
 

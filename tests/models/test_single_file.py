@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families import registry
-from gfgen.models.families.precision import precision_of
+from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.weights import count_parameters, footprint
@@ -185,8 +185,8 @@ def test_a_folder_of_links_that_cannot_be_named_is_one_line(
 def test_a_file_whose_precision_is_named_has_it(file: Path) -> None:
     name = f"tiny-wan:{file}"
     checkpoint = resolve_checkpoint(name)
-    assert precision_of((f"{name}=fp8",), checkpoint) == "fp8"
-    assert precision_of(("tiny-wan=fp8",), checkpoint) == "auto"
+    assert Precision((f"{name}=fp8",)).of(checkpoint)["precision"] == "fp8"
+    assert Precision(("tiny-wan=fp8",)).of(checkpoint)["precision"] == "auto"
 
 
 def written(path: Path, content: bytes | dict[str, torch.Tensor]) -> Path:

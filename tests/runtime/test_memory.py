@@ -13,6 +13,7 @@ from builders import make_job
 
 from gfgen.errors import InputError
 from gfgen.job.spec import JobSpec
+from gfgen.models.families.precision import Precision
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.geometry.weight_files import read_header
 from gfgen.models.geometry.weights import Footprint, Placement, device_bytes
@@ -318,7 +319,8 @@ def test_transformers_in_fp8_count_half(model, in_bf16_gb, in_fp8_gb):
     ranks = Ranks(devices, has_random_weights=True)
     checkpoint = ranks.admission(model).models.find(model).checkpoint
     sizes = [
-        replace(ranks, precision=each).memory.weights([checkpoint])[checkpoint] for each in ((), ("fp8",))
+        replace(ranks, precision=Precision(each)).memory.weights([checkpoint])[checkpoint]
+        for each in ((), ("fp8",))
     ]
     assert [size / GB for size in sizes] == pytest.approx([in_bf16_gb, in_fp8_gb], abs=0.2)
 

@@ -9,6 +9,7 @@ import pytest
 
 from gfgen.cli.shown.prediction import known_here
 from gfgen.errors import InputError
+from gfgen.models.families.precision import Precision
 from gfgen.models.geometry.weight_files import weights_id
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.session.ranks import AskedRanks, Ranks, differences, made_with
@@ -48,16 +49,16 @@ def test_differences_are_named_with_both_values(tmp_path: Path) -> None:
 def test_fp8_is_a_difference_and_nothing_else_mentions_precision(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "a", b"x")
     usual = Ranks(Devices(CUDA, 1, (Gpu("NVIDIA H200", 1),)))
-    before, now = made_with(usual, path), made_with(replace(usual, precision=("fp8",)), path)
+    before, now = made_with(usual, path), made_with(replace(usual, precision=Precision(("fp8",))), path)
     assert "precision" not in before
     assert differences(before, now) == ["precision auto (now fp8)"]
     assert differences(now, before) == ["precision fp8 (now auto)"]
-    assert made_with(replace(usual, precision=("qwen-image=fp8",)), path) == before
-    attending = replace(usual, attention=("fp8",))
+    assert made_with(replace(usual, precision=Precision(("qwen-image=fp8",))), path) == before
+    attending = replace(usual, precision=Precision(attention=("fp8",)))
     assert differences(before, made_with(attending, path)) == ["attention auto (now fp8)"]
     assert attending.profiled_as == "NVIDIA H200 attention fp8"
     assert usual.profiled_as == "NVIDIA H200"
-    assert replace(usual, precision=("fp8",)).profiled_as == "NVIDIA H200 fp8"
+    assert replace(usual, precision=Precision(("fp8",))).profiled_as == "NVIDIA H200 fp8"
 
 
 def test_ranks_on_a_cpu_refuse_fp8() -> None:
@@ -65,7 +66,7 @@ def test_ranks_on_a_cpu_refuse_fp8() -> None:
         AskedRanks(device="cpu", precision=("fp8",)).here()
     with pytest.raises(InputError, match="--attention fp8: a CPU cannot attend in fp8"):
         AskedRanks(device="cpu", attention=("fp8",)).here()
-    assert AskedRanks(device="cpu", precision=("auto",)).here().precision == ()
+    assert AskedRanks(device="cpu", precision=("auto",)).here().precision == Precision()
 
 
 def test_times_in_bf16_predict_fp8_as_those_of_another_gpu(
@@ -73,7 +74,7 @@ def test_times_in_bf16_predict_fp8_as_those_of_another_gpu(
 ) -> None:
     monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
     usual = Ranks(Devices(CUDA, 1, (Gpu("NVIDIA H200", 1),)))
-    measured, scaled = known_here((), usual), known_here((), replace(usual, precision=("fp8",)))
+    measured, scaled = known_here((), usual), known_here((), replace(usual, precision=Precision(("fp8",))))
     assert measured is not None and scaled is not None  # noqa: PT018
     assert {row.basis for row in measured.rows} == {"measured"}
     assert {row.basis for row in scaled.rows} == {"scaled"}, "as of another GPU, until a run has measured"

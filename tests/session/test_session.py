@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gfgen.errors import InputError, JobFileError
-from gfgen.models.geometry.weights import HOLDS_ALL, Placement
+from gfgen.models.geometry.weights import Placement
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.devices import CUDA, Devices, Gpu, choose_devices
 from gfgen.session import memory, session
@@ -53,7 +53,7 @@ def test_a_session_that_made_nothing_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def on_gpu(folder: Path, *, gpu_gb: int, placement: Placement = HOLDS_ALL) -> SessionOptions:
+def on_gpu(folder: Path, *, gpu_gb: int, placement: Placement = Placement()) -> SessionOptions:
     devices = Devices(CUDA, 1, (Gpu("a GPU", gpu_gb * 10**9),))
     ranks = Ranks(devices, has_random_weights=True, placement=placement)
     return replace(options_in(folder), ranks=ranks)

@@ -14,7 +14,7 @@ from gfgen.cluster.simulated import MAX_NODES, Nodes
 from gfgen.errors import InputError, JobFileError
 from gfgen.graph import Stage
 from gfgen.layout import MAX_RANKS
-from gfgen.models.families.precision import FP8
+from gfgen.models.families.precision import Precision, is_named
 from gfgen.models.families.registry import PACKAGED
 from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.core.admission import AdmittedJob
@@ -103,7 +103,7 @@ def known_here(jobs: Sequence[AdmittedJob], ranks: Ranks) -> Profile | None:
     calibrate = not ranks.are_on_gpus and any(job.model_in() in PACKAGED for job in jobs)
     found = find_profile(ranks.profiled_as, calibrate=calibrate)
     own = None if found is None else found[1]
-    if not ranks.are_on_gpus or ranks.precision or ranks.attention:
+    if not ranks.are_on_gpus or ranks.precision != Precision():
         return own
     known = [*([own] if own else []), *shipped_profiles()]
     return first_fitting(known, jobs, num_ranks=ranks.num_ranks) or own
@@ -130,20 +130,15 @@ def unseen_shapes(profile: Profile, jobs: Sequence[AdmittedJob]) -> str | None:
 def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> str:
     """The predicted machine and the basis of the prediction, such as '4 x NVIDIA H200 (measured here)'."""
     is_shipped = profile in shipped_profiles()
-    is_of_gpu = _is_of(profile.device, gpu_name())
+    gpu = gpu_name()
+    is_of_gpu = gpu is not None and is_named(profile.device, gpu)
     is_here = not is_shipped and (is_of_gpu or profile.device == cpu_name())
     notes = [_basis(profile, jobs, is_here=is_here)]
     if "core" in profile.device:
         return f"{counted(num_ranks, 'CPU rank')} ({'; '.join([profile.device, *notes])})"
     if not is_of_gpu:
-        name = gpu_name()
-        notes.append("this machine has no GPU" if name is None else f"this machine has {name}")
+        notes.append("this machine has no GPU" if gpu is None else f"this machine has {gpu}")
     return f"{num_ranks} x {profile.device} ({'; '.join(notes)})"
-
-
-def _is_of(device: str, gpu: str | None) -> bool:
-    """Whether a profile's device is this GPU, in any precision (`Ranks.profiled_as`)."""
-    return gpu is not None and (device == gpu or (device.startswith(f"{gpu} ") and device.endswith(FP8)))
 
 
 def _basis(profile: Profile, jobs: Sequence[AdmittedJob], *, is_here: bool) -> str:

@@ -33,7 +33,7 @@ EXCHANGES = "exchanges"
 _KINDS = {"row_kernels": "denoising", "frame_kernels": "decoding", "low_rank": "LoRAs"}
 Item = tuple[str, Any]
 """An architecture and a call of a Triton kernel, or None for the exchanges between GPUs."""
-_FIRST_FP8 = 89
+_FIRST_E4M3 = 89
 _LINK_S = 5.0
 
 
@@ -48,7 +48,7 @@ def main() -> None:
         (name, call)
         for name in request["architectures"]
         for call in (None, *request["calls"])
-        if call is None or _number(name) >= _FIRST_FP8 or "float8_e4m3fn" not in call[1]
+        if call is None or _number(name) >= _FIRST_E4M3 or "float8_e4m3fn" not in call[1]
     ]
     print(json.dumps(outcomes(items, functools.partial(outcome, compiles=request["compiles"]))))
 

@@ -31,7 +31,7 @@ from gfgen.models.families.pictures import denormalize_latents, to_uint8
 from gfgen.models.fast import causal_vae, stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
-from gfgen.models.fast.kernels import NOTHING_IN_FP8, InFp8
+from gfgen.models.fast.kernels import NOT_QUANTISED, Quantised
 from gfgen.models.fast.texts import NUM_TEXTS, forward_inputs, text_shape, with_texts
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
@@ -232,9 +232,9 @@ def load_qwen_image(
     dtype: torch.dtype,
     vae_dtype: str = "auto",
     load: LoadPipeline = load_pipeline,
-    in_fp8: InFp8 = NOTHING_IN_FP8,
+    quantised: Quantised = NOT_QUANTISED,
 ) -> QwenImageAdapter:
-    if in_fp8.attention:
+    if quantised.attention:
         check_fp8_attention(torch.device(device))
     dtypes = component_dtypes(QwenImagePipeline.__name__, vae_dtype)
     pipeline = load(
@@ -243,12 +243,12 @@ def load_qwen_image(
         device=device,
         dtype=dtype,
         dtypes=dtypes,
-        has_host_experts=in_fp8.layers,
+        has_host_experts=quantised.layers,
     )
     install(pipeline.transformer)
     if dtype != torch.float32:
-        on = torch.device(device) if in_fp8.layers else None
-        fuse(pipeline.transformer, fp8_on=on, attends_in_fp8=in_fp8.attention)
+        on = torch.device(device) if quantised.layers else None
+        fuse(pipeline.transformer, fp8_on=on, attends_in_fp8=quantised.attention)
         is_fast(torch.device(device), dtype)  # tries it now: no task may wait for the device
     shared_decode.install(pipeline.vae)
     if torch.device(device).type == "cuda":

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from gfgen.errors import ModelError, nearest
 from gfgen.job.images import NO_PICKLE, PICKLES
-from gfgen.models.fast.kernels import NOTHING_IN_FP8, InFp8, KernelChoice
+from gfgen.models.fast.kernels import NOT_QUANTISED, KernelChoice, Quantised
 from gfgen.models.geometry import single_file
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
-from gfgen.models.geometry.weights import HOLDS_ALL, Placement
+from gfgen.models.geometry.weights import Placement
 from gfgen.system.lifeline import module_command, module_environment
 from gfgen.system.machine import cache_dir
 
@@ -134,16 +134,16 @@ def load_adapter(
     has_random_weights: bool = False,
     trusts_code: bool = False,
     kernels: KernelChoice = "own",
-    placement: Placement = HOLDS_ALL,
-    in_fp8: InFp8 = NOTHING_IN_FP8,
+    placement: Placement = Placement(),
+    quantised: Quantised = NOT_QUANTISED,
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
 
     dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
     VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
     checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
-    What does not stay on the device by `placement` waits in host memory. `in_fp8` is for Wan and
-    Qwen-Image: their blocks' layers (linears.py) and attention (fp8_attention.py).
+    What does not stay on the device by `placement` waits in host memory. `quantised` is for Wan
+    and Qwen-Image: their blocks' layers (linears.py) and attention (fp8_attention.py).
 
     Raises: ModelError for a broken directory, or an unknown family.
     """
@@ -162,14 +162,14 @@ def load_adapter(
     if geometry.family == "qwen-image":
         from gfgen.models.families.qwen_adapter import load_qwen_image
 
-        return load_qwen_image(checkpoint, geometry, in_fp8=in_fp8, **options)
+        return load_qwen_image(checkpoint, geometry, quantised=quantised, **options)
     if isinstance(geometry, PipelineGeometry):
         from gfgen.models.stepping.adapter import load_any
 
         return load_any(checkpoint, geometry, kernels=kernels, **options)
     from gfgen.models.families.wan_adapter import load_wan
 
-    return load_wan(checkpoint, geometry, in_fp8=in_fp8, **options)
+    return load_wan(checkpoint, geometry, quantised=quantised, **options)
 
 
 def tiny_dir() -> Path:

@@ -30,7 +30,7 @@ from gfgen.models.families.pictures import denormalize_latents, load_image, to_u
 from gfgen.models.fast import causal_vae, stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
-from gfgen.models.fast.kernels import NOTHING_IN_FP8, InFp8
+from gfgen.models.fast.kernels import NOT_QUANTISED, Quantised
 from gfgen.models.fast.rows import padded_to
 from gfgen.models.fast.texts import NUM_TEXTS, forget_text_results, keep_text_results, with_texts
 from gfgen.models.geometry.model import Geometry
@@ -234,29 +234,30 @@ def load_wan(
     dtype: torch.dtype,
     vae_dtype: str = "auto",
     load: LoadPipeline = load_pipeline,
-    in_fp8: InFp8 = NOTHING_IN_FP8,
+    quantised: Quantised = NOT_QUANTISED,
 ) -> WanAdapter:
     """The adapter of a Wan checkpoint, its components on the device.
 
     By default the VAE stays in fp32, as on the model cards.
     """
-    if in_fp8.attention:
+    if quantised.attention:
         check_fp8_attention(torch.device(device))
     pipeline_class = WanImageToVideoPipeline if geometry.family == "wan-moe-i2v" else WanPipeline
     dtypes = component_dtypes(pipeline_class.__name__, vae_dtype)
+    on_host = quantised.layers
     loaded = load(
-        pipeline_class, checkpoint, device=device, dtype=dtype, dtypes=dtypes, has_host_experts=in_fp8.layers
+        pipeline_class, checkpoint, device=device, dtype=dtype, dtypes=dtypes, has_host_experts=on_host
     )
     names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer", "transformer_2")
     parts = {name: getattr(loaded, name) for name in names}
     for transformer in filter(None, (loaded.transformer, loaded.transformer_2)):
         install(transformer)
         if dtype != torch.float32:
-            on = torch.device(device) if in_fp8.layers else None
-            fuse(transformer, fp8_on=on, attends_in_fp8=in_fp8.attention)
+            on = torch.device(device) if quantised.layers else None
+            fuse(transformer, fp8_on=on, attends_in_fp8=quantised.attention)
         elif device == "cpu":
             keep_text_results(transformer)
-        if in_fp8.layers and hasattr(transformer, "_hf_hook"):
+        if quantised.layers and hasattr(transformer, "_hf_hook"):
             transformer.to("cpu")  # where --offload keeps it until it is used
     shared_decode.install(loaded.vae)
     if torch.device(device).type == "cuda":

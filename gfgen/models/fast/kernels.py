@@ -17,14 +17,14 @@ from typing import Literal, NamedTuple
 KernelChoice = Literal["own", "fused", "compiled"]
 
 
-class InFp8(NamedTuple):
+class Quantised(NamedTuple):
     """Which parts of the transformers of Wan or Qwen-Image are in fp8."""
 
     layers: bool = False
     attention: bool = False
 
 
-NOTHING_IN_FP8 = InFp8()
+NOT_QUANTISED = Quantised()
 
 # Per context and so per thread: ranks may be threads around one model.
 _CHOICE: ContextVar[KernelChoice] = ContextVar("kernels", default="own")

@@ -66,15 +66,16 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def quantise(blocks: nn.Module) -> None:
     """Replace all linear layers inside; their weights in bf16 are freed."""
     for parent, name, layer in list(_linears(blocks)):
-        setattr(parent, name, Fp8Gelu(layer.proj) if isinstance(layer, LinearGelu) else Fp8Linear(layer))
+        has_gelu = isinstance(layer, LinearGelu)
+        setattr(parent, name, QuantisedGelu(layer.proj) if has_gelu else QuantisedLinear(layer))
 
 
 def takes_fp8(layer: Any) -> bool:
     """Whether a layer takes `Fp8Rows` as they are."""
-    return isinstance(layer, (Fp8Linear, Fp8Gelu))
+    return isinstance(layer, (QuantisedLinear, QuantisedGelu))
 
 
-class Fp8Linear(nn.Module):
+class QuantisedLinear(nn.Module):
     """[.., C] -> [.., features] in bf16: x W' + b, from bf16 or from `Fp8Rows`."""
 
     weight: Tensor
@@ -82,9 +83,9 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        rows = to_fp8(layer.weight)
-        self.register_buffer("weight", rows.values)
-        self.register_buffer("scales", rows.scales.view(1, -1))
+        values, scales = in_e4m3(layer.weight)
+        self.register_buffer("weight", values)
+        self.register_buffer("scales", scales.view(1, -1))
         self.bias = layer.bias
         self.dtype = layer.weight.dtype
         self._refused: set[int] = set()
@@ -113,12 +114,12 @@ class Fp8Linear(nn.Module):
         return (result if self.bias is None else result + self.bias).to(self.dtype)
 
 
-class Fp8Gelu(nn.Module):
+class QuantisedGelu(nn.Module):
     """[.., C] -> `Fp8Rows` [.., features]: gelu(x W' + b), tanh approximation, for the layer behind it."""
 
     def __init__(self, proj: nn.Linear) -> None:
         super().__init__()
-        self.proj = Fp8Linear(proj)
+        self.proj = QuantisedLinear(proj)
 
     def forward(self, x: Tensor | Fp8Rows) -> Fp8Rows:
         return to_fp8(self.proj(x), has_gelu=True)
@@ -246,6 +247,12 @@ class Int8Layers(nn.Module):
 
             row_kernels.int8_layers(x[0], weight_NFC, scale_NFG, bias_NF, result)
         return result
+
+
+def in_e4m3(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[F, C] -> e4m3 [F, C] and scales [F, 1] in fp32."""
+    rows = to_fp8(weight)
+    return rows.values, rows.scales
 
 
 def in_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

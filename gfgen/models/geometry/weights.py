@@ -66,9 +66,6 @@ class Placement:
         return Footprint(sum(sizes[name] for name in sizes if TEXT_ENCODER.fullmatch(name)), idle)
 
 
-HOLDS_ALL = Placement()
-
-
 @dataclass(frozen=True, slots=True)
 class ComponentFiles:
     folder: Path

@@ -23,14 +23,7 @@ from transformers.utils import logging as transformers_logging
 from gfgen.errors import ModelError, in_one_line
 from gfgen.models.geometry.checkpoint import OwnClass, read_checkpoint
 from gfgen.models.geometry.weight_files import SINGLE_FILE
-from gfgen.models.geometry.weights import (
-    EXPERTS,
-    HOLDS_ALL,
-    ComponentFiles,
-    Placement,
-    component_files,
-    components_of,
-)
+from gfgen.models.geometry.weights import EXPERTS, ComponentFiles, Placement, component_files, components_of
 from gfgen.models.loading.waiting import let_wait
 
 logger = logging.getLogger(__name__)
@@ -54,7 +47,7 @@ def load_pipeline(
     dtype: torch.dtype,
     dtypes: Mapping[str, str] | None = None,
     own_code: Mapping[str, OwnClass] | None = None,
-    placement: Placement = HOLDS_ALL,
+    placement: Placement = Placement(),
     has_host_experts: bool = False,
 ) -> Any:
     """A pipeline of this class with its weights on the device, ready for inference.

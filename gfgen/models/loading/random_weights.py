@@ -26,7 +26,7 @@ from transformers.initialization import no_init_weights
 
 from gfgen.errors import ModelError
 from gfgen.models.geometry.checkpoint import VOCABULARIES, Checkpoint, read_checkpoint
-from gfgen.models.geometry.weights import HOLDS_ALL, Placement, components_of, has_weights
+from gfgen.models.geometry.weights import Placement, components_of, has_weights
 from gfgen.models.loading.components import without_progress_bars
 from gfgen.models.loading.waiting import let_wait
 
@@ -110,7 +110,7 @@ def random_pipeline(
     device: str,
     dtype: torch.dtype,
     dtypes: Mapping[str, str] | None = None,
-    placement: Placement = HOLDS_ALL,
+    placement: Placement = Placement(),
     has_host_experts: bool = False,
 ) -> Any:
     """A pipeline of this class with random weights, from config files; options as in `load_pipeline`.

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfgen.models.fast.linears import Fp8Linear, Int8Layers, Modulation, in_int8
-from gfgen.models.fast.rows import to_fp8
+from gfgen.models.fast.linears import Int8Layers, Modulation, QuantisedLinear, in_e4m3, in_int8
 from gfgen.models.lora.accounting import FUSED
 
 
@@ -75,8 +74,8 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, parameter in model.named_parameters():
         yield name, parameter.data
     for name, layer in model.named_modules():
-        if isinstance(layer, Fp8Linear):
-            rows = QuantisedRows(layer.weight, layer.scales.view(-1), layer.dtype, _in_fp8)
+        if isinstance(layer, QuantisedLinear):
+            rows = QuantisedRows(layer.weight, layer.scales.view(-1), layer.dtype, in_e4m3)
             yield f"{name}.weight", rows
         elif isinstance(layer, Int8Layers):
             for idx, (values, scales, bias) in enumerate(
@@ -84,8 +83,3 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
             ):
                 yield f"modulation.layers.{idx}.weight", QuantisedRows(values, scales, bias.dtype, in_int8)
                 yield f"modulation.layers.{idx}.bias", bias
-
-
-def _in_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    rows = to_fp8(weight)
-    return rows.values, rows.scales

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gfgen.gfc.arena import ArenaPlan
+from gfgen.models.families.precision import Precision
 from gfgen.models.fast.kernels import KernelChoice
-from gfgen.models.geometry.weights import HOLDS_ALL, Placement
+from gfgen.models.geometry.weights import Placement
 from gfgen.runtime.ipc.arenas import default_plan
 
 
@@ -28,13 +29,10 @@ class RankSettings:
     """The arena of each rank; None for the usual size."""
     has_random_weights: bool = False
     vae_dtype: str = "auto"
-    precision: tuple[str, ...] = ()
-    """What --precision asks for (models/families/precision.py)."""
-    attention: tuple[str, ...] = ()
-    """What --attention asks for, alike."""
+    precision: Precision = Precision()
     has_graphs: bool = False
     """On a GPU: whether forwards may be recorded, to be launched at once."""
-    placement: Placement = HOLDS_ALL
+    placement: Placement = Placement()
     """On a GPU: which components it holds."""
     lora_copies_on_host: tuple[str, ...] = ()
     """On a GPU: models of which host memory has the copies of the weights that LoRAs change."""
@@ -60,8 +58,7 @@ class RankSettings:
     def computed_with(self) -> Mapping[str, Any]:
         """What must be equal for other ranks to continue a job: it decides what its tensors are like."""
         found = {name: getattr(self, name) for name in ("device", "vae_dtype", "has_random_weights")}
-        found |= {"precision": list(self.precision)} if self.precision else {}
-        found |= {"attention": list(self.attention)} if self.attention else {}
+        found |= {option: list(texts) for option, texts in self.precision.by_option.items() if texts}
         return found if self.kernels == "own" else found | {"kernels": self.kernels}
 
 

@@ -15,9 +15,7 @@ from pathlib import Path
 import torch
 
 from gfgen.models.families.adapter import Adapter
-from gfgen.models.families.precision import FP8, precision_of
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.fast.kernels import InFp8
 from gfgen.models.loading.stored_weights import StoredWeights
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Loading, WorkerFailed, WorkerReady
@@ -93,10 +91,7 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
         trusts_code=settings.ranks.trusts_code,
         kernels=settings.ranks.kernels,
         placement=settings.ranks.placement,
-        in_fp8=InFp8(
-            precision_of(settings.ranks.precision, Path(path)) == FP8,
-            precision_of(settings.ranks.attention, Path(path)) == FP8,
-        ),
+        quantised=settings.ranks.precision.quantised(Path(path)),
     )
     adapter.loras.keeps_on_host = path in settings.ranks.lora_copies_on_host
     adapter.loras.stored = StoredWeights(Path(path), settings.ranks.has_random_weights)
