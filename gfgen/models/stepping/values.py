@@ -206,7 +206,7 @@ class _Unpacker:
 
     def _tensor(self, name: str, order: list[int] | None, device: str) -> torch.Tensor:
         value = self._tensors[name]
-        moved = value.to("cpu" if device == "cpu" else self._target)
+        moved = value.to(self._device(device))
         if self._is_copied and moved is value:
             moved = value.clone()
         return moved.permute([order.index(dim) for dim in range(len(order))]) if order else moved
@@ -221,7 +221,7 @@ class _Unpacker:
         return PIL.Image.fromarray(self._tensor(*tensor).numpy()).convert(mode)
 
     def _generator(self, device: str, *tensor: Any) -> torch.Generator:
-        generator = torch.Generator(device if device == "cpu" else self._target)
+        generator = torch.Generator(self._device(device))
         generator.set_state(self._tensor(*tensor))
         return generator
 
