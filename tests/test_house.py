@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 61_485,
+    "lines of the package": 61_472,
     "files of the package": 313,
     "lines of the core": 5_981,
     "files of the core": 27,
@@ -24,8 +24,8 @@ LIMITS = {
     "methods of one class": 25,
     "folders that name reuse": 5,
     "folders that name lora": 17,
-    "folders that name offload": 8,
-    "folders that name fp8": 8,
+    "folders that name offload": 3,
+    "folders that name fp8": 3,
 }
 """The core is the list of docs/core.md. A folder names a feature if a name in its code contains the word."""
 ORDER = [
