@@ -71,8 +71,8 @@ class JobView:
     """The most ranks that can share the rows of its decode."""
     arrangement: Arrangement | None = None
     """How it uses its ranks; None where nothing is predicted."""
-    loras: str = ""
-    """The LoRAs of the job; equal texts are equal LoRAs."""
+    patches: str = ""
+    """What it merges into its model's weights (LoRAs); equal texts are equal patches, and "" is none."""
     switch_s: float = 0.0
     """Predicted time to merge them on a rank that holds others."""
     owner: str | None = None
@@ -165,8 +165,8 @@ class RankView:
     """Free now, or predicted free within the lookahead, with nothing queued."""
     models: frozenset[str]
     """Models whose weights are resident."""
-    loras: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """By model, the LoRAs that it contains; models without any may be missing."""
+    patches: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """By model, those in its weights; models without any may be missing."""
 
 
 class Costs(Protocol):

@@ -190,10 +190,9 @@ def to_mapping(spec: JobSpec) -> dict[str, Any]:
     values = {name: times[name] if name in times else getattr(spec, name, None) for name in FIELDS}
     values["priority"] = spec.priority or None
     if spec.lora is not None and spec.lora_files is not None:
-        given = [{name: lora.get(name) for name in ("scale", "target", "partial")} for lora in spec.lora]
         values["lora"] = [
-            {"path": path} | {name: value for name, value in each.items() if value is not None}
-            for path, each in zip(spec.lora_files, given, strict=True)
+            {"path": path} | {name: value for name, value in each.items() if name != "sha256"}
+            for path, each in zip(spec.lora_files, spec.lora, strict=True)
         ]
     return {name: value for name, value in values.items() if value is not None}
 

@@ -68,6 +68,20 @@ SHORT_HASH_CHARS = 10
 """40 bits: among 100,000 jobs with one slug, a clash has a chance of 0.5% and costs a number."""
 
 
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A change of a model's weights: a LoRA. Patches of the same file are equal wherever it is."""
+
+    sha256: str
+    """Of the file when the job was admitted."""
+    scale: float
+    target: str | None
+    """The only model of the pipeline that it changes; None: all that it has layers of."""
+    is_partial: bool
+    """Layers that the models lack are left out."""
+    path: str = field(compare=False, repr=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """One job, as asked; a model's geometry turns it into the same type as run.
@@ -146,6 +160,19 @@ class JobSpec:
     def size_text(self) -> str:
         """Such as "832x480"; auto if only the model knows it."""
         return "auto" if self.width is None else f"{self.width}x{self.height}"
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """What the job merges into its model's weights, in this order."""
+        if not self.lora:
+            return ()
+        return tuple(
+            Patch(each["sha256"], each["scale"], each.get("target"), each.get("partial", False), path)
+            for each, path in zip(self.lora, self.lora_files or (), strict=True)
+        )
+
+    def without_patches(self) -> JobSpec:
+        return replace(self, lora=None, lora_files=None)
 
 
 def spec_hash(spec: JobSpec, *, has_random_weights: bool = False) -> str:

@@ -13,7 +13,7 @@ from gfgen.graph import STEPS, Stage, Task
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.policies.fair_share import shared
-from gfgen.policies.held_loras import with_held_loras
+from gfgen.policies.held_patches import with_held_patches
 from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.control.jobs import Jobs
 from gfgen.runtime.control.ranks import Ranks, share_island
@@ -75,9 +75,7 @@ class Decider:
         try:
             if not self.policy.is_built_in:
                 return _ask(partial(within, DECISION_LIMIT_S, self._decided), snapshot)
-            decided = _ask(self.policy.decide, snapshot)
-            has_loras = any(view.loras for view in snapshot.ranks)
-            return with_held_loras(snapshot, decided) if has_loras else decided
+            return with_held_patches(snapshot, _ask(self.policy.decide, snapshot))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a policy may be the user's own, and call sys.exit()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import Counter
@@ -140,8 +139,8 @@ class JobRecord:
     """Infinity without a deadline."""
     job_id: str = field(init=False)
     model: str = field(init=False)
-    loras: str = field(init=False)
-    """Of the job, as a text by which they are compared."""
+    patches: str = field(init=False)
+    """Of the job, as a text by which they are compared; empty without any."""
     owner: str | None = field(init=False)
     num_tasks: int = field(init=False)
     file_bytes: int = field(init=False)
@@ -162,7 +161,7 @@ class JobRecord:
         spec = self.job.spec
         self.model, self.owner = spec.model or "", spec.owner
         self.batch, self.file_bytes = [self], self.job.file_bytes
-        self.loras = json.dumps(spec.lora, sort_keys=True) if spec.lora else ""
+        self.patches = str(spec.patches or "")
 
     @property
     def first_open_index(self) -> int:
@@ -182,9 +181,9 @@ class JobRecord:
             task = self._next_task = self.job.trajectory.task(index)
         return task
 
-    def merges_loras(self, stage: Stage) -> bool:
-        """Whether tasks of this stage need the job's LoRAs, and no others, in the weights."""
-        # Calls of general pipelines may have LoRAs in their text encoders.
+    def needs_patches(self, stage: Stage) -> bool:
+        """Whether tasks of this stage need the job's patches, and no others, in the weights."""
+        # Those of general pipelines may change text encoders.
         return stage is Stage.DENOISE or (self.job.has_nominal_flops and stage is not Stage.APPROXIMATE)
 
     @property
@@ -230,7 +229,7 @@ class JobRecord:
             max_ulysses_degree=limits.max_ulysses_degree,
             max_decode_degree=limits.max_decode_degree,
             arrangement=costs.arrangement(cost_class),
-            loras=self.loras,
+            patches=self.patches,
             switch_s=costs.switch_s(cost_class),
             owner=self.owner,
             num_approximate=len(trajectory.approximate),

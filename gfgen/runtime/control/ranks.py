@@ -138,8 +138,8 @@ class RankRecord:
     idle_since_s: float = 0.0
     ended_s: float = 0.0
     """When its part of the last finished task ended."""
-    loras: dict[str, str] = field(default_factory=dict)
-    """By model, the LoRAs of the last task that needed its weights."""
+    patches: dict[str, str] = field(default_factory=dict)
+    """By model, the patches of the last task that needed its weights."""
     view: RankView | None = None
     """What policies saw last of this rank; None when it is outdated."""
 
@@ -184,7 +184,7 @@ class Ranks:
             view, can_take = rank.view, rank.rank in free
             if view is None or view.can_take is not can_take:
                 held = frozenset[str]() if rank.is_loading else models
-                view = rank.view = RankView(rank.rank, rank.free_at_s, can_take, held, dict(rank.loras))
+                view = rank.view = RankView(rank.rank, rank.free_at_s, can_take, held, dict(rank.patches))
             if rank.is_ready:
                 views.append(view)
         return tuple(views)
@@ -208,13 +208,13 @@ class Ranks:
             record.flights.append(flight)
             record.view = None
 
-    def merge(self, layout: Layout, model: str, loras: str) -> bool:
-        """A task needs a model with these LoRAs and no others; whether a rank of it has to merge them."""
-        held = [self.records[rank].loras for rank in layout.ranks]
-        if all(each.get(model, "") == loras for each in held):
+    def merge(self, layout: Layout, model: str, patches: str) -> bool:
+        """A task needs a model with these patches and no others; whether a rank of it has to merge them."""
+        held = [self.records[rank].patches for rank in layout.ranks]
+        if all(each.get(model, "") == patches for each in held):
             return False
         for each in held:
-            each[model] = loras
+            each[model] = patches
         return True
 
     def leave(self, flight: Flight, *, at_s: float, times: Sequence[RankTimes] = ()) -> None:
@@ -234,7 +234,7 @@ class Ranks:
     def load(self, models: Collection[str], load_s: float, *, at_s: float) -> None:
         """Every rank loads these models in place of others, after its present task."""
         for rank in self.records:
-            rank.loras = {model: loras for model, loras in rank.loras.items() if model in models}
+            rank.patches = {model: patches for model, patches in rank.patches.items() if model in models}
             rank.is_loading, rank.load_s, rank.view = not rank.is_retired, load_s, None
             rank.idle_since_s = max(rank.idle_since_s, at_s)
 
@@ -247,7 +247,7 @@ class Ranks:
         rank = self.records[event.rank]
         rank.is_ready, rank.is_loading, rank.view = False, False, None
         rank.is_retired = event.is_retired
-        rank.loras.clear()
+        rank.patches.clear()
 
     def check(self) -> None:
         for rank in self.records:

@@ -204,7 +204,7 @@ class State:
         task_s, least_s = self._costs.ends_after_s(cost_class, task.stage, degrees)
         start_s = max([self.clock.turn_s, *[self.ranks.records[rank].free_at_s for rank in layout.ranks]])
         switch_s = move_s = 0.0
-        if record.merges_loras(task.stage) and self.ranks.merge(layout, record.model, record.loras):
+        if record.needs_patches(task.stage) and self.ranks.merge(layout, record.model, record.patches):
             switch_s = self._costs.switch_s(cost_class)
         transfers: tuple[Transfer, ...] = ()
         if source is not None and source != layout:

@@ -40,7 +40,7 @@ class Dispatch:
     transfers: tuple[Transfer, ...] = ()
     """Moves from `source` to `layout` before the task can start."""
     switch_s: float = 0.0
-    """Predicted time to merge the job's LoRAs, as a part of the task; 0 if the ranks hold them."""
+    """Predicted time to merge the job's patches, as a part of the task; 0 if the ranks hold them."""
     batch: range | None = None
     """The dispatches of its batch, by number: the rank computes their steps together."""
     late_s: float = 0.0

@@ -34,7 +34,7 @@ DEFAULT_FLOPS_PER_S = 2e10
 OVERHEAD_S = 2e-3
 """Per task, for launching from Python and publishing the state."""
 SWITCH_S = 0.05
-"""Merging other LoRAs, until this run has done so."""
+"""Merging other patches, until this run has done so."""
 _NUM_RECENT = 9
 """Durations, or other tasks, that an estimate rests on. Their median ignores the slow first steps of up to
 four new shapes of prompts, and follows a lasting change after five tasks."""
@@ -92,7 +92,7 @@ class ModelTimes:
     first_uses: Recent | None = None
     """How much longer first uses took than other tasks of their kind."""
     switches: Recent | None = None
-    """Seconds to merge other LoRAs."""
+    """Seconds to merge other patches."""
     writes: defaultdict[str, Recent] = field(default_factory=lambda: defaultdict(Recent))
     """From the end of a decode to its file, by shape."""
 
@@ -391,7 +391,7 @@ class CostModel:
         return self._profile.move_s + cost_class.state_bytes / self._profile.move_bytes_per_s
 
     def switch_s(self, cost_class: CostClass) -> float:
-        """Predicted time to merge other LoRAs into a model."""
+        """Predicted time to merge other patches into a model."""
         learned = cost_class.shared.switches
         return SWITCH_S if learned is None else learned.value
 
@@ -429,7 +429,7 @@ class CostModel:
     def observe_switch(
         self, cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: float
     ) -> None:
-        """Learn from a completed task that merged other LoRAs first."""
+        """Learn from a completed task that merged other patches first."""
         usual, shared = cost_class.measured.get((stage, degrees)), cost_class.shared
         if usual is None:
             switch_s = self.switch_s(cost_class) / cost_class.batch

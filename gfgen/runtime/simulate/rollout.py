@@ -358,7 +358,7 @@ class _Rollout:
             taken.update(dict.fromkeys(segment.layout.ranks, end_s))
         ranks = tuple(
             [  # four times as fast as `replace`
-                RankView(x.rank, taken.get(x.rank, now_s), x.rank not in taken, x.models, x.loras)
+                RankView(x.rank, taken.get(x.rank, now_s), x.rank not in taken, x.models, x.patches)
                 for x in self._start.ranks
             ]
         )

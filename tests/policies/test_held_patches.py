@@ -1,4 +1,4 @@
-"""Jobs start on ranks that hold their LoRAs."""
+"""Jobs start on ranks that hold their patches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from builders import Recorder, make_job, simulate
 
-from gfgen.policies import held_loras
+from gfgen.policies import held_patches
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.events import TaskDone
@@ -21,6 +21,7 @@ def jobs_with_loras(*, spread_s: float = 0.0) -> list[AdmittedJob]:
         make_job(
             f"job-{idx}",
             lora=[{"sha256": f"{rng.randrange(NUM_LORAS)}", "scale": 1.0}],
+            lora_files=["style.safetensors"],
             arrival_s=idx * spread_s,
         )
         for idx in range(NUM_JOBS)
@@ -40,13 +41,13 @@ def test_many_jobs_over_many_loras_spend_little_time_switching(policy: str) -> N
 
 
 def test_without_the_preference_they_switch_for_nearly_every_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_loras, "NOTABLE", float("inf"))
+    monkeypatch.setattr(held_patches, "NOTABLE", float("inf"))
     recorder = simulate(jobs_with_loras(), policy="srtf", num_ranks=4)
     assert share_of_switches(recorder) > 0.05
 
 
 def test_a_job_is_overtaken_only_by_jobs_that_arrived_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_loras, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(held_patches, "PATIENCE_S", 1.0)
     recorder = simulate(jobs_with_loras(spread_s=0.05), policy="fcfs", num_ranks=2)
     started = [each.task.job_id for each in recorder.dispatches if each.task.index == 0]
     arrivals_s = [0.05 * int(job_id.removeprefix("job-")) for job_id in started]

@@ -1,14 +1,14 @@
-"""Run jobs on ranks that hold their LoRAs, under any built-in policy.
+"""Run jobs on ranks that hold their patches of weights, under any built-in policy.
 
-A rank that runs a job with other LoRAs than the last one merges these first. So where a policy starts a job,
-or continues it on other ranks, an equal one may go in its place whose LoRAs the ranks hold already. The order
-of equal jobs does not matter to any policy, and PATIENCE_S bounds how far a job falls behind.
+A rank that runs a job with other patches than the last one merges these first. So where a policy starts a
+job, or continues it on other ranks, an equal one may go in its place whose patches the ranks hold already.
+The order of equal jobs does not matter to any policy, and PATIENCE_S bounds how far a job falls behind.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gfgen.graph import Stage
@@ -24,8 +24,10 @@ PATIENCE_S = 60.0
 _Kind = tuple[object, ...]
 
 
-def with_held_loras(snapshot: Snapshot, decided: Sequence[Decision]) -> list[Decision]:
+def with_held_patches(snapshot: Snapshot, decided: list[Decision]) -> list[Decision]:
     """The decisions; jobs that would begin with a switch may be replaced by equal ones without one."""
+    if not any(view.patches for view in snapshot.ranks):
+        return decided
     swaps = _Swaps(snapshot, {decision.task.job_id for decision in decided})
     return [swaps.better(decision) for decision in decided]
 
@@ -36,7 +38,7 @@ class _Swaps:
     taken: set[str]
     """Jobs that are started now."""
     _waiting: dict[_Kind, list[JobView]] | None = field(default=None, init=False)
-    """Open jobs by kind, LoRAs and whether they have begun; those to be preferred last."""
+    """Open jobs by kind, patches and whether they have begun; those to be preferred last."""
     _lost: LostJobs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,19 +49,19 @@ class _Swaps:
         if job is None or job.switch_s < NOTABLE * job.remaining_s:
             return decision
         held = self._held(job.model, decision.layout)
-        if held == {job.loras} or (job.next_task.index > 0 and job.next_task.stage is not Stage.DENOISE):
+        if held == {job.patches} or (job.next_task.index > 0 and job.next_task.stage is not Stage.DENOISE):
             return decision
-        for loras in self._preferred(job, held):
-            if loras == job.loras:
+        for patches in self._preferred(job, held):
+            if patches == job.patches:
                 return decision
-            if (other := self._waiting_with(loras, job, decision.layout)) is not None:
+            if (other := self._waiting_with(patches, job, decision.layout)) is not None:
                 self.taken.add(other.job_id)
                 self.taken.discard(job.job_id)
                 return Decision(other.next_task, other.layout(decision.layout.ranks))
         return decision
 
     def _preferred(self, job: JobView, held: set[str]) -> Iterator[str]:
-        """The LoRAs of the ranks, if they hold the same; then those of started jobs, if steps share ranks.
+        """The patches of the ranks, if they hold the same; then those of started jobs, if steps share ranks.
 
         A job starts on one rank, but its steps share ranks with those of other jobs then.
         """
@@ -69,14 +71,14 @@ class _Swaps:
             views = (*self.snapshot.open.values(), *self.snapshot.busy.values())
             begun = [view for view in views if view.next_task.index > 0 and view.model == job.model]
             if any(view.last_layout is not None and view.last_layout.degree > 1 for view in begun):
-                yield from dict.fromkeys(view.loras for view in begun)
+                yield from dict.fromkeys(view.patches for view in begun)
 
-    def _waiting_with(self, loras: str, job: JobView, layout: Layout) -> JobView | None:
-        """An equal job with these LoRAs that may go first."""
+    def _waiting_with(self, patches: str, job: JobView, layout: Layout) -> JobView | None:
+        """An equal job with these patches that may go first."""
         for has_begun in (True, False):
             if has_begun != (job.next_task.index > 0) and layout.degree > 1:
                 continue
-            waiting = self._by_kind().get((*self._kind(job), loras, has_begun), [])
+            waiting = self._by_kind().get((*self._kind(job), patches, has_begun), [])
             while waiting and waiting[-1].job_id in self.taken:
                 waiting.pop()
             if waiting and waiting[-1].arrival_s <= job.arrival_s + PATIENCE_S:
@@ -85,14 +87,14 @@ class _Swaps:
 
     def _held(self, model: str, layout: Layout) -> set[str]:
         ranks = set(layout.ranks)
-        return {view.loras.get(model, "") for view in self.snapshot.ranks if view.rank in ranks}
+        return {view.patches.get(model, "") for view in self.snapshot.ranks if view.rank in ranks}
 
     def _by_kind(self) -> dict[_Kind, list[JobView]]:
         if self._waiting is None:
             self._waiting = {}
             for job in sorted(self.snapshot.open.values(), key=lambda job: (-job.arrival_s, job.remaining_s)):
                 has_begun = job.next_task.index > 0
-                self._waiting.setdefault((*self._kind(job), job.loras, has_begun), []).append(job)
+                self._waiting.setdefault((*self._kind(job), job.patches, has_begun), []).append(job)
         return self._waiting
 
     def _kind(self, job: JobView) -> _Kind:
