@@ -32,7 +32,7 @@ from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_ti
 from gfgen.session import caches
 from gfgen.system import cgroups
 from gfgen.system.home import home
-from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, cache_dir, free_bytes
+from gfgen.system.machine import COMPUTING, PATCHING, SERVING, VIDEOS, cache_dir, free_bytes
 from gfgen.system.wording import counted, size_in_words
 
 _CUDNN = "nvidia-cudnn-frontend"
@@ -82,7 +82,7 @@ def _packages(missing: list[str]) -> Iterator[str]:
             yield f"{name} {version(name)}"
         except PackageNotFoundError:
             missing.append(f"! {name} ({_INSTALL})")
-    for purpose, names in (("videos", VIDEOS), ("LoRAs", LORAS), ("gfgen serve", SERVING)):
+    for purpose, names in (("videos", VIDEOS), ("LoRAs", PATCHING), ("gfgen serve", SERVING)):
         for name in names:
             try:
                 version(name)

@@ -19,10 +19,10 @@ from typing import Any
 from gfgen.errors import ModelError, Problem, Warned
 from gfgen.job.spec import JobSpec, call_key
 from gfgen.models.geometry.wan import TEXT_TOKENS
-from gfgen.models.lora.fit import ask_child
-from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.predict.profile_file import write_whole
 from gfgen.system.machine import cache_dir
+from gfgen.system.questions import ask_child
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,7 @@ Answers = dict[str, dict[str, Any]]
 _SHOWN_WORDS = 8
 
 
-def try_calls(
-    jobs: Sequence[AdmittedJob], *, trusts_code: bool
-) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+def try_calls(jobs: Sequence[AdmittedJob], *, trusts_code: bool) -> Judged:
     """The jobs whose calls their pipelines do not refuse, with warnings for texts that are cut."""
     groups: dict[Path, list[tuple[str, AdmittedJob]]] = defaultdict(list)
     for job in jobs:

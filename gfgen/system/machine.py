@@ -112,7 +112,7 @@ COMPUTING: Mapping[str, str] = {
 
 VIDEOS: Mapping[str, str] = {"ftfy": "ftfy", "imageio": "imageio", "imageio-ffmpeg": "imageio_ffmpeg"}
 
-LORAS: Mapping[str, str] = {"peft": "peft"}
+PATCHING: Mapping[str, str] = {"peft": "peft"}
 
 SERVING: Mapping[str, str] = {
     "fastapi": "fastapi",

@@ -20,7 +20,7 @@ from gfgen.errors import RunError
 from gfgen.graph import Stage
 from gfgen.models.ahead.pool import Report
 from gfgen.runtime.predict import profile_file, profile_store
-from gfgen.system.machine import COMPUTING, LORAS, SERVING, VIDEOS, versions
+from gfgen.system.machine import COMPUTING, PATCHING, SERVING, VIDEOS, versions
 
 
 def gfgen(capsys, *arguments):
@@ -189,7 +189,7 @@ def test_an_import_that_fails_without_a_name_is_not_called_a_missing_package(mon
 def test_doctor_knows_every_package_that_is_installed_with_gfgen():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     brought = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}
-    assert brought - {"click", "nvidia-cudnn-frontend"} == {*COMPUTING, *VIDEOS, *LORAS, *SERVING}
+    assert brought - {"click", "nvidia-cudnn-frontend"} == {*COMPUTING, *VIDEOS, *PATCHING, *SERVING}
 
 
 @pytest.mark.parametrize(

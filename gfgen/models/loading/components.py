@@ -18,12 +18,20 @@ from diffusers import GGUFQuantizationConfig, pipelines
 from diffusers.loaders.single_file import load_single_file_sub_model
 from diffusers.loaders.single_file_utils import load_single_file_checkpoint
 from diffusers.utils import logging as diffusers_logging
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from gfgen.errors import ModelError, in_one_line
-from gfgen.models.geometry.checkpoint import OwnClass, read_checkpoint
+from gfgen.models.geometry.checkpoint import Checkpoint, OwnClass, read_checkpoint
 from gfgen.models.geometry.weight_files import SINGLE_FILE
-from gfgen.models.geometry.weights import EXPERTS, ComponentFiles, Placement, component_files, components_of
+from gfgen.models.geometry.weights import (
+    EXPERTS,
+    ComponentFiles,
+    Placement,
+    component_files,
+    components_of,
+    has_weights,
+)
 from gfgen.models.loading.waiting import let_wait
 
 logger = logging.getLogger(__name__)
@@ -214,6 +222,19 @@ def _from_single_file(component: ComponentFiles, *, dtype: torch.dtype) -> Any:
     for name, each in model.named_parameters() if not options else ():
         each.data = each.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
     return model.eval()
+
+
+def weightless(files: Checkpoint, name: str) -> Any:
+    """A component without weights; one that has none, such as a tokenizer, is whole."""
+    own = files.own_code.get(name)
+    kind = class_of(*files.index[name]) if own is None else load_class(own)
+    folder = str(files.path / name)
+    if not has_weights(name):
+        return kind.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        if hasattr(kind, "load_config"):
+            return kind.from_config(kind.load_config(folder))
+        return kind(AutoConfig.from_pretrained(folder))
 
 
 @contextmanager

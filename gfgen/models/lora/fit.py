@@ -1,26 +1,22 @@
 """Whether LoRAs fit a model, before anything is loaded. Imports no torch.
 
 Headers answer for files whose names are those of the model's layers (accounting.py). For others a child
-process (outlines.py) lets diffusers convert the file and compares it with a model without weights.
+process (reading.py) lets diffusers convert the file and compares it with a model without weights.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from gfgen.errors import ModelError
 from gfgen.models.geometry.weight_files import read_header
 from gfgen.models.geometry.weights import component_files
 from gfgen.models.lora.accounting import SECOND, Settings, compare
-from gfgen.system.lifeline import module_command, module_environment
+from gfgen.system.questions import ask_child
 
-TIMEOUT_S = 300.0
 KEPT_FILES = 16
 """LoRAs whose factors stay on a rank's device; the least recently used goes first."""
 
@@ -68,8 +64,9 @@ class LoraFits:
             else:
                 unclear[key] = path
         if unclear:
-            found = _by_child([(checkpoint, path) for (checkpoint, _), path in unclear.items()])
-            self._known |= dict(zip(unclear, found, strict=True))
+            asked = [[str(checkpoint), str(path)] for (checkpoint, _), path in unclear.items()]
+            answers = ask_child("gfgen.models.lora.reading", asked, "LoRAs")
+            self._known |= {key: LoraFit(**found) for key, found in zip(unclear, answers, strict=True)}
 
     def of(self, checkpoint: Path, sha256: str) -> LoraFit:
         """The answer for a pair that was looked at."""
@@ -98,32 +95,3 @@ def by_headers(checkpoint: Path, path: Path) -> LoraFit | None:
         return None
     size = sum(math.prod(entry["shape"]) for entry in entries.values())
     return LoraFit(None, match.changed, size, components, warnings=match.warnings(settings, entries))
-
-
-def _by_child(pairs: Collection[tuple[Path, Path]]) -> list[LoraFit]:
-    """The answers of a process that imports torch and may ask diffusers' converters."""
-    asked = [[str(checkpoint), str(path)] for checkpoint, path in pairs]
-    return [LoraFit(**answer) for answer in ask_child("gfgen.models.lora.outlines", asked, "LoRAs")]
-
-
-def ask_child(module: str, asked: object, what: str) -> Any:
-    """The answers of a module that runs as a program and imports torch, as JSON.
-
-    Raises: ModelError, which says what cannot be checked.
-    """
-    try:
-        done = subprocess.run(
-            module_command(module),
-            input=json.dumps(asked),
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            env=module_environment(),
-        )
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"checking {what} took over {TIMEOUT_S:.0f} s") from None
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ModelError(f"{what} cannot be checked: {reason}") from None
-    return json.loads(done.stdout.splitlines()[-1])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gfgen.errors import ModelError
+from gfgen.models.geometry.checkpoint import read_checkpoint
+from gfgen.models.loading.components import load_class, weightless, without_progress_bars
 from gfgen.models.lora.accounting import (
     Match,
     Settings,
@@ -31,6 +34,7 @@ from gfgen.models.lora.accounting import (
     split,
     unwrapped,
 )
+from gfgen.system.questions import answer_all
 
 _REFUSALS = (OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, AssertionError)
 """What diffusers' converters raise for files that they do not expect."""
@@ -171,3 +175,35 @@ class _Traced(Tensor):
         for each in made:
             each.sources, each.read = sources, given[0].read
         return result
+
+
+def weightless_pipeline(checkpoint: Path) -> Any:
+    """A pipeline of a checkpoint's class with only the models that LoRAs can change, without weights."""
+    files = read_checkpoint(checkpoint, with_weights=False)
+    own = files.own_code
+    kind = load_class(own["pipeline"]) if "pipeline" in own else getattr(diffusers, files.pipeline_class)
+    names = getattr(kind, "_lora_loadable_modules", None) or ("transformer", "unet")
+    parts = {name: weightless(files, name) for name in names if files.class_of(name) is not None}
+    pipeline: Any = object.__new__(kind)
+    pipeline.__dict__.update(parts)
+    return pipeline
+
+
+def answer(checkpoint: Path, path: Path) -> dict[str, Any]:
+    """Whether a LoRA fits, as fields of `LoraFit`. Raises: as `read_lora`."""
+    pipeline = weightless_pipeline(checkpoint)
+    components = components_of(pipeline)
+    weights = {
+        f"{component}.{name}": list(weight.shape)
+        for component in components
+        for name, weight in getattr(pipeline, component).named_parameters()
+    }
+    content = read_lora(path, pipeline, weights)
+    found = {"changed": content.match.changed, "components": components, "lacking": content.lacking}
+    number = sum(tensor.numel() for tensor in content.tensors.values())
+    return found | {"warnings": content.warnings, "num_factors": number}
+
+
+if __name__ == "__main__":
+    with without_progress_bars():
+        answer_all(lambda asked: answer(*map(Path, asked)))

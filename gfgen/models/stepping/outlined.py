@@ -28,10 +28,11 @@ from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
-from gfgen.models.lora.outlines import answer_all, weightless
+from gfgen.models.loading.components import weightless, without_progress_bars
 from gfgen.models.stepping.adapter import PipelineAdapter, WholeCall, load_any
 from gfgen.models.stepping.check import pictures, resolved
 from gfgen.models.stepping.stepper import NUM_ITERATIONS
+from gfgen.system.questions import answer_all
 
 MARK = "gfgen"
 """The prompt of all calls here; what tokenizers get around it are their templates."""
@@ -116,7 +117,8 @@ def _noting(pipeline: Any) -> Iterator[dict[str, list[tuple[str, int | None]]]]:
 
 def tried(adapter: PipelineAdapter, spec: JobSpec) -> tuple[BaseException | None, Limits]:
     """What a call raises before its first step, or without any, and how much of the prompt it reads."""
-    spec = replace(spec, prompt=MARK, negative_prompt=MARK if spec.negative_prompt else None, lora=None)
+    negative = MARK if spec.negative_prompt else None
+    spec = replace(spec.without_patches(), prompt=MARK, negative_prompt=negative)
     with _noting(adapter.pipeline) as notes:
         try:
             prompt = adapter.encode(spec)
@@ -191,4 +193,5 @@ def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    answer_all(answers)
+    with without_progress_bars():
+        answer_all(answers)

@@ -92,6 +92,10 @@ class AdmittedJob:
         return self.trajectory.artifact("latents").size_bytes
 
 
+Judged = tuple[Sequence[AdmittedJob], Sequence[Problem]]
+"""The jobs that are kept, and the problems of the others."""
+
+
 def arriving_after(job: AdmittedJob, offset_s: float) -> AdmittedJob:
     """The same job with a later arrival; a relative deadline moves with it."""
     spec = replace(job.spec, arrival_s=job.spec.arrival_s + offset_s)
