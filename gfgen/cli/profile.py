@@ -244,7 +244,7 @@ def _measure(
     unfinished: _Unfinished,
     costs: CostModel,
     options: Ranks,
-    lora_copies_on_host: Collection[Path],
+    patch_copies_on_host: Collection[Path],
 ) -> None:
     if not todo:
         return
@@ -253,7 +253,7 @@ def _measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-profile-")))
         checkpoints = {entry.job.checkpoint for entry in todo}
         ready = ready_pool(
-            checkpoints, options, signals, are_all_needed=True, lora_copies_on_host=lora_copies_on_host
+            checkpoints, options, signals, are_all_needed=True, patch_copies_on_host=patch_copies_on_host
         )
         pool = stack.enter_context(ready)
         if options.has_graphs and options.are_on_gpus:

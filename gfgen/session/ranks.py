@@ -215,7 +215,7 @@ def ready_pool(
     worker_main: str | None = None,
     are_all_needed: bool = False,
     kernels: KernelChoice = "own",
-    lora_copies_on_host: Collection[Path] = (),
+    patch_copies_on_host: Collection[Path] = (),
     keep_fds: Sequence[int] = (),
     jobs: Sequence[AdmittedJob] = (),
 ) -> Iterator[WorkerPool]:
@@ -247,7 +247,7 @@ def ready_pool(
     settings = replace(
         ranks.settings,
         kernels=kernels,
-        lora_copies_on_host=tuple(map(str, lora_copies_on_host)),
+        patch_copies_on_host=tuple(map(str, patch_copies_on_host)),
         are_all_needed=are_all_needed,
     )
     began_s = time.monotonic()
@@ -302,7 +302,7 @@ def _uses(ranks: Ranks, checkpoint: Path, jobs: Sequence[AdmittedJob]) -> Uses:
         uses,
         outputs={"video" if (spec.frames or 1) > 1 else "picture" for spec in specs},
         has_images=any(spec.image is not None for spec in specs),
-        has_loras=any(spec.lora is not None for spec in specs),
+        has_patches=any(spec.patches for spec in specs),
     )
 
 

@@ -203,7 +203,7 @@ class Session:
             self.signals,
             are_all_needed=are_all_needed,
             kernels=kernels,
-            lora_copies_on_host=memory.copies_on_host(checkpoints),
+            patch_copies_on_host=memory.copies_on_host(checkpoints),
             keep_fds=[self._lock],
             jobs=jobs,
         )

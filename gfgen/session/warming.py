@@ -130,13 +130,12 @@ def _urgency(job: AdmittedJob) -> tuple[float, ...]:
 
 
 def _shortened(spec: JobSpec) -> JobSpec:
-    """With a part of its prompts and without LoRAs: merging them would delay the tasks of other jobs."""
+    """With a part of its prompts and without patches: merging them would delay the tasks of other jobs."""
     negative = spec.negative_prompt
     return replace(
-        spec,
+        spec.without_patches(),
         prompt=spec.prompt[:MAX_PROMPT],
         negative_prompt=None if negative is None else negative[:MAX_PROMPT],
-        lora=None,
     )
 
 

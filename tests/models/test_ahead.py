@@ -24,7 +24,7 @@ from gfgen.models.geometry.model import CONFIGS
 from gfgen.system.sharing import locked
 
 QWEN, WAN = CONFIGS / "qwen-image", CONFIGS / "wan2.2-ti2v-5b"
-PLAIN = Uses(layers=("auto",), attention=("auto",), vae_dtypes=("auto",), has_images=False, has_loras=False)
+PLAIN = Uses(layers=("auto",), attention=("auto",), vae_dtypes=("auto",), has_images=False, has_patches=False)
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +47,14 @@ def test_the_list_has_what_the_modules_launch() -> None:
 def test_a_run_needs_only_the_kernels_of_its_jobs() -> None:
     def number(checkpoint: Path, **changes: Any) -> int:
         given = {name: getattr(PLAIN, name) for name in ("layers", "attention", "vae_dtypes")}
-        options = {**given, "has_images": False, "has_loras": False, "outputs": ("video",), **changes}
+        options = {**given, "has_images": False, "has_patches": False, "outputs": ("video",), **changes}
         return len(needed({checkpoint: Uses(**options)}))
 
     # Decodes: 27 of Wan 2.2, 14 of Qwen-Image; denoising; and the one with which ranks try the compiler.
     assert number(WAN) == 27 + 6 + 1
     assert number(QWEN, outputs=("picture",)) == 14 + 4 + 1
     assert number(WAN, has_images=True) > number(WAN, layers=("fp8",)) > number(WAN)
-    assert number(WAN, has_loras=True) == number(WAN) + 4
+    assert number(WAN, has_patches=True) == number(WAN) + 4
     both = needed({WAN: PLAIN, QWEN: PLAIN})
     assert len(both) == len({json.dumps(call) for call in both})
     assert number(WEIGHTS / "shapes") > 0

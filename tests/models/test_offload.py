@@ -45,11 +45,11 @@ def test_an_offloaded_model_makes_the_pictures_of_the_whole_one(
             num_ranks=1,
             has_random_weights=has_random_weights,
             placement=Placement(holds_all=not offloads),
-            lora_copies_on_host=(str(tiny_models[name]),) if offloads else (),
+            patch_copies_on_host=(str(tiny_models[name]),) if offloads else (),
         )
         adapter: Any = load_model(WorkerSettings(0, (), ranks), str(tiny_models[name]))
-        assert adapter.loras.keeps_on_host is offloads
-        assert adapter.loras.stored == StoredWeights(tiny_models[name], has_random_weights)
+        assert adapter.patches.keeps_on_host is offloads
+        assert adapter.patches.stored == StoredWeights(tiny_models[name], has_random_weights)
         spec = adapter.geometry.resolve(job)
         found.append(result(adapter, spec))
         pipeline = adapter._pipeline if name == "tiny-qwen-image" else adapter._text

@@ -350,7 +350,7 @@ def test_kinds_of_tasks_differ_where_their_kernels_may():
     assert len(set(found)) == len(found)
     assert kinds(layouts[-1], 7) == found[-1]
     assert kinds(layouts[-1], 7, text_tokens=8) != found[-1]
-    with_lora = kinds(layouts[-1], 7, lora=[{"sha256": "b", "scale": 1.0}])
+    with_lora = kinds(layouts[-1], 7, lora=[{"sha256": "b", "scale": 1.0}], lora_files=["b"])
     assert with_lora > found[-1]
     assert len(with_lora - found[-1]) == 2, "that there are LoRAs, and this one, whose use is a switch"
     job: Any = SimpleNamespace(start=SimpleNamespace(shape="", trajectory=SimpleNamespace(artifacts=())))

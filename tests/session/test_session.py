@@ -76,8 +76,8 @@ def test_ranks_are_told_where_copies_for_loras_are(
 ) -> None:
     told: list[tuple[str, ...]] = []
 
-    def ready(*_: object, lora_copies_on_host: Sequence[Path], **__: object) -> object:
-        told.append(tuple(path.name for path in lora_copies_on_host))
+    def ready(*_: object, patch_copies_on_host: Sequence[Path], **__: object) -> object:
+        told.append(tuple(path.name for path in patch_copies_on_host))
         return contextlib.nullcontext()
 
     monkeypatch.setattr(session, "ready_pool", ready)

@@ -113,12 +113,12 @@ class Uses:
     outputs: Collection[str] = ("picture", "video")
     has_images: bool = True
     """Jobs give pictures to begin with."""
-    has_loras: bool = True
+    has_patches: bool = True
 
     def names(self, pipeline_class: str) -> Iterator[str]:
         """Names in the list, in the order in which a run needs them."""
         yield "start"
-        if self.has_loras:
+        if self.has_patches:
             yield "lora"
         dtypes = [component_dtypes(pipeline_class, each).get("vae", "bfloat16") for each in self.vae_dtypes]
         yield from (encode(dtype) for dtype in dtypes if self.has_images)

@@ -20,6 +20,9 @@ from gfgen.models.geometry.model import Geometry
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel.parallel import Parallel
 
+Patches = MergedLoras
+"""What jobs merge into the weights of models."""
+
 Scalar = int | float | bool | str | None | list[int] | list[float]
 
 SAMPLE = "sample"
@@ -69,7 +72,7 @@ class Adapter(Protocol):
     """
 
     geometry: Geometry
-    loras: MergedLoras
+    patches: Patches
     """What its models contain."""
     is_rehearsed: bool = True
     """Whether anything can be got ready before a step: forwards to record, blocks to compile."""

@@ -23,7 +23,7 @@ from torch.nn.attention import sdpa_kernel
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import solver
-from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, BatchAdapter, Fields, StepInput
+from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, BatchAdapter, Fields, Patches, StepInput
 from gfgen.models.families.encoders import FOR_ANY_LENGTH, text_encoder_on
 from gfgen.models.families.guidance import is_batch_faster, predict_branches
 from gfgen.models.families.outputs import keep_outputs
@@ -38,7 +38,6 @@ from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry.rules import known
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_pipeline
-from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel import shared_decode
 from gfgen.models.parallel.counted_attention import is_fast
 from gfgen.models.parallel.fp8_attention import check_fp8_attention
@@ -55,7 +54,7 @@ class QwenImageAdapter(BatchAdapter):
         self._pipeline = pipeline
         self._vae = pipeline.vae
         self._forward: Evaluator = evaluate
-        self.loras = MergedLoras(pipeline)
+        self.patches = Patches(pipeline)
         self._text_encoder = text_encoder_on(self.device, pipeline.text_encoder)
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
@@ -86,7 +85,7 @@ class QwenImageAdapter(BatchAdapter):
         self, inputs: Sequence[StepInput], *, step: int, parallel: Parallel | None = None
     ) -> list[Fields]:
         spec = inputs[0].spec
-        self.loras.merge(spec)
+        self.patches.merge(spec)
         solvers = [solver.Solver(self._scheduler(spec), each.latents, step=step) for each in inputs]
         sample_BSC = solver.stacked([each.sample for each in solvers])
         shared = self._model_inputs(spec, sample_BSC, timestep=solvers[0].timestep)

@@ -22,7 +22,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import solver
-from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, BatchAdapter, Fields, StepInput
+from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, BatchAdapter, Fields, Patches, StepInput
 from gfgen.models.families.encoders import text_encoder_on
 from gfgen.models.families.guidance import predict_branches
 from gfgen.models.families.outputs import keep_outputs
@@ -38,7 +38,6 @@ from gfgen.models.geometry.rules import known
 from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_pipeline
-from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel import shared_decode
 from gfgen.models.parallel.fp8_attention import check_fp8_attention
 from gfgen.models.parallel.hooks import install
@@ -64,7 +63,7 @@ class WanAdapter(BatchAdapter):
         self._experts = (text_pipeline.transformer, text_pipeline.transformer_2)
         self._dtype: torch.dtype = text_pipeline.transformer.dtype
         self._forward: Evaluator = evaluate
-        self.loras = MergedLoras(text_pipeline, changed=forget_text_results)
+        self.patches = Patches(text_pipeline, changed=forget_text_results)
         self._text_encoder = text_encoder_on(self.device, text_pipeline.text_encoder)
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
@@ -117,7 +116,7 @@ class WanAdapter(BatchAdapter):
     ) -> list[Fields]:
         spec, image_BCTHW = inputs[0].spec, inputs[0].condition.tensors.get("condition")
         assert len(inputs) == 1 or image_BCTHW is None, "jobs with images have steps of their own"
-        self.loras.merge(spec)
+        self.patches.merge(spec)
         solvers = [solver.Solver(self._scheduler(spec), each.latents, step=step) for each in inputs]
         sample_BCTHW, timestep = solver.stacked([each.sample for each in solvers]), solvers[0].timestep
         num_train = solvers[0].scheduler.config.num_train_timesteps

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from gfgen.errors import ModelError
 from gfgen.job.images import lora_sha256
-from gfgen.job.spec import JobSpec
+from gfgen.job.spec import JobSpec, Patch
 from gfgen.models.loading.stored_weights import StoredWeights
 from gfgen.models.lora.accounting import Placed
 from gfgen.models.lora.fit import KEPT_FILES
@@ -73,14 +73,9 @@ class MergedLoras:
 
         Raises: ModelError for a file that does not fit the model.
         """
-        if not spec.lora and not any(self._merged.values()):
-            return
-        loras = [
-            {**lora, "path": path} for lora, path in zip(spec.lora or (), spec.lora_files or (), strict=True)
-        ]
         for component in self._components:
-            own = [lora for lora in loras if lora.get("target") in (None, component)]
-            wanted = tuple((lora["sha256"], lora["scale"]) for lora in own)
+            own = [patch for patch in spec.patches if patch.target in (None, component)]
+            wanted = tuple((patch.sha256, patch.scale) for patch in own)
             if wanted != self._merged.get(component, ()):
                 self._merged[component] = ("being changed",)  # if that fails, the next job starts anew
                 self._set(component, own)
@@ -88,11 +83,11 @@ class MergedLoras:
                 self._merged[component] = wanted
                 self._changed(getattr(self._pipeline, component))
 
-    def _set(self, component: str, loras: Sequence[Mapping[str, Any]]) -> None:
+    def _set(self, component: str, patches: Sequence[Patch]) -> None:
         wanted: dict[str, list[tuple[_Change, float]]] = {}
-        for lora in loras:
-            for change in self._changes(lora, component):
-                wanted.setdefault(change.parameter, []).append((change, lora["scale"]))
+        for patch in patches:
+            for change in self._changes(patch, component):
+                wanted.setdefault(change.parameter, []).append((change, patch.scale))
         self._model(component).set(wanted)
 
     def _model(self, component: str) -> _Model:
@@ -102,35 +97,35 @@ class MergedLoras:
             self._models[component] = _Model(model, keeps_on_host=self.keeps_on_host, read=read)
         return self._models[component]
 
-    def _changes(self, lora: Mapping[str, Any], component: str) -> Sequence[_Change]:
+    def _changes(self, patch: Patch, component: str) -> Sequence[_Change]:
         """What a LoRA changes in a model. It is read first if need be."""
-        if (loaded := self._loaded.get(lora["sha256"])) is None:
-            checked = self._hashing.submit(_check_content, lora)
+        if (loaded := self._loaded.get(patch.sha256)) is None:
+            checked = self._hashing.submit(_check_content, patch)
             weights = {name: self._model(name).weights for name in self._components}
             shapes = {
                 f"{one}.{name}": list(x.shape) for one, own in weights.items() for name, x in own.items()
             }
             try:
-                content = read_lora(Path(lora["path"]), self._pipeline, shapes)
+                content = read_lora(Path(patch.path), self._pipeline, shapes)
                 loaded = _Loaded(content.lacking, changes_of(content, weights), checked)
             except Exception:
                 checked.result()  # a file that has changed is why it cannot be read
                 raise
-            self._loaded[lora["sha256"]] = loaded
-        if loaded.lacking and not lora.get("partial"):
+            self._loaded[patch.sha256] = loaded
+        if loaded.lacking and not patch.is_partial:
             raise ModelError(loaded.lacking)
-        self._loaded.move_to_end(lora["sha256"])
+        self._loaded.move_to_end(patch.sha256)
         while len(self._loaded) > KEPT_FILES:
             self._loaded.popitem(last=False)
         return loaded.changes.get(component, ())
 
-    def _confirm(self, loras: Sequence[Mapping[str, Any]]) -> None:
+    def _confirm(self, patches: Sequence[Patch]) -> None:
         """Raises: ModelError if one of the files is not that of admission; it is read again next time."""
-        for lora in loras:
+        for patch in patches:
             try:
-                self._loaded[lora["sha256"]].checked.result()
+                self._loaded[patch.sha256].checked.result()
             except ModelError:
-                del self._loaded[lora["sha256"]]
+                del self._loaded[patch.sha256]
                 raise
 
 
@@ -372,11 +367,11 @@ def _kronecker(num_left: int, share: Callable[[Tensor], Tensor], *factors: Tenso
     return share(torch.kron(left[(..., *[None] * (right.ndim - left.ndim))], right.contiguous()))
 
 
-def _check_content(lora: Mapping[str, Any]) -> None:
+def _check_content(patch: Patch) -> None:
     """Raises ModelError if the file is gone or is another one than at admission."""
     try:
-        sha256 = lora_sha256(Path(lora["path"]))
+        sha256 = lora_sha256(Path(patch.path))
     except OSError as error:
-        raise ModelError(f"lora {lora['path']}: cannot be read ({error.strerror})") from None
-    if sha256 != lora["sha256"]:
-        raise ModelError(f"lora {lora['path']}: has changed since the job was read; start the run again")
+        raise ModelError(f"lora {patch.path}: cannot be read ({error.strerror})") from None
+    if sha256 != patch.sha256:
+        raise ModelError(f"lora {patch.path}: has changed since the job was read; start the run again")

@@ -20,7 +20,7 @@ from gfgen.errors import ModelError
 from gfgen.job.images import is_video, takes_frames
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Adapter, Fields
+from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Adapter, Fields, Patches
 from gfgen.models.families.outputs import (
     can_extrapolate,
     carry_outputs,
@@ -41,7 +41,6 @@ from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_class, load_pipeline
-from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel import hooks
 from gfgen.models.parallel.branches import Evaluate, evaluate_itself, shared_step, unevaluated, watch
 from gfgen.models.parallel.parallel import Parallel
@@ -77,17 +76,17 @@ class PipelineAdapter(Adapter):
         for transformer in transformers:
             prepare_kernels(transformer, may_copy=device != "cpu")
         self._shares_tokens = _prepare_sharing(pipeline, geometry)
-        self.loras = MergedLoras(pipeline)
+        self.patches = Patches(pipeline)
         self._calls = functools.lru_cache(NUM_SCHEDULERS)(self._new_call)
 
     def encode(self, spec: JobSpec) -> Fields:
-        self.loras.merge(spec)
+        self.patches.merge(spec)
         prompt = self._call(spec).encode(self.arguments(spec), seed=known(spec.seed))
         prompt.scalars[UNCHECKED] = True
         return prompt
 
     def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
-        self.loras.merge(spec)  # some calls encode their prompts here
+        self.patches.merge(spec)  # some calls encode their prompts here
         condition, latents = self._call(spec).prepare(prompt)
         condition.scalars[UNCHECKED] = True
         return condition, latents
@@ -105,7 +104,7 @@ class PipelineAdapter(Adapter):
         """Each step takes its share of the pipeline's iterations, which may be fewer or more than steps."""
         if parallel is not None and parallel.sequence.size > 1 and not self._shares_tokens:
             parallel = None  # each rank evaluates the whole step
-        self.loras.merge(spec)
+        self.patches.merge(spec)
         is_last = step == known(spec.steps) - 1
         until = math.ceil(latents.number(NUM_ITERATIONS) * (step + 1) / known(spec.steps))
         call = self._call(spec)
@@ -153,7 +152,7 @@ class PipelineAdapter(Adapter):
         return state
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
-        self.loras.merge(spec)
+        self.patches.merge(spec)
         output = self._call(spec).decode(latents)
         frames = as_frames(output)
         made = Fields({"frames": frames, PIXEL_SUM: frames.sum(dtype=torch.float32)}, {"first_row": 0})

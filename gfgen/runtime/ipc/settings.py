@@ -34,8 +34,8 @@ class RankSettings:
     """On a GPU: whether forwards may be recorded, to be launched at once."""
     placement: Placement = Placement()
     """On a GPU: which components it holds."""
-    lora_copies_on_host: tuple[str, ...] = ()
-    """On a GPU: models of which host memory has the copies of the weights that LoRAs change."""
+    patch_copies_on_host: tuple[str, ...] = ()
+    """On a GPU: models of which host memory has the copies of the weights that patches change."""
     trusts_code: bool = False
     kernels: KernelChoice = "own"
     """Of the steps of pipelines without an adapter of their own."""

@@ -88,7 +88,7 @@ class WorkerPool:
     ) -> None:
         self.settings = settings
         self.models = HeldModels(checkpoints)
-        holds_all = settings.placement.holds_all and not settings.lora_copies_on_host
+        holds_all = settings.placement.holds_all and not settings.patch_copies_on_host
         patience = Patience() if holds_all and not settings.precision.layers else Patience().with_copies()
         self.patience = patience.with_shared_gpus(settings.ranks_per_gpu)
         """With its ranks; more where they share GPUs or copy weights."""

@@ -93,7 +93,7 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
         placement=settings.ranks.placement,
         quantised=settings.ranks.precision.quantised(Path(path)),
     )
-    adapter.loras.keeps_on_host = path in settings.ranks.lora_copies_on_host
-    adapter.loras.stored = StoredWeights(Path(path), settings.ranks.has_random_weights)
+    adapter.patches.keeps_on_host = path in settings.ranks.patch_copies_on_host
+    adapter.patches.stored = StoredWeights(Path(path), settings.ranks.has_random_weights)
     give_back_freed_memory()
     return adapter

@@ -309,7 +309,7 @@ class GpuDevice(Device):
             sources = {transfer.source for transfer in message.transfers}
             outcome = self.endpoint.outcome(message.number, sources=sources)
         launch, is_there = _Launch(works, begun, entered, outcome, arrival), self.event()
-        is_first_use = self.note_used(kinds - lora_kinds(work)) or prepared_s > 0
+        is_first_use = self.note_used(kinds - patch_kinds(work)) or prepared_s > 0
         for each in works:
             each.is_first_use, each.prepared_s = is_first_use, prepared_s / len(works)
             each.launch, each.is_there, each.peak_bytes = launch, is_there, self._memory.last_peak_bytes
@@ -444,19 +444,19 @@ def pad_as_others(message: Arenas, *, can_pad: bool) -> None:
 def task_kinds(work: RankTask, rank: int, forward: Kind | None) -> frozenset[object]:
     """The kinds that determine which kernels a task launches: its own, and that of its forward.
 
-    They consist of shapes, the solver's order, the place in the layout, whether there are LoRAs, and the
-    lengths of prompts. The first use of a LoRA takes memory, too, for factors and copies of weights.
+    They consist of shapes, the solver's order, the place in the layout, whether there are patches, and
+    the lengths of prompts. The first use of a patch takes memory, too, for factors and copies of weights.
     """
-    start, loras = work.job.start, lora_kinds(work)
+    start, patches = work.job.start, patch_kinds(work)
     own = (*task_kind(work, rank), start.trajectory.artifacts, min(work.task.step or 0, FIRST_STEPS - 1))
-    merging = {(start.checkpoint, "LoRAs")} if loras else set()
-    return frozenset({own} | merging | loras | ({forward} if forward is not None else set()))
+    merging = {(start.checkpoint, "patches")} if patches else set()
+    return frozenset({own} | merging | patches | ({forward} if forward is not None else set()))
 
 
-def lora_kinds(work: RankTask) -> frozenset[object]:
-    """The kinds of its LoRAs. Loading one is a part of each switch to it, so it is no first use."""
+def patch_kinds(work: RankTask) -> frozenset[object]:
+    """The kinds of its patches. Loading one is a part of each switch to it, so it is no first use."""
     start = work.job.start
-    return frozenset({(start.checkpoint, x["sha256"], x.get("target")) for x in start.spec.lora or ()})
+    return frozenset({(start.checkpoint, patch.sha256, patch.target) for patch in start.spec.patches})
 
 
 def arrival_kind(work: RankTask) -> object:
