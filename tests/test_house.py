@@ -23,7 +23,7 @@ LIMITS = {
     "modules of one folder": 14,
     "methods of one class": 25,
     "folders that name reuse": 5,
-    "folders that name lora": 17,
+    "folders that name lora": 5,
     "folders that name offload": 3,
     "folders that name fp8": 3,
 }

@@ -104,7 +104,7 @@ def _memory(jobs: Sequence[AdmittedJob], memory: HostMemory) -> _Memory | None:
     if not jobs:
         return None
     checkpoints = {job.checkpoint: job.spec.model or "" for job in jobs}
-    weights = {checkpoints[path]: size for path, size in memory.with_loras(checkpoints).items()}
+    weights = {checkpoints[path]: size for path, size in memory.with_patches(checkpoints).items()}
     largest = max(map(memory.work_bytes, jobs))
     where = "each GPU" if isinstance(memory, GpuMemory) else "main memory"
     return _Memory(weights, largest, memory.room_bytes, where)

@@ -296,12 +296,11 @@ def serve_models(options: ServeOptions) -> None:
         found = [session.admission.models.find(name) for name in options.models]
         checkpoints = [model.checkpoint for model in found]
         session.admission.models.precision.tell_of_other_models(checkpoints)
-        session.admission.memory.serve_loras(options.loras, checkpoints)
+        memory = session.admission.memory
+        memory.patches.serve(options.loras, checkpoints, memory)
         try:
             session.load([], models=options.models)
-            loaded = replace(
-                session.admission.of_loaded(session.checkpoints, help_=NOT_SERVED), served_loras=options.loras
-            )
+            loaded = session.admission.of_loaded(session.checkpoints, help_=NOT_SERVED)
             session.warm_up(usual_jobs(options.models, loaded))
         except InterruptedRunError:
             text = "stopped while the models were loading; open jobs continue at the next start"

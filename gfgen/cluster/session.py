@@ -17,7 +17,7 @@ from gfgen.errors import ModelError, Problem
 from gfgen.job.spec import input_files
 from gfgen.layout import MAX_RANKS
 from gfgen.runtime.control.control import Control, Steering
-from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
+from gfgen.runtime.core.admission import AdmittedJob, Judged, ResolvedModel
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event, StopRequested
 from gfgen.runtime.core.metrics import Summary
@@ -25,8 +25,7 @@ from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
 from gfgen.runtime.files.resume import RunStart
 from gfgen.session.admission import Admission, Models
-from gfgen.session.loras import split_by_loras
-from gfgen.session.memory import HostMemory, Judged
+from gfgen.session.memory import HostMemory
 from gfgen.session.session import RunSetup, Session, SessionOptions
 from gfgen.system.signals import SignalPipe
 
@@ -72,7 +71,7 @@ class NodeMemory(HostMemory):
                 problems.append(Problem(job.spec.line, name, str(path), accepted))
             else:
                 kept.append(job)
-        fitting, unfit = split_by_loras(kept, self.loras.fits)
+        fitting, unfit = self.patches.fitting(kept)
         return fitting, (*problems, *unfit)
 
 

@@ -1,7 +1,7 @@
 """Admission of jobs in four stages: parse, resolve, fit, claim files.
 
 parse     lines of files -> jobs as written (job/reader.py)
-resolve   -> jobs as they run: names of LoRAs become files, the model's geometry fills in the rest
+resolve   -> jobs as they run: names of patches become files, the model's geometry fills in the rest
 fit       -> those for which there is memory (memory.py), and that are within the bounds on a job
 claim     -> those with the files that they may replace (files/ownership.py)
 
@@ -30,13 +30,12 @@ from gfgen.models.families.registry import (
     resolve_checkpoint,
 )
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
-from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
+from gfgen.runtime.core.admission import AdmittedJob, Judged, ResolvedModel, admit
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.files.ownership import Claims
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
 from gfgen.session.calls import try_calls
-from gfgen.session.loras import ServedLora, with_served_loras
-from gfgen.session.memory import HostMemory, Judged
+from gfgen.session.memory import HostMemory
 from gfgen.system.wording import counted, first_of, in_words
 
 logger = logging.getLogger(__name__)
@@ -67,9 +66,7 @@ class AdmittedSource:
     """Jobs whose file is in the way."""
 
 
-def jobs_to_run(
-    found: AdmittedSource, *, skip_invalid: bool = False
-) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+def jobs_to_run(found: AdmittedSource, *, skip_invalid: bool = False) -> Judged:
     """The jobs, and the problems of the others if `skip_invalid`.
 
     Raises: JobFileError with every problem.
@@ -116,7 +113,7 @@ def admit_weightless(
     admitted, refused = admit(specs, default_model=default_model, find_model=find_weightless)
     if problems := _by_line(parsed.problems, refused):
         raise JobFileError(parsed.source, problems)
-    if any(job.has_nominal_flops or job.spec.lora for job in admitted):
+    if any(job.has_nominal_flops or job.spec.patches for job in admitted):
         logger.warning("LoRAs, arguments of calls and long texts are not checked here; 'gfgen check' does it")
     return admitted
 
@@ -233,8 +230,6 @@ class Admission:
     bounds: JobBounds | None = None
     step_times: StepTimes | None = None
     """For the bound of a step."""
-    served_loras: Mapping[str, ServedLora] = field(default_factory=dict)
-    """By the name that requests give."""
 
     def __call__(self, specs: Sequence[JobSpec]) -> Judged:
         """Resolve and fit. Raises: as `fit`."""
@@ -250,7 +245,7 @@ class Admission:
 
     def resolve(self, specs: Sequence[JobSpec], *, has_bar: bool = False) -> Judged:
         """The jobs as they run."""
-        named, unknown = with_served_loras(specs, self.served_loras)
+        named, unknown = self.memory.patches.named(specs)
         shown = with_bar(named, "checking", is_shown=has_bar, unit=" jobs", total=len(named))
         jobs, refused = admit(shown, default_model=self.models.default, find_model=self.models.find)
         return jobs, (*unknown, *refused)

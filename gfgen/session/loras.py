@@ -1,48 +1,42 @@
-"""LoRAs of jobs and of a server: which fit their model, and which weights they change."""
+"""LoRAs in admission: which fit their model, and whether there is memory for what they change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gfgen.errors import InputError, ModelError, Problem, Warned
 from gfgen.job.images import LoraError, LoraFiles
-from gfgen.job.spec import JobSpec
+from gfgen.job.spec import JobSpec, Patch
+from gfgen.models.geometry.checkpoint import model_name
 from gfgen.models.geometry.weights import TEXT_ENCODER, Placement
-from gfgen.models.lora.fit import LoraFits
-from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.models.lora.fit import KEPT_FILES, LoraFits
+from gfgen.runtime.core.admission import AdmittedJob, Judged
+from gfgen.runtime.core.devices import Devices
+from gfgen.system.wording import counted, size_in_words
+
+logger = logging.getLogger(__name__)
+
+GPU_BYTES = 2
+"""Of a parameter on GPUs and of its copy in main memory, in bf16."""
 
 
-def split_by_loras(
-    jobs: Sequence[AdmittedJob], fits: LoraFits, *, placement: Placement = Placement()
-) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-    """The jobs whose LoRAs fit their models, and problems for the others."""
-    asking = [job for job in jobs if job.spec.lora]
-    if not asking:
-        return jobs, ()
-    try:
-        fits.look(
-            (job.checkpoint, lora["sha256"], Path(path)) for job in asking for lora, path in _entries(job)
-        )
-    except ModelError as error:
-        why = Problem.of("lora", None, str(error))
-        kept = [job for job in jobs if not job.spec.lora]
-        return kept, [replace(why, line=job.spec.line) for job in asking]
-    kept, problems, known = list[AdmittedJob](), list[Problem](), dict[object, Problem | tuple[Warned, ...]]()
-    for job in jobs:
-        found = []
-        for lora, path in _entries(job):
-            what = lora["sha256"], lora.get("target"), lora.get("partial")
-            if (key := (job.checkpoint, job.spec.model, path, *what)) not in known:
-                known[key] = _judged(fits, job, lora, path, placement=placement)
-            found.append(known[key])
-        refused = [replace(each, line=job.spec.line) for each in found if isinstance(each, Problem)]
-        if not refused:
-            kept.append(job.warned(*(text for each in found if isinstance(each, tuple) for text in each)))
-        problems += refused
-    return kept, problems
+class Room(Protocol):
+    """The memory of a run, which models, jobs and LoRAs share (memory.py)."""
+
+    devices: Devices
+
+    @property
+    def room_bytes(self) -> int | None: ...
+    def weights(self, checkpoints: Collection[Path]) -> Mapping[Path, int]: ...
+    def job_bytes(self, job: AdmittedJob) -> int: ...
+    def work_bytes(self, job: AdmittedJob) -> int: ...
+    def patch_bytes(self, checkpoint: Path, need: LoraNeed) -> int: ...
+    def lacks(self, size: int, work: int) -> bool: ...
+    def copies_room(self, checkpoints: Collection[Path]) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,99 +59,49 @@ def find_loras(options: Sequence[str]) -> Mapping[str, ServedLora]:
     return found
 
 
-def check_fit(served: Mapping[str, ServedLora], checkpoints: Sequence[Path], fits: LoraFits) -> None:
-    """Raises: InputError for a LoRA that fits none of these models."""
-    fits.look((path, lora.sha256, lora.path) for lora in served.values() for path in checkpoints)
-    for name, lora in served.items():
-        found = [fits.of(path, lora.sha256) for path in checkpoints]
-        errors = [fit.error or fit.lacking for fit in found]
-        if all(errors):
-            raise InputError(f"--lora {name}={errors[0]}")
-
-
-def with_served_loras(
-    specs: Iterable[JobSpec], served: Mapping[str, ServedLora]
-) -> tuple[Sequence[JobSpec], Sequence[Problem]]:
-    """The jobs with files in place of names of LoRAs, and problems for names that are not served."""
-    kept: list[JobSpec] = []
-    problems: list[Problem] = []
-    for spec in specs:
-        if spec.lora is None or spec.lora_files is not None:
-            kept.append(spec)
-        elif unknown := [entry["name"] for entry in spec.lora if entry["name"] not in served]:
-            there = f"there are {', '.join(served)}" if served else "start it with --lora NAME=PATH"
-            problem = Problem.of("lora", unknown[0], f"is no LoRA of this server; {there}")
-            problems.append(replace(problem, line=spec.line))
-        else:
-            files = [served[entry["name"]] for entry in spec.lora]
-            used: list[Mapping[str, Any]] = [
-                {"sha256": file.sha256} | {key: entry[key] for key in entry if key != "name"}
-                for file, entry in zip(files, spec.lora, strict=True)
-            ]
-            kept.append(replace(spec, lora=used, lora_files=[str(file.path) for file in files]))
-    return kept, problems
-
-
-def _entries(job: AdmittedJob) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """The LoRAs of a job and their paths."""
-    return zip(job.spec.lora or (), job.spec.lora_files or (), strict=True)
-
-
-def _judged(
-    fits: LoraFits, job: AdmittedJob, lora: Mapping[str, Any], path: str, *, placement: Placement
-) -> Problem | tuple[Warned, ...]:
-    """What is wrong with a LoRA for a model, or what jobs with it are warned of."""
-    fit, target = fits.of(job.checkpoint, lora["sha256"]), lora.get("target")
-    if fit.error is not None:
-        return Problem.of("lora", None, fit.error)
-    if fit.lacking is not None and not lora.get("partial"):
-        return Problem.of("lora", None, f'{fit.lacking}; "partial": true leaves them out')
-    if target is not None and target not in fit.components:
-        return Problem.of(
-            "lora.target", target, f"{' or '.join(fit.components)} is accepted for {job.spec.model}"
-        )
-    if not (changed := fit.changed_in(target)):
-        return Problem.of("lora.target", target, f"{path} changes no layer of it; leave it out")
-    if not placement.holds_all and any(
-        TEXT_ENCODER.fullmatch(weight.partition(".")[0]) for weight in changed
-    ):
-        return Problem.of("lora", None, f"{path} changes a text encoder; run it without --offload")
-    left_out = () if fit.lacking is None else (Warned("LoRA left out in part", fit.lacking),)
-    return (*left_out, *(Warned("LoRA", f"{path}: {text}") for text in fit.warnings))
-
-
-Lora = tuple[str, str | None]
+_Lora = tuple[str, str | None]
 """The hash of a LoRA, and the model that a job applies it to."""
-
-
-def loras_of(job: AdmittedJob) -> Set[Lora]:
-    return {(lora["sha256"], lora.get("target")) for lora in job.spec.lora or ()}
 
 
 @dataclass(frozen=True, slots=True)
 class LoraNeed:
-    """What LoRAs of a model need beside it: copies of the weights that they change, and their factors."""
+    """What LoRAs of a model need: copies of the weights that they change, and their factors."""
 
     is_on_host: bool = False
     """Main memory has GPUs' copies of the weights that they change; a GPU has one of these at a time."""
-    loras: frozenset[Lora] = frozenset()
+    loras: frozenset[_Lora] = frozenset()
     changed: Mapping[str, int] = field(default_factory=dict)
     """Parameters by weight that they change."""
     factors: Mapping[str, int] = field(default_factory=dict)
     """Their own parameters, by hash."""
 
+    @property
+    def num_changed(self) -> int:
+        return sum(self.changed.values())
+
+    @property
+    def num_factors(self) -> int:
+        """Parameters of those that stay on a device."""
+        return sum(sorted(self.factors.values())[-KEPT_FILES:])
+
+    def copies_bytes(self, num_ranks: int) -> int:
+        """Copies in main memory for all ranks on GPUs."""
+        return GPU_BYTES * self.num_changed * num_ranks if self.is_on_host else 0
+
 
 @dataclass(frozen=True, slots=True)
-class LoraNeeds:
-    """Of admitted jobs and served LoRAs. Copies stay until the run ends, so they add up over jobs.
+class Loras:
+    """Those of admitted jobs and of a server. Copies stay until the run ends, so they add up over jobs.
 
     Where a model's copies are is decided once, with its first LoRAs, and changes no bits.
     """
 
     fits: LoraFits = field(default_factory=LoraFits)
     by_model: dict[Path, LoraNeed] = field(default_factory=dict)
+    served: dict[str, ServedLora] = field(default_factory=dict)
+    """By the name that requests give."""
 
-    def of(self, checkpoint: Path, loras: Set[Lora] = frozenset()) -> LoraNeed:
+    def of(self, checkpoint: Path, loras: Set[_Lora] = frozenset()) -> LoraNeed:
         """What a model's LoRAs and these need together."""
         need = self.by_model.get(checkpoint, LoraNeed())
         if loras <= need.loras:
@@ -168,3 +112,168 @@ class LoraNeeds:
             changed.update(fit.changed_in(target))
             factors[sha256] = fit.num_factors
         return LoraNeed(need.is_on_host, need.loras | loras, changed, factors)
+
+    def named(self, specs: Iterable[JobSpec]) -> tuple[Sequence[JobSpec], Sequence[Problem]]:
+        """The jobs with files in place of names, and problems for names that are not served."""
+        kept, problems, served = list[JobSpec](), list[Problem](), self.served
+        for spec in specs:
+            if spec.lora is None or spec.lora_files is not None:
+                kept.append(spec)
+            elif unknown := [entry["name"] for entry in spec.lora if entry["name"] not in served]:
+                there = f"there are {', '.join(served)}" if served else "start it with --lora NAME=PATH"
+                problem = Problem.of("lora", unknown[0], f"is no LoRA of this server; {there}")
+                problems.append(replace(problem, line=spec.line))
+            else:
+                files = [served[entry["name"]] for entry in spec.lora]
+                used: list[Mapping[str, Any]] = [
+                    {"sha256": file.sha256} | {key: entry[key] for key in entry if key != "name"}
+                    for file, entry in zip(files, spec.lora, strict=True)
+                ]
+                kept.append(replace(spec, lora=used, lora_files=[str(file.path) for file in files]))
+        return kept, problems
+
+    def fitting(self, jobs: Sequence[AdmittedJob], *, placement: Placement = Placement()) -> Judged:
+        """The jobs whose LoRAs fit their models, and problems for the others."""
+        asked = [(job, patch) for job in jobs for patch in job.spec.patches]
+        if not asked:
+            return jobs, ()
+        try:
+            self.fits.look((job.checkpoint, patch.sha256, Path(patch.path)) for job, patch in asked)
+        except ModelError as error:
+            why = Problem.of("lora", None, str(error))
+            kept = [job for job in jobs if not job.spec.patches]
+            return kept, [replace(why, line=job.spec.line) for job in jobs if job.spec.patches]
+        kept, problems, known = [], list[Problem](), dict[object, Problem | tuple[Warned, ...]]()
+        for job in jobs:
+            found = []
+            for patch in job.spec.patches:
+                if (key := (job.checkpoint, job.spec.model, patch.path, patch)) not in known:
+                    known[key] = self._judged(job, patch, placement=placement)
+                found.append(known[key])
+            refused = [replace(each, line=job.spec.line) for each in found if isinstance(each, Problem)]
+            if not refused:
+                kept.append(job.warned(*(text for each in found if isinstance(each, tuple) for text in each)))
+            problems += refused
+        return kept, problems
+
+    def _judged(
+        self, job: AdmittedJob, patch: Patch, *, placement: Placement
+    ) -> Problem | tuple[Warned, ...]:
+        """What is wrong with a LoRA for a model, or what jobs with it are warned of."""
+        fit, target = self.fits.of(job.checkpoint, patch.sha256), patch.target
+        if fit.error is not None:
+            return Problem.of("lora", None, fit.error)
+        if fit.lacking is not None and not patch.is_partial:
+            return Problem.of("lora", None, f'{fit.lacking}; "partial": true leaves them out')
+        if target is not None and target not in fit.components:
+            return Problem.of(
+                "lora.target", target, f"{' or '.join(fit.components)} is accepted for {job.spec.model}"
+            )
+        if not (changed := fit.changed_in(target)):
+            return Problem.of("lora.target", target, f"{patch.path} changes no layer of it; leave it out")
+        components = {weight.partition(".")[0] for weight in changed}
+        if not placement.holds_all and any(map(TEXT_ENCODER.fullmatch, components)):
+            return Problem.of("lora", None, f"{patch.path} changes a text encoder; run it without --offload")
+        left_out = () if fit.lacking is None else (Warned("LoRA left out in part", fit.lacking),)
+        return (*left_out, *(Warned("LoRA", f"{patch.path}: {text}") for text in fit.warnings))
+
+    def with_copies(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], room: Room) -> Judged:
+        """The jobs with room for their LoRAs in addition to the model and the LoRAs of earlier jobs."""
+        asking = [job for job in jobs if job.spec.patches]
+        if not asking or (room_bytes := room.room_bytes) is None:
+            return jobs, ()
+        needs, refused, num_ranks = self.by_model, dict[str, Problem](), room.devices.num_ranks
+        checkpoints = {job.checkpoint for job in asking}
+        news = {path for path in checkpoints if not self.of(path).loras}
+        for path in checkpoints - needs.keys():
+            own = [job for job in asking if job.checkpoint == path]
+            loras = set[_Lora]().union(*map(_loras_of, own))
+            self._place(path, loras, weights[path], room, work=max(map(room.work_bytes, own)))
+        copies_room = room.copies_room(checkpoints)
+        for job in asking:
+            path = job.checkpoint
+            need, own_bytes = self.of(path, _loras_of(job)), weights[path] + room.job_bytes(job)
+            on_device, on_host = room.patch_bytes(path, need), need.copies_bytes(num_ranks)
+            before = self.of(path).copies_bytes(num_ranks)
+            if on_device + own_bytes > room_bytes:
+                refused[job.job_id] = _no_copies(job, on_device, beside=own_bytes, available=room_bytes)
+            elif on_host - before > copies_room:
+                available = int(copies_room) + before
+                refused[job.job_id] = _no_copies(job, on_host, beside=None, available=available)
+            else:
+                needs[path] = need
+                copies_room -= on_host - before
+        self._tell_of_copies(news, num_ranks)
+        return [job for job in jobs if job.job_id not in refused], tuple(refused.values())
+
+    def serve(self, served: Mapping[str, ServedLora], checkpoints: Sequence[Path], room: Room) -> None:
+        """Let requests name these.
+
+        Raises: InputError for a LoRA that fits no model, and if there is no room for all of them.
+        """
+        self.served.update(served)
+        self.fits.look((path, lora.sha256, lora.path) for lora in served.values() for path in checkpoints)
+        for name, lora in served.items():
+            found = [self.fits.of(path, lora.sha256) for path in checkpoints]
+            errors = [fit.error or fit.lacking for fit in found]
+            if all(errors):
+                raise InputError(f"--lora {name}={errors[0]}")
+        if not served or (room_bytes := room.room_bytes) is None:
+            return
+        needs, num_ranks = self.by_model, room.devices.num_ranks
+        for path, size in room.weights(checkpoints).items():
+            shas = {lora.sha256 for lora in served.values()}
+            loras = {(sha, None) for sha in shas if self.fits.of(path, sha).error is None}
+            self._place(path, loras, size, room)
+            needs[path] = self.of(path, loras)
+            needed = size + room.patch_bytes(path, needs[path])
+            _check_copies(f"memory needed for {model_name(path)} and", needed, room_bytes)
+        on_host = sum(need.copies_bytes(num_ranks) for need in needs.values())
+        _check_copies("main memory needed for", on_host, room.copies_room(checkpoints))
+        self._tell_of_copies(checkpoints, num_ranks)
+
+    def _place(self, checkpoint: Path, loras: Set[_Lora], size: int, room: Room, *, work: int = 0) -> None:
+        """Decide where copies are: in main memory if GPUs lack room for those of these LoRAs."""
+        size += room.patch_bytes(checkpoint, self.of(checkpoint, loras))
+        self.by_model.setdefault(checkpoint, LoraNeed(room.lacks(size, work)))
+
+    def _tell_of_copies(self, checkpoints: Iterable[Path], num_ranks: int) -> None:
+        """Log for which of these models main memory has the copies."""
+        for path in sorted(checkpoints):
+            need = self.of(path)
+            if need.is_on_host and need.loras:
+                logger.info(
+                    "%s: GPUs lack room for copies of the weights that LoRAs change, so main memory has them "
+                    "(%s for %s); a switch of LoRAs copies up to %s to a GPU",
+                    model_name(path),
+                    size_in_words(need.copies_bytes(num_ranks)),
+                    counted(num_ranks, "rank"),
+                    size_in_words(need.copies_bytes(1)),
+                )
+
+
+def _loras_of(job: AdmittedJob) -> Set[_Lora]:
+    return {(patch.sha256, patch.target) for patch in job.spec.patches}
+
+
+def _no_copies(job: AdmittedJob, size: int, *, beside: int | None, available: int) -> Problem:
+    """The problem of a job whose LoRAs need too much.
+
+    `beside` is for its model and its state; None: GPUs have these, and main memory lacks room for copies.
+    """
+    kind, others = "main memory", "which do not fit on GPUs"
+    if beside is not None:
+        kind, others = "memory", f"beside {size_in_words(beside)} for the model and the job"
+    accepted = (
+        f"at least {size_in_words(size)} of {kind} needed for copies of the weights that LoRAs change, "
+        f"{others}, {size_in_words(available)} available; fewer --ranks, or LoRAs of fewer layers would help"
+    )
+    return Problem(job.spec.line, "lora", None, accepted)
+
+
+def _check_copies(what: str, need: int, available: float) -> None:
+    if need > available:
+        raise InputError(
+            f"--lora: at least {size_in_words(need)} of {what} copies of the weights that LoRAs change, "
+            f"{size_in_words(int(available))} available; name fewer LoRAs"
+        )

@@ -1,4 +1,4 @@
-"""The memory of a run, by its kind of device: how much there is, and what models, jobs and LoRAs take of it.
+"""The memory of a run, by its kind of device: how much there is, and what models, jobs and patches take.
 
 CPU ranks need at least the weights (mapped ones count once for all ranks), the job's state in its slab, and
 its frames during a decode. Each GPU holds all weights (with --offload neither text encoders nor idle experts,
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,27 +20,23 @@ from gfgen.errors import InputError, ModelError, Problem
 from gfgen.models.families.precision import Precision
 from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
 from gfgen.models.geometry.weights import Footprint, Placement, count_parameters, device_bytes, footprint
-from gfgen.models.lora.fit import KEPT_FILES
 from gfgen.runtime.control.residency import Residency
-from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES, default_plan
 from gfgen.runtime.ipc.slab import SlabPlan
-from gfgen.session.loras import Lora, LoraNeed, LoraNeeds, ServedLora, check_fit, loras_of, split_by_loras
+from gfgen.session.loras import GPU_BYTES, LoraNeed, Loras
 from gfgen.system.machine import available_bytes
 from gfgen.system.wording import counted, size_in_words
 
 logger = logging.getLogger(__name__)
 
-Judged = tuple[Sequence[AdmittedJob], Sequence[Problem]]
-"""The jobs that are kept, and the problems of the others."""
-
 _FRAME_COPIES = 5
 """Bytes per byte of uint8 frames: 4 as fp32 on their rank, and 1 in the writer's memory."""
 _DECODE_BYTES = 100
 """Peak bytes of an fp32 decode per byte of its frames: 704x1280x81, 219 MB, took 23 GB on an H200."""
-_CPU_BYTES, _GPU_BYTES = 4, 2
-"""Of a parameter: fp32 on CPU ranks, bf16 on GPUs."""
+_CPU_BYTES = 4
+"""Of a parameter on CPU ranks, in fp32."""
 _SPARE = 10
 """Copies leave a tenth of a GPU free; with less, no graphs are recorded (recorder.py)."""
 _QUANTISING = 7
@@ -57,7 +53,7 @@ class HostMemory:
     placement: Placement = Placement()
     is_loaded: bool = False
     """The ranks hold the models of all jobs, so what is available of main memory is without them."""
-    loras: LoraNeeds = field(default_factory=LoraNeeds)
+    patches: Loras = field(default_factory=Loras)
 
     @property
     def room_bytes(self) -> int | None:
@@ -113,7 +109,7 @@ class HostMemory:
         return 0
 
     def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
-        """The jobs for which there is room, with their model and their LoRAs, and problems for the others.
+        """The jobs for which there is room, with their model and their patches, and problems for the others.
 
         Jobs that are not new were admitted before and may be running. For them only counts what does not
         change while a server lives, such as --memory and the memory of GPUs: if main memory is short now,
@@ -121,17 +117,13 @@ class HostMemory:
 
         Raises: InputError when a model does not fit.
         """
-        unfit: Sequence[Problem] = ()
-        without_copies: Sequence[Problem] = ()
-        if has_loras := any(job.spec.lora for job in jobs):
-            jobs, unfit = split_by_loras(jobs, self.loras.fits, placement=self.placement)
+        jobs, unfit = self.patches.fitting(jobs, placement=self.placement)
         checkpoints = {job.checkpoint for job in jobs}
         weights = self.weights(checkpoints)
         if not self.is_loaded:
             self.check_waiting(checkpoints)
         jobs, too_large = self._with_room(jobs, weights, is_new=is_new)
-        if has_loras and is_new:
-            jobs, without_copies = self._with_copies(jobs, weights)
+        jobs, without_copies = self.patches.with_copies(jobs, weights, self) if is_new else (jobs, ())
         return jobs, (*unfit, *too_large, *without_copies)
 
     def _with_room(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], *, is_new: bool) -> Judged:
@@ -151,7 +143,7 @@ class HostMemory:
             return None
         found = Residency(
             jobs,
-            weights=self.with_loras({job.checkpoint for job in jobs} | set((names or {}).values())),
+            weights=self.with_patches({job.checkpoint for job in jobs} | set((names or {}).values())),
             work_bytes=self.work_bytes,
             room_bytes=room_bytes,
             jobs_at_once=self._jobs_at_once,
@@ -168,104 +160,32 @@ class HostMemory:
     def _jobs_at_once(self) -> int:
         return self.devices.num_ranks
 
-    # LoRAs: copies of the weights that they change, and their factors ------------------------
+    # Patches: copies of the weights that they change, and their factors -----------------------
 
-    def with_loras(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
-        """What each of these models and its LoRAs take of the room. Raises: as `weights`."""
-        weights, needs = self.weights(checkpoints), self.loras.by_model
-        return {path: size + self.lora_bytes(path, needs.get(path)) for path, size in weights.items()}
+    def with_patches(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
+        """What each of these models and its patches take of the room. Raises: as `weights`."""
+        weights = self.weights(checkpoints)
+        return {path: size + self.patch_bytes(path, self.patches.of(path)) for path, size in weights.items()}
 
-    def lora_bytes(self, checkpoint: Path, need: LoraNeed | None) -> int:
-        """What LoRAs take of the room."""
-        if need is None:
-            return 0
+    def patch_bytes(self, checkpoint: Path, need: LoraNeed) -> int:
+        """What patches take of the room."""
         # A mapped weight that changes becomes private to its rank.
-        num_base = sum(need.changed.values()) * (2 if _is_mapped(checkpoint) else 1)
-        return _CPU_BYTES * (num_base + _num_factors(need)) * self.devices.num_ranks
-
-    def copies_bytes(self, need: LoraNeed) -> int:
-        """Copies in main memory for all ranks on GPUs."""
-        return _GPU_BYTES * sum(need.changed.values()) * self.devices.num_ranks if need.is_on_host else 0
+        num_base = need.num_changed * (2 if need.changed and _is_mapped(checkpoint) else 1)
+        return _CPU_BYTES * (num_base + need.num_factors) * self.devices.num_ranks
 
     def copies_on_host(self, checkpoints: Collection[Path]) -> Collection[Path]:
-        """The models of which main memory has the copies of the weights that LoRAs change on GPUs."""
+        """The models of which main memory has the copies of the weights that patches change on GPUs."""
         return ()
 
-    def serve_loras(self, served: Mapping[str, ServedLora], checkpoints: Sequence[Path]) -> None:
-        """Raises: InputError for a LoRA that fits no model, and if there is no room for all of them."""
-        if not served:
-            return
-        check_fit(served, checkpoints, self.loras.fits)
-        if (room := self.room_bytes) is None:
-            return
-        needs, copies_room = self.loras.by_model, self._copies_room(checkpoints)
-        before = sum(map(self.copies_bytes, needs.values()))
-        for path, size in self.weights(checkpoints).items():
-            shas = {lora.sha256 for lora in served.values()}
-            loras = {(sha, None) for sha in shas if self.loras.fits.of(path, sha).error is None}
-            self._place(path, loras, size)
-            needs[path] = self.loras.of(path, loras)
-            needed = size + self.lora_bytes(path, needs[path])
-            _check_copies(f"memory needed for {model_name(path)} and", needed, room)
-        on_host = sum(map(self.copies_bytes, needs.values())) - before
-        _check_copies("main memory needed for", on_host, copies_room)
-        self._tell_of_copies(checkpoints)
+    def copies_room(self, checkpoints: Collection[Path]) -> float:
+        """Main memory for copies of GPUs' weights."""
+        if (available := available_bytes()) is None:
+            return math.inf
+        return available - (0 if self.is_loaded else self.check_waiting(checkpoints))
 
-    def _with_copies(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int]) -> Judged:
-        """The jobs with room for their LoRAs in addition to the model and the LoRAs of earlier jobs."""
-        if (room := self.room_bytes) is None:
-            return jobs, ()
-        asking = [job for job in jobs if job.spec.lora]
-        needs, refused = self.loras.by_model, dict[str, Problem]()
-        checkpoints = {job.checkpoint for job in asking}
-        news = {path for path in checkpoints if not self.loras.of(path).loras}
-        for path in checkpoints - needs.keys():
-            own = [job for job in asking if job.checkpoint == path]
-            loras = frozenset[Lora]().union(*map(loras_of, own))
-            self._place(path, loras, weights[path], max(map(self.work_bytes, own)))
-        copies_room = self._copies_room(checkpoints)
-        for job in asking:
-            path = job.checkpoint
-            need, own_bytes = self.loras.of(path, loras_of(job)), weights[path] + self.job_bytes(job)
-            on_device, on_host = self.lora_bytes(path, need), self.copies_bytes(need)
-            before = self.copies_bytes(self.loras.of(path))
-            if on_device + own_bytes > room:
-                refused[job.job_id] = _no_copies(job, on_device, beside=own_bytes, available=room)
-            elif on_host - before > copies_room:
-                available = int(copies_room) + before
-                refused[job.job_id] = _no_copies(job, on_host, beside=None, available=available)
-            else:
-                needs[path] = need
-                copies_room -= on_host - before
-        self._tell_of_copies(news)
-        return [job for job in jobs if job.job_id not in refused], tuple(refused.values())
-
-    def _place(self, checkpoint: Path, loras: Set[Lora], size: int, work: int = 0) -> None:
-        """Decide where copies are: in main memory if GPUs lack room for those of these LoRAs."""
-        size += self.lora_bytes(checkpoint, self.loras.of(checkpoint, loras))
-        self.loras.by_model.setdefault(checkpoint, LoraNeed(self._lack(size, work)))
-
-    def _lack(self, size: int, work: int) -> bool:
+    def lacks(self, size: int, work: int) -> bool:
         """Whether GPUs lack room for models and copies of this size, and for this work."""
         return False
-
-    def _copies_room(self, checkpoints: Collection[Path]) -> float:
-        """Main memory for copies of GPUs' weights."""
-        return math.inf
-
-    def _tell_of_copies(self, checkpoints: Iterable[Path]) -> None:
-        """Log for which of these models main memory has the copies."""
-        for path in sorted(checkpoints):
-            need = self.loras.of(path)
-            if need.is_on_host and need.loras:
-                logger.info(
-                    "%s: GPUs lack room for copies of the weights that LoRAs change, so main memory has them "
-                    "(%s for %s); a switch of LoRAs copies up to %s to a GPU",
-                    model_name(path),
-                    size_in_words(self.copies_bytes(need)),
-                    counted(self.devices.num_ranks, "rank"),
-                    size_in_words(_GPU_BYTES * sum(need.changed.values())),
-                )
 
 
 @dataclass(kw_only=True)
@@ -356,31 +276,24 @@ class GpuMemory(HostMemory):
     def _jobs_at_once(self) -> int:
         return 1
 
-    def lora_bytes(self, checkpoint: Path, need: LoraNeed | None) -> int:
-        if need is None:
-            return 0
+    def patch_bytes(self, checkpoint: Path, need: LoraNeed) -> int:
         largest = max(need.changed.values(), default=0)
-        num_base = largest if need.is_on_host else sum(need.changed.values())
+        num_base = largest if need.is_on_host else need.num_changed
         num_base += _QUANTISING * largest if self.precision.quantised(checkpoint).layers else 0
-        return _GPU_BYTES * (num_base + _num_factors(need))
+        return GPU_BYTES * (num_base + need.num_factors)
 
     def copies_on_host(self, checkpoints: Collection[Path]) -> Collection[Path]:
-        """Decides it for models without LoRAs, too, of which any weight may be changed later."""
+        """Decides it for models without patches, too, of which any weight may be changed later."""
         if self.room_bytes is None:
             return ()
-        needs = self.loras.by_model
+        needs = self.patches.by_model
         for path, size in self.weights(set(checkpoints) - needs.keys()).items():
             with_copies = size * (3 if self.precision.quantised(path).layers else 2)  # copies are in bf16
-            needs[path] = LoraNeed(not self.placement.holds_all or self._lack(with_copies, 0))
+            needs[path] = LoraNeed(not self.placement.holds_all or self.lacks(with_copies, 0))
         return [path for path in checkpoints if needs[path].is_on_host]
 
-    def _lack(self, size: int, work: int) -> bool:
+    def lacks(self, size: int, work: int) -> bool:
         return (room := self.room_bytes) is not None and size + max(work, room // _SPARE) > room
-
-    def _copies_room(self, checkpoints: Collection[Path]) -> float:
-        if (available := available_bytes()) is None:
-            return math.inf
-        return available - (0 if self.is_loaded else self.check_waiting(checkpoints))
 
 
 def split(
@@ -408,33 +321,6 @@ def _too_large(job: AdmittedJob, need: int, available: int, where: str) -> Probl
     less = "a smaller size, fewer frames or fewer --ranks" if (spec.frames or 1) > 1 else "a smaller size"
     sizes = f"at least {size_in_words(need)} {where} needed, {size_in_words(available)} available"
     return Problem(spec.line, "size", size, f"{sizes}; {less} would help")
-
-
-def _no_copies(job: AdmittedJob, lora_bytes: int, *, beside: int | None, available: int) -> Problem:
-    """The problem of a job whose LoRAs need too much.
-
-    `beside` is for its model and its state; None: GPUs have these, and main memory lacks room for copies.
-    """
-    kind, others = "main memory", "which do not fit on GPUs"
-    if beside is not None:
-        kind, others = "memory", f"beside {size_in_words(beside)} for the model and the job"
-    accepted = (
-        f"at least {size_in_words(lora_bytes)} of {kind} needed for copies of the weights that LoRAs change, "
-        f"{others}, {size_in_words(available)} available; fewer --ranks, or LoRAs of fewer layers would help"
-    )
-    return Problem(job.spec.line, "lora", None, accepted)
-
-
-def _check_copies(what: str, need: int, available: float) -> None:
-    if need > available:
-        raise InputError(
-            f"--lora: at least {size_in_words(need)} of {what} copies of the weights that LoRAs change, "
-            f"{size_in_words(int(available))} available; name fewer LoRAs"
-        )
-
-
-def _num_factors(need: LoraNeed) -> int:
-    return sum(sorted(need.factors.values())[-KEPT_FILES:])
 
 
 @functools.cache

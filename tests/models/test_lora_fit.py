@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -26,12 +26,12 @@ from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.geometry.weights import Placement
 from gfgen.models.lora import fit
 from gfgen.models.lora.fit import LoraFit, LoraFits, by_headers
-from gfgen.models.lora.outlines import answer, weightless_pipeline
+from gfgen.models.lora.reading import answer, weightless_pipeline
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.session import memory as memory_module
 from gfgen.session.admission import Admission
-from gfgen.session.loras import LoraNeed, LoraNeeds, find_loras
+from gfgen.session.loras import LoraNeed, Loras, ServedLora, find_loras
 from gfgen.session.memory import GpuMemory
 from gfgen.session.ranks import Ranks
 
@@ -56,16 +56,16 @@ def width() -> int:
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the child process does."""
 
-    def answers(pairs: list[tuple[Path, Path]]) -> list[LoraFit]:
+    def answers(module: str, asked: list[list[str]], what: str) -> list[dict[str, object]]:
         found = []
-        for checkpoint, path in pairs:
+        for checkpoint, path in asked:
             try:
-                found.append(LoraFit(**answer(checkpoint, path)))
+                found.append(answer(Path(checkpoint), Path(path)))
             except ModelError as error:
-                found.append(LoraFit(error=str(error)))
+                found.append({"error": str(error)})
         return found
 
-    monkeypatch.setattr(fit, "_by_child", answers)
+    monkeypatch.setattr(fit, "ask_child", answers)
 
 
 @pytest.mark.parametrize("model", ["shapes", "tiny-wan-moe"])
@@ -124,6 +124,10 @@ def test_jobs_are_refused_for_misfits_and_unknown_targets(tmp_path: Path, width:
     ]
 
 
+def serve(found: Admission, served: Mapping[str, ServedLora], checkpoint: Path) -> None:
+    found.memory.patches.serve(served, [checkpoint], found.memory)
+
+
 def test_models_in_fp8_take_loras_of_jobs_and_servers(tmp_path: Path, width: int) -> None:
     path = lora(tmp_path / "ok.safetensors", width=width)
     spec, _ = parse_job({"prompt": "a red circle", "frames": 1, "lora": [str(path)]})
@@ -132,7 +136,7 @@ def test_models_in_fp8_take_loras_of_jobs_and_servers(tmp_path: Path, width: int
     (job,), problems = in_fp8([spec])
     assert job.spec.lora
     assert not problems
-    in_fp8.memory.serve_loras(find_loras([f"style={path}"]), [job.checkpoint])
+    serve(in_fp8, find_loras([f"style={path}"]), job.checkpoint)
 
 
 def test_a_lora_of_a_text_encoder_is_refused_where_that_is_offloaded(
@@ -170,9 +174,9 @@ def test_jobs_are_refused_if_copies_of_changed_weights_do_not_fit(tmp_path: Path
     roomy = admission()
     (job,), _ = roomy([spec])
     memory, path = roomy.memory, job.checkpoint
-    lora_bytes = memory.lora_bytes(path, memory.loras.of(path))
+    lora_bytes = memory.patch_bytes(path, memory.patches.of(path))
     assert lora_bytes == 2 * 4 * (width * width + 2 * 2 * width)  # on two ranks: a copy, and the factors
-    need = memory.with_loras([path])[path] + memory.job_bytes(job)
+    need = memory.with_patches([path])[path] + memory.job_bytes(job)
     for limit, is_refused in ((need, False), (need - 1, True)):
         _, problems = admission(limit)([spec])
         assert ["copies of the weights that LoRAs change" in str(each) for each in problems] == [
@@ -188,11 +192,11 @@ def test_copies_take_memory_of_gpus_or_main_memory(tmp_path: Path) -> None:
     path, fits = lora(tmp_path / "a.safetensors", width=width), LoraFits()
     fits.look([(checkpoint, "a", path)])
     for keeps_on_host, on_gpu, on_host in ((False, 2, 0), (True, 1, 2 * 2)):
-        needs = LoraNeeds(fits, {checkpoint: LoraNeed(keeps_on_host)})
-        memory = GpuMemory(devices=Devices(CUDA, 2), loras=needs)
+        needs = Loras(fits, {checkpoint: LoraNeed(keeps_on_host)})
+        memory = GpuMemory(devices=Devices(CUDA, 2), patches=needs)
         need = needs.of(checkpoint, {("a", None)})
-        assert memory.lora_bytes(checkpoint, need) == 2 * (on_gpu * width * width + 2 * 2 * width)
-        assert memory.copies_bytes(need) == 2 * on_host * width * width
+        assert memory.patch_bytes(checkpoint, need) == 2 * (on_gpu * width * width + 2 * 2 * width)
+        assert need.copies_bytes(2) == 2 * on_host * width * width
 
 
 def test_a_model_in_fp8_needs_copies_in_bf16_and_memory_to_quantise(tmp_path: Path, width: int) -> None:
@@ -202,12 +206,11 @@ def test_a_model_in_fp8_needs_copies_in_bf16_and_memory_to_quantise(tmp_path: Pa
         bf16, fp8 = (
             GpuMemory(devices=Devices(CUDA, 1), precision=Precision(asked)) for asked in ((), ("fp8",))
         )
-        needs = LoraNeeds(fits, {checkpoint: LoraNeed(keeps_on_host)})
+        needs = Loras(fits, {checkpoint: LoraNeed(keeps_on_host)})
         need = needs.of(checkpoint, {("a", None)})
-        more = fp8.lora_bytes(checkpoint, need) - bf16.lora_bytes(checkpoint, need)
+        more = fp8.patch_bytes(checkpoint, need) - bf16.patch_bytes(checkpoint, need)
         assert more == 14 * width * width
-        assert fp8.copies_bytes(need) == bf16.copies_bytes(need)
-        assert fp8.lora_bytes(checkpoint, LoraNeed()) == 0
+        assert fp8.patch_bytes(checkpoint, LoraNeed()) == 0
 
 
 @pytest.fixture
@@ -247,8 +250,8 @@ def test_copies_without_room_on_gpus_are_in_main_memory(
         assert list(found.memory.copies_on_host([job.checkpoint])) == [job.checkpoint] * is_on_host
         told = "so main memory has them (40.9 GB for 1 rank); a switch of LoRAs copies up to 40.9 GB to a GPU"
         assert (told in caplog.text) is is_on_host
-        need = found.memory.loras.of(job.checkpoint)
-        assert found.memory.lora_bytes(job.checkpoint, need) < 6 * GB or not is_on_host
+        need = found.memory.patches.of(job.checkpoint)
+        assert found.memory.patch_bytes(job.checkpoint, need) < 6 * GB or not is_on_host
     _, (problem,) = on_gpus(80, num_ranks=2)([large_lora])
     assert "at least 81.7 GB of main memory needed for copies of the weights that LoRAs change" in str(
         problem
@@ -278,13 +281,13 @@ def test_a_server_places_copies_for_all_its_loras_or_does_not_start(
     served = find_loras([f"style={path}" for path in large_lora.lora_files or ()])
     found = on_gpus(80)
     checkpoint = found.models.find("qwen-image").checkpoint
-    found.memory.serve_loras(served, [checkpoint])
+    serve(found, served, checkpoint)
     assert list(found.memory.copies_on_host([checkpoint])) == [checkpoint]
     monkeypatch.setattr(memory_module, "available_bytes", lambda: 1 * GB)  # the copies are there now
     _, problems = found.of_loaded(frozenset({checkpoint}))([large_lora])
     assert not problems
     with pytest.raises(InputError, match=r"at least 40\.9 GB of main memory needed for copies .* 1\.0 GB"):
-        on_gpus(80).memory.serve_loras(served, [checkpoint])
+        serve(on_gpus(80), served, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +303,7 @@ def test_a_server_in_fp8_does_not_start_with_loras_that_do_not_fit(
     checkpoint = found.models.find("qwen-image").checkpoint
     expected = pytest.raises(InputError, match=f"at least {lack}") if lack else contextlib.nullcontext()
     with expected:
-        found.memory.serve_loras(served, [checkpoint])
+        serve(found, served, checkpoint)
 
 
 def test_layers_that_a_model_lacks_are_left_out_with_a_warning_if_an_entry_says_so(
@@ -344,7 +347,8 @@ def test_problems_of_loras_are_found_once_for_all_jobs_with_them(
 def test_a_request_names_a_lora_of_the_server(tmp_path: Path, width: int) -> None:
     path = lora(tmp_path / "ink.safetensors", width=width)
     served = find_loras([f"ink={path}"])
-    serving = replace(admission(), served_loras=served)
+    serving = admission()
+    serving.memory.patches.served.update(served)
 
     def requested(entry: dict[str, object]) -> tuple[Sequence[AdmittedJob], list[str]]:
         values, problems = parse_fields({"prompt": "a red circle", "lora": [entry]}, images=NoImages("no"))

@@ -20,7 +20,7 @@ from gfgen.cli.remote.status import Cancelled, RunStatus, Submitted
 from gfgen.errors import GfgenError, InputError, RunError
 from gfgen.job.images import is_video
 from gfgen.job.reader import JobSource, to_mapping
-from gfgen.job.spec import JobSpec, default_seed
+from gfgen.job.spec import JobSpec, default_seed, input_files
 from gfgen.system.wording import counted
 
 TIMEOUT_S = 30.0
@@ -114,8 +114,8 @@ class Server:
 
     def submit(self, source: JobSource) -> Submitted:
         specs = selected_jobs(source).specs
-        single = [_request_of(spec) for spec in specs if spec.image or spec.files or spec.lora]
-        plain = [to_mapping(spec) for spec in specs if not (spec.image or spec.files or spec.lora)]
+        single = [_request_of(spec) for spec in specs if input_files(spec)]
+        plain = [to_mapping(spec) for spec in specs if not input_files(spec)]
         answers = []
         if plain:
             content = "".join(json.dumps(line) + "\n" for line in plain).encode()
