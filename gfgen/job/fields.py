@@ -636,19 +636,22 @@ def _join_lora(values: dict[str, Any], images: ImageReader) -> Iterator[Problem]
     entries = values.pop("lora", None)
     if entries is None:
         return
-    paths, used = [], []
+    paths, used, files = [], [], images.loras
     for entry in entries:
         try:
-            if "name" in entry:
-                images.loras.check_name(entry["name"])
+            if files is None and "path" in entry:
+                accepted = 'name a LoRA of the server, such as {"name": "ink"}'
+                raise LoraError(f"paths are not accepted over HTTP; {accepted}")
+            if files is None:
                 used.append(entry)
-                continue
-            path, sha256 = images.loras.check(entry.pop("path"), entry.pop("file", None))
+            elif "name" in entry:
+                raise LoraError(f"name {entry['name']!r} is for requests over HTTP; give a path")
+            else:
+                path, sha256 = files.check(entry.pop("path"), entry.pop("file", None))
+                paths.append(str(path))
+                used.append({"sha256": sha256, **entry})
         except LoraError as error:
             yield Problem(None, "lora", None, str(error))
-        else:
-            paths.append(str(path))
-            used.append({"sha256": sha256, **entry})
     values |= {"lora_files": paths, "lora": used} if paths else {"lora": used}
 
 

@@ -45,7 +45,8 @@ class ImageReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
-        self.loras = LoraFiles(self._folder)
+        self.loras: LoraFiles | None = LoraFiles(self._folder)
+        """None for jobs that come from other machines, which name LoRAs of the run."""
         self._sha256 = functools.cache(_checked)
 
     def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:
@@ -63,7 +64,7 @@ class NoImages(ImageReader):
     def __init__(self, advice: str) -> None:
         super().__init__(Path())
         self._advice = advice
-        self.loras = NamedLoras()
+        self.loras = None
 
     def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:
         raise ImageError(self._advice)
@@ -303,9 +304,6 @@ class LoraFiles:
             reason = getattr(error, "strerror", None) or error
             raise LoraError(f"{name[:80]} cannot be read ({reason})") from None
 
-    def check_name(self, name: str) -> None:
-        raise LoraError(f"name {name!r} is for requests over HTTP; give a path")
-
     def _find_checked(self, name: str, file: str | None) -> tuple[Path, str]:
         path = self._find(name, file)
         return path, _check_file(path)
@@ -321,20 +319,6 @@ class LoraFiles:
         if name.count("/") != 1 or name.endswith(".safetensors"):
             raise LoraError(f"{path} does not exist")
         return _from_hub(name, file or USUAL_NAME)
-
-
-class NamedLoras(LoraFiles):
-    """Refuses all paths, for jobs that come from other machines. The run knows the names."""
-
-    def __init__(self) -> None:
-        super().__init__(Path())
-
-    def check(self, name: str, file: str | None) -> tuple[Path, str]:
-        example = '{"name": "ink"}'
-        raise LoraError(f"paths are not accepted over HTTP; name a LoRA of the server, such as {example}")
-
-    def check_name(self, name: str) -> None:
-        """Accepts all names."""
 
 
 def _only_file(folder: Path) -> Path:
