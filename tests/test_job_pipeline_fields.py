@@ -240,3 +240,15 @@ class TestLora:
         os.mkfifo(tmp_path / "pipe")
         for name in ("number", "list", "deep", "loop", "pipe", "~no-such-user/a", "x" * 300):
             assert problem(tmp_path, lora=name).field == "lora"
+
+    def test_patches_are_equal_wherever_their_files_are(self) -> None:
+        def patched(path: str, **entry: Any) -> JobSpec:
+            used = {"sha256": "b", "scale": 0.8, **entry}
+            return JobSpec(id="a", prompt="a fox", lora=[used], lora_files=[path])
+
+        here, there = (patched(path).patches for path in ("/a/style.safetensors", "/b/style.safetensors"))
+        assert (here, str(here)) == (there, str(there))
+        assert [patch.path for patch in here + there] == ["/a/style.safetensors", "/b/style.safetensors"]
+        others = ({"scale": 1.0}, {"target": "transformer_2"}, {"partial": True})
+        assert len({str(here), *(str(patched("/a", **entry).patches) for entry in others)}) == 4
+        assert patched("/a").without_patches() == JobSpec(id="a", prompt="a fox")

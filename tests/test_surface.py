@@ -495,7 +495,7 @@ def test_what_a_policy_sees():
         "shape",
         "max_decode_degree",
         "arrangement",
-        "loras",
+        "patches",
         "switch_s",
         "owner",
         "num_approximate",

@@ -21,8 +21,8 @@ from gfgen.job.spec import JobSpec, call_key
 from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.predict.profile_file import write_whole
+from gfgen.system.lifeline import ask_child
 from gfgen.system.machine import cache_dir
-from gfgen.system.questions import ask_child
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ class Room(Protocol):
     def weights(self, checkpoints: Collection[Path]) -> Mapping[Path, int]: ...
     def job_bytes(self, job: AdmittedJob) -> int: ...
     def work_bytes(self, job: AdmittedJob) -> int: ...
-    def patch_bytes(self, checkpoint: Path, need: LoraNeed) -> int: ...
+    def patch_bytes(self, checkpoint: Path, need: PatchNeed) -> int: ...
     def lacks(self, size: int, work: int) -> bool: ...
     def copies_room(self, checkpoints: Collection[Path]) -> float: ...
 
@@ -64,8 +64,8 @@ _Lora = tuple[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class LoraNeed:
-    """What LoRAs of a model need: copies of the weights that they change, and their factors."""
+class PatchNeed:
+    """What patches of a model need: copies of the weights that they change, and their factors."""
 
     is_on_host: bool = False
     """Main memory has GPUs' copies of the weights that they change; a GPU has one of these at a time."""
@@ -91,19 +91,19 @@ class LoraNeed:
 
 @dataclass(frozen=True, slots=True)
 class Loras:
-    """Those of admitted jobs and of a server. Copies stay until the run ends, so they add up over jobs.
+    """The LoRAs of admitted jobs and of a server. Copies stay until the run ends, so they add up over jobs.
 
     Where a model's copies are is decided once, with its first LoRAs, and changes no bits.
     """
 
     fits: LoraFits = field(default_factory=LoraFits)
-    by_model: dict[Path, LoraNeed] = field(default_factory=dict)
+    by_model: dict[Path, PatchNeed] = field(default_factory=dict)
     served: dict[str, ServedLora] = field(default_factory=dict)
     """By the name that requests give."""
 
-    def of(self, checkpoint: Path, loras: Set[_Lora] = frozenset()) -> LoraNeed:
+    def of(self, checkpoint: Path, loras: Set[_Lora] = frozenset()) -> PatchNeed:
         """What a model's LoRAs and these need together."""
-        need = self.by_model.get(checkpoint, LoraNeed())
+        need = self.by_model.get(checkpoint, PatchNeed())
         if loras <= need.loras:
             return need
         changed, factors = dict(need.changed), dict(need.factors)
@@ -111,7 +111,7 @@ class Loras:
             fit = self.fits.of(checkpoint, sha256)
             changed.update(fit.changed_in(target))
             factors[sha256] = fit.num_factors
-        return LoraNeed(need.is_on_host, need.loras | loras, changed, factors)
+        return PatchNeed(need.is_on_host, need.loras | loras, changed, factors)
 
     def named(self, specs: Iterable[JobSpec]) -> tuple[Sequence[JobSpec], Sequence[Problem]]:
         """The jobs with files in place of names, and problems for names that are not served."""
@@ -148,7 +148,7 @@ class Loras:
             found = []
             for patch in job.spec.patches:
                 if (key := (job.checkpoint, job.spec.model, patch.path, patch)) not in known:
-                    known[key] = self._judged(job, patch, placement=placement)
+                    known[key] = self._judged(job, patch, placement)
                 found.append(known[key])
             refused = [replace(each, line=job.spec.line) for each in found if isinstance(each, Problem)]
             if not refused:
@@ -156,9 +156,7 @@ class Loras:
             problems += refused
         return kept, problems
 
-    def _judged(
-        self, job: AdmittedJob, patch: Patch, *, placement: Placement
-    ) -> Problem | tuple[Warned, ...]:
+    def _judged(self, job: AdmittedJob, patch: Patch, placement: Placement) -> Problem | tuple[Warned, ...]:
         """What is wrong with a LoRA for a model, or what jobs with it are warned of."""
         fit, target = self.fits.of(job.checkpoint, patch.sha256), patch.target
         if fit.error is not None:
@@ -235,7 +233,7 @@ class Loras:
     def _place(self, checkpoint: Path, loras: Set[_Lora], size: int, room: Room, *, work: int = 0) -> None:
         """Decide where copies are: in main memory if GPUs lack room for those of these LoRAs."""
         size += room.patch_bytes(checkpoint, self.of(checkpoint, loras))
-        self.by_model.setdefault(checkpoint, LoraNeed(room.lacks(size, work)))
+        self.by_model.setdefault(checkpoint, PatchNeed(room.lacks(size, work)))
 
     def _tell_of_copies(self, checkpoints: Iterable[Path], num_ranks: int) -> None:
         """Log for which of these models main memory has the copies."""

@@ -25,7 +25,7 @@ from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES, default_plan
 from gfgen.runtime.ipc.slab import SlabPlan
-from gfgen.session.loras import GPU_BYTES, LoraNeed, Loras
+from gfgen.session.loras import GPU_BYTES, Loras, PatchNeed
 from gfgen.system.machine import available_bytes
 from gfgen.system.wording import counted, size_in_words
 
@@ -167,7 +167,7 @@ class HostMemory:
         weights = self.weights(checkpoints)
         return {path: size + self.patch_bytes(path, self.patches.of(path)) for path, size in weights.items()}
 
-    def patch_bytes(self, checkpoint: Path, need: LoraNeed) -> int:
+    def patch_bytes(self, checkpoint: Path, need: PatchNeed) -> int:
         """What patches take of the room."""
         # A mapped weight that changes becomes private to its rank.
         num_base = need.num_changed * (2 if need.changed and _is_mapped(checkpoint) else 1)
@@ -276,7 +276,7 @@ class GpuMemory(HostMemory):
     def _jobs_at_once(self) -> int:
         return 1
 
-    def patch_bytes(self, checkpoint: Path, need: LoraNeed) -> int:
+    def patch_bytes(self, checkpoint: Path, need: PatchNeed) -> int:
         largest = max(need.changed.values(), default=0)
         num_base = largest if need.is_on_host else need.num_changed
         num_base += _QUANTISING * largest if self.precision.quantised(checkpoint).layers else 0
@@ -289,7 +289,7 @@ class GpuMemory(HostMemory):
         needs = self.patches.by_model
         for path, size in self.weights(set(checkpoints) - needs.keys()).items():
             with_copies = size * (3 if self.precision.quantised(path).layers else 2)  # copies are in bf16
-            needs[path] = LoraNeed(not self.placement.holds_all or self.lacks(with_copies, 0))
+            needs[path] = PatchNeed(not self.placement.holds_all or self.lacks(with_copies, 0))
         return [path for path in checkpoints if needs[path].is_on_host]
 
     def lacks(self, size: int, work: int) -> bool:

@@ -6,19 +6,28 @@ runs a module in a process that dies with PARENT; `module_command` builds such a
 child has to notice the end, so a native call that holds the interpreter's lock cannot delay it. The kernel
 sends the signal when the *thread* that started the child ends: so start it from
 one that lives as long as its process.
+
+`ask_child` puts questions to such a child, which imports what its parent must not.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from gfgen.errors import GfgenError, ModelError, in_one_line
 
 PACKAGE_ROOT = Path(__file__).parents[2]
 """The folder from which this package is imported, installed or not."""
+ANSWERS_S = 300.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -51,6 +60,41 @@ def bind_forks() -> None:
         parent[0] = os.getpid()
 
     os.register_at_fork(before=note_parent, after_in_child=lambda: die_with_parent(parent[0]))
+
+
+def ask_child(module: str, asked: object, what: str) -> Any:
+    """The answers of a module that runs as a program (`answer_all`).
+
+    Raises: ModelError, which says what cannot be checked.
+    """
+    try:
+        done = subprocess.run(
+            module_command(module),
+            input=json.dumps(asked),
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=ANSWERS_S,
+            env=module_environment(),
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"checking {what} took over {ANSWERS_S:.0f} s") from None
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ModelError(f"{what} cannot be checked: {reason}") from None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def answer_all(answer: Callable[..., Any]) -> None:
+    """Answer the questions that `ask_child` sends; one that fails says nothing of others."""
+    answers = []
+    for asked in json.load(sys.stdin):
+        try:
+            answers.append(answer(asked))
+        except Exception as error:
+            said = str(error) if isinstance(error, GfgenError) else in_one_line(error)
+            answers.append({"error": said})
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

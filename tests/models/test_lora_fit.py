@@ -31,7 +31,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.session import memory as memory_module
 from gfgen.session.admission import Admission
-from gfgen.session.loras import LoraNeed, Loras, ServedLora, find_loras
+from gfgen.session.loras import Loras, PatchNeed, ServedLora, find_loras
 from gfgen.session.memory import GpuMemory
 from gfgen.session.ranks import Ranks
 
@@ -192,7 +192,7 @@ def test_copies_take_memory_of_gpus_or_main_memory(tmp_path: Path) -> None:
     path, fits = lora(tmp_path / "a.safetensors", width=width), LoraFits()
     fits.look([(checkpoint, "a", path)])
     for keeps_on_host, on_gpu, on_host in ((False, 2, 0), (True, 1, 2 * 2)):
-        needs = Loras(fits, {checkpoint: LoraNeed(keeps_on_host)})
+        needs = Loras(fits, {checkpoint: PatchNeed(keeps_on_host)})
         memory = GpuMemory(devices=Devices(CUDA, 2), patches=needs)
         need = needs.of(checkpoint, {("a", None)})
         assert memory.patch_bytes(checkpoint, need) == 2 * (on_gpu * width * width + 2 * 2 * width)
@@ -206,11 +206,11 @@ def test_a_model_in_fp8_needs_copies_in_bf16_and_memory_to_quantise(tmp_path: Pa
         bf16, fp8 = (
             GpuMemory(devices=Devices(CUDA, 1), precision=Precision(asked)) for asked in ((), ("fp8",))
         )
-        needs = Loras(fits, {checkpoint: LoraNeed(keeps_on_host)})
+        needs = Loras(fits, {checkpoint: PatchNeed(keeps_on_host)})
         need = needs.of(checkpoint, {("a", None)})
         more = fp8.patch_bytes(checkpoint, need) - bf16.patch_bytes(checkpoint, need)
         assert more == 14 * width * width
-        assert fp8.patch_bytes(checkpoint, LoraNeed()) == 0
+        assert fp8.patch_bytes(checkpoint, PatchNeed()) == 0
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from gfgen.errors import ModelError
 from gfgen.models.geometry.weight_files import read_header
 from gfgen.models.geometry.weights import component_files
 from gfgen.models.lora.accounting import SECOND, Settings, compare
-from gfgen.system.questions import ask_child
+from gfgen.system.lifeline import ask_child
 
 KEPT_FILES = 16
 """LoRAs whose factors stay on a rank's device; the least recently used goes first."""

@@ -3,7 +3,7 @@
 A file's tensors are matched with parameters of the models (reading.py), and each match becomes a change of
 one parameter. Nothing of a file stays in models or loaders, so files do not affect each other. The base
 weights of changed layers are kept on the device, or in host memory where the device has no room for them
-(session/memory.py). A switch writes base weight plus change to the model's weight in place, also where a
+(session/loras.py). A switch writes base weight plus change to the model's weight in place, also where a
 fused block has it as rows of a larger one (weights.py), so recorded forwards stay valid. Layers in 8 bits get
 the sum quantised; their base weights are read from the checkpoint (stored_weights.py) when a LoRA first
 changes them. Nothing is subtracted, so a model without LoRAs has the bits that it was loaded with. Bits do

@@ -34,7 +34,7 @@ from gfgen.models.lora.accounting import (
     split,
     unwrapped,
 )
-from gfgen.system.questions import answer_all
+from gfgen.system.lifeline import answer_all
 
 _REFUSALS = (OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, AssertionError)
 """What diffusers' converters raise for files that they do not expect."""

@@ -32,7 +32,7 @@ from gfgen.models.loading.components import weightless, without_progress_bars
 from gfgen.models.stepping.adapter import PipelineAdapter, WholeCall, load_any
 from gfgen.models.stepping.check import pictures, resolved
 from gfgen.models.stepping.stepper import NUM_ITERATIONS
-from gfgen.system.questions import answer_all
+from gfgen.system.lifeline import answer_all
 
 MARK = "gfgen"
 """The prompt of all calls here; what tokenizers get around it are their templates."""
