@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import json
 import logging
 import time
@@ -204,12 +203,17 @@ class FolderReport:
 
     def as_html(self, target: Path) -> str:
         """A page for the file `target`: it holds thumbnails, and links to the files."""
-        found = [_file_of(job, self.folder, target.parent) for job in self.jobs]
-        cards = "\n".join(map(_card, self.jobs, found, range(len(found))))
-        text = "\n".join(self.lines())
-        title = html.escape(f"{self.folder.name or self.folder}: {counted(len(self.jobs), 'job')}")
-        return _PAGE.format(
-            title=title, summary=html.escape(text), timeline=_timeline(self.jobs), cards=cards
+        from jinja2 import Environment, PackageLoader
+
+        pages = Environment(loader=PackageLoader(__package__, "shown"), autoescape=True)
+        pages.filters |= {"clock": _clock, "in_words": in_words}
+        return pages.get_template("report.html").render(
+            title=f"{self.folder.name or self.folder}: {counted(len(self.jobs), 'job')}",
+            summary="\n".join(self.lines()),
+            timelines=list(_timelines(self.jobs)),
+            cards=[
+                (job, _file_of(job, self.folder, target.parent, idx)) for idx, job in enumerate(self.jobs)
+            ],
         )
 
 
@@ -230,40 +234,17 @@ def _short(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _file_of(job: JobReport, folder: Path, page_folder: Path) -> tuple[Path, str] | None:
-    """The job's file and its URL from the page; None if it is not there."""
+def _file_of(job: JobReport, folder: Path, page_folder: Path, number: int) -> Mapping[str, str | None] | None:
+    """The job's file: its name, its URL from the page and its thumbnail; None if it is not there."""
     path = folder / str(job.line.get("file"))
     if not job.line.get("file") or not path.is_file():
         return None
     url, page_folder = path.absolute(), page_folder.absolute()
-    return path, quote(str(url.relative_to(page_folder) if url.is_relative_to(page_folder) else url))
-
-
-def _card(job: JobReport, found: tuple[Path, str] | None, number: int) -> str:
-    picture = '<div class="none">no file</div>'
-    if found is not None:
-        path, url = found
-        inside = _thumbnail(path) if number < MAX_THUMBNAILS else None
-        shown = (
-            f'<img loading="lazy" alt="" src="data:image/webp;base64,{inside}">'
-            if inside
-            else html.escape(path.name)
-        )
-        badge = '<span class="kind">video</span>' if job.num_frames > 1 else ""
-        picture = f'<a href="{html.escape(url)}">{shown}{badge}</a>'
-    rows = [f'<p class="prompt">{html.escape(str(job.line.get("prompt")))}</p>']
-    if negative := job.line.get("negative_prompt"):
-        rows.append(f"<p>without: {html.escape(str(negative))}</p>")
-    rows.append(f"<p><b>{html.escape(job.job_id)}</b> {html.escape(job.facts)}</p>")
-    times = f"{in_words(job.busy_s)} of rank time, done {in_words(job.latency_s)} after its arrival"
-    rows.append(
-        f"<p>{times}</p>" if job.status == "done" else f'<p class="bad">{html.escape(job.status)}</p>'
-    )
-    if job.line.get("met_deadline") is False:
-        rows.append('<p class="bad">missed its deadline</p>')
-    for text in filter(None, [job.line.get("error"), *(job.line.get("warnings") or ())]):
-        rows.append(f"<p>{html.escape(str(text))}</p>")
-    return f'<article class="{html.escape(job.status)}">{picture}{"".join(rows)}</article>'
+    return {
+        "name": path.name,
+        "url": quote(str(url.relative_to(page_folder) if url.is_relative_to(page_folder) else url)),
+        "thumbnail": _thumbnail(path) if number < MAX_THUMBNAILS else None,
+    }
 
 
 def _thumbnail(path: Path) -> str | None:
@@ -275,7 +256,7 @@ def _thumbnail(path: Path) -> str | None:
         return None
 
 
-def _timeline(jobs: Sequence[JobReport]) -> str:
+def _timelines(jobs: Sequence[JobReport]) -> Iterator[Mapping[str, Any]]:
     """Lanes of bars, each from a job's first task to its file; a timeline for each time without a pause."""
     stretches: list[list[JobReport]] = []
     last = 0.0
@@ -283,10 +264,11 @@ def _timeline(jobs: Sequence[JobReport]) -> str:
         stretches += [[]] if job.started_at > last + PAUSE_S else []
         stretches[-1].append(job)
         last = max(last, job.ended_at)
-    return "".join(map(_lanes, stretches))
+    return map(_lanes, stretches)
 
 
-def _lanes(jobs: Sequence[JobReport]) -> str:
+def _lanes(jobs: Sequence[JobReport]) -> Mapping[str, Any]:
+    """In pixels: bars of a job, its lane, x, width and name, and ticks of x and the time."""
     ends: list[float] = []
     places = []
     for job in jobs:  # the manifest has whole seconds
@@ -297,50 +279,9 @@ def _lanes(jobs: Sequence[JobReport]) -> str:
     width = max(1000, min(MAX_WIDTH, BAR_WIDTH * len(jobs) // len(ends)))
     scale, bars = width / (max(ends) - first), []
     for job, lane in zip(jobs, places, strict=True):
-        x, size = (job.started_at - first) * scale, max(1.0, (job.ended_at - job.started_at) * scale - 1)
-        name = html.escape(job.job_id[: int(size / CHAR_WIDTH)])
-        spent = f"{_clock(job.started_at)}, {in_words(job.ended_at - job.started_at)}"
-        bars.append(
-            f'<g><title>{html.escape(job.job_id)}: {spent}</title><rect class="{html.escape(job.status)}" '
-            f'x="{x:.1f}" y="{20 + 18 * lane}" width="{size:.1f}" height="16"/>'
-            f'<text x="{x + 2:.1f}" y="{32 + 18 * lane}">{name}</text></g>'
-        )
-    for x in range(0, width, TICK_WIDTH):
-        moment = time.strftime("%H:%M:%S", time.localtime(first + x / scale))
-        bars.append(f'<path d="M{x} 0v{20 + 18 * len(ends)}"/><text x="{x + 3}" y="12">{moment}</text>')
-    area = f'width="{width}" height="{20 + 18 * len(ends)}"'
-    return (
-        f'<p>{_clock(first)}</p><div class="lanes"><svg {area} role="img" '
-        f'aria-label="one bar for each job, from its first task to its file">{"".join(bars)}</svg></div>'
-    )
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 14px/1.4 system-ui, sans-serif; margin: 2rem auto; max-width: 1400px; padding: 0 1rem; }}
-pre {{ white-space: pre-wrap; }}
-.lanes {{ overflow: auto; max-height: 60vh; }}
-svg text {{ font-size: 11px; fill: currentColor; }} svg path {{ stroke: #8886; }}
-rect {{ fill: #4a8; }} rect.failed, rect.cancelled {{ fill: #c44; }}
-main {{ display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(220px, 1fr)); }}
-article {{ border: 1px solid #8884; border-radius: 8px; overflow: hidden; overflow-wrap: anywhere; }}
-article p {{ margin: .4rem .6rem; }} article a {{ display: block; position: relative; }}
-img {{ display: block; width: 100%; }} .none {{ background: #8882; padding: 3rem 1rem; text-align: center; }}
-.kind {{ background: #000a; color: #fff; padding: .1rem .4rem; }}
-.kind {{ position: absolute; right: .4rem; top: .4rem; }}
-.prompt {{ font-weight: 600; }} .bad {{ color: #c44; }}
-input {{ font: inherit; margin: 1rem 0; padding: .4rem; width: 20rem; }}
-</style></head><body>
-<h1>{title}</h1>
-<pre>{summary}</pre>
-{timeline}
-<input type="search" placeholder="filter by any word" aria-label="filter" oninput="
-for (const card of document.querySelectorAll('article'))
-  card.hidden = !card.textContent.toLowerCase().includes(this.value.toLowerCase())">
-<main>
-{cards}
-</main></body></html>
-"""
+        size = max(1.0, (job.ended_at - job.started_at) * scale - 1)
+        name = job.job_id[: int(size / CHAR_WIDTH)]
+        bars.append((job, lane, (job.started_at - first) * scale, size, name))
+    moments = ((x, time.localtime(first + x / scale)) for x in range(0, width, TICK_WIDTH))
+    ticks = [(x, time.strftime("%H:%M:%S", moment)) for x, moment in moments]
+    return {"first": first, "width": width, "height": 20 + 18 * len(ends), "bars": bars, "ticks": ticks}
