@@ -14,6 +14,7 @@ from gfgen.errors import InputError
 from gfgen.runtime.report.trace import MAX_WRITERS
 
 TraceEvent = dict[str, Any]
+WRITE = "write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +23,12 @@ class Slice:
 
     job_id: str
     stage: str
-    step: int | None
     rank: int | None
+    writer: int | None
     start_s: float
     end_s: float
-    dispatch: int | None = None
-    layout: str = ""
-    ranks: tuple[int, ...] = ()
-    waited_s: float = 0.0
-    moved_s: float = 0.0
-    writer: int | None = None
+    dispatch: int | None
+    ranks: tuple[int, ...]
 
     @property
     def duration_s(self) -> float:
@@ -119,21 +116,17 @@ def _complete_lines(text: str) -> list[TraceEvent]:
 
 def _slice(entry: TraceEvent) -> Slice:
     args = entry["args"]
-    is_write = args["stage"] == "write"
+    is_write = args["stage"] == WRITE
     start_us = entry["ts"]
     return Slice(
         job_id=args["job"],
         stage=args["stage"],
-        step=args.get("step"),
         rank=None if is_write else entry["tid"],
+        writer=entry["tid"] % MAX_WRITERS if is_write else None,
         start_s=start_us / 1e6,
         end_s=(start_us + entry["dur"]) / 1e6,
         dispatch=args.get("dispatch"),
-        layout=args.get("layout", ""),
         ranks=tuple(args.get("ranks", ())),
-        waited_s=args.get("waited_ms", 0.0) / 1e3,
-        moved_s=args.get("moved_ms", 0.0) / 1e3,
-        writer=entry["tid"] % MAX_WRITERS if is_write else None,
     )
 
 
@@ -148,9 +141,6 @@ def _job(job: TracedJob, entry: TraceEvent) -> TracedJob:
         deadline_s=args.get("deadline_s"),
         met_deadline=args.get("met_deadline"),
     )
-
-
-WRITE = "write"
 
 
 @dataclass(frozen=True, slots=True)
