@@ -332,7 +332,7 @@ def test_there_is_no_room_for_more_jobs_before_anything_is_written(ready, tmp_pa
 
 
 def test_an_input_picture_that_cannot_be_written_is_a_full_disk_and_leaves_nothing(ready, tmp_path):
-    (tmp_path / ".inputs/video_1").symlink_to("/dev/full")
+    (tmp_path / ".inputs/video_1.partial").symlink_to("/dev/full")
     with pytest.raises(OutputError, match="cannot save the input picture"):
         asyncio.run(ready.take([asked()]))
     assert inputs(tmp_path) == []

@@ -69,7 +69,9 @@ class Supervisor:
         deaths: list[float] = []
         while not self._is_over.is_set():
             try:
-                what = f"ended ({_ending(self._serve())}); starting another one"
+                code = self._serve()
+                how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+                what = f"ended ({how}); starting another one"
             except OSError as error:  # no memory or descriptor: perhaps temporary
                 what = f"cannot be started ({error.strerror}); retrying"
             if self._is_over.is_set():
@@ -122,7 +124,3 @@ class Supervisor:
             logger.warning("the HTTP process does not end; killing it")
             process.kill()
             return process.wait()
-
-
-def _ending(code: int) -> str:
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -17,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from gfgen.errors import OutputError
-from gfgen.server.http import routes_batches, routes_files, routes_images, routes_jobs, routes_server
+from gfgen.server.http import routes_batches, routes_images, routes_jobs, routes_server
 from gfgen.server.http.guard import ApiKeys, RequestGuard
 from gfgen.server.http.streams import StateFeeds
 from gfgen.server.jobs.service import JobService
@@ -39,28 +38,21 @@ _OTHER_MODELS = (
 """Models of event streams, and parts of bodies that routes read themselves; FastAPI does not find them."""
 
 
-def make_app(
-    service: JobService,
-    *,
-    feeds: StateFeeds,
-    keys: ApiKeys,
-    address: str,
-    version: str,
-) -> FastAPI:
+def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: str, version: str) -> FastAPI:
     app = FastAPI(
         title=TITLE,
         description=_TEXT,
         version=version,
         docs_url=None,  # would load scripts from other hosts
         redoc_url=None,
-        generate_unique_id_function=_operation_id,
+        generate_unique_id_function=lambda route: route.name,
         redirect_slashes=False,
         responses=responses(401, 403),
         root_path=service.api.root_path,
     )
     app.state.service, app.state.feeds = service, feeds
     app.state.keys, app.state.page = keys, routes_server.read_page()
-    for routes in (routes_jobs, routes_images, routes_batches, routes_files, routes_server):
+    for routes in (routes_jobs, routes_images, routes_batches, routes_server):
         for router in routes.ROUTERS:
             app.include_router(router)
     install_errors(app)
@@ -87,40 +79,31 @@ def make_app(
 def install_errors(app: FastAPI) -> None:
     """Answer every error of this app in OpenAI's shape."""
 
-    async def ours(_: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return error.response()
-
-    async def not_valid(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return invalid(error.errors()).response()
-
-    async def http(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        what = {404: "there is no such path", 405: "this path does not accept that method"}
-        message = what.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=error.headers).response()
-
-    async def full(_: Request, error: Exception) -> Response:
-        return ApiError(507, str(error)).response()
+    async def answer(_: Request, error: Exception) -> Response:
+        return _as_api_error(error).response()
 
     async def left(request: Request, _: Exception) -> Response:
         logger.debug("%s %s: the client left during its request", request.method, request.url.path)
         return Response(status_code=499)  # for the metrics: nobody gets it
 
-    async def unexpected(_: Request, error: Exception) -> Response:
-        return ApiError(500, "internal error; see the server log").response()
-
-    app.add_exception_handler(ApiError, ours)
-    app.add_exception_handler(RequestValidationError, not_valid)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(OutputError, full)
+    for kind in (ApiError, RequestValidationError, HTTPException, OutputError, Exception):
+        app.add_exception_handler(kind, answer)
     app.add_exception_handler(ClientDisconnect, left)
-    app.add_exception_handler(Exception, unexpected)
 
 
-def _operation_id(route: APIRoute) -> str:
-    return route.name
+def _as_api_error(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            return invalid(error.errors())
+        case HTTPException():
+            what = {404: "there is no such path", 405: "this path does not accept that method"}
+            message = what.get(error.status_code, str(error.detail))
+            return ApiError(error.status_code, message, headers=error.headers)
+        case OutputError():
+            return ApiError(507, str(error))
+    return ApiError(500, "internal error; see the server log")
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
@@ -136,13 +119,9 @@ def _document(app: FastAPI) -> dict[str, Any]:
             known.pop(name, None)
         for path in document["paths"].values():
             for operation in path.values():
-                operation["responses"].pop("422", None) if _is_fastapis(operation) else None
+                if "HTTPValidationError" in str(operation["responses"].get("422")):
+                    del operation["responses"]["422"]  # FastAPI adds it to all; this server never sends it
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}, {}]
         app.openapi_schema = document
     return app.openapi_schema
-
-
-def _is_fastapis(operation: dict[str, Any]) -> bool:
-    """Whether its 422 is the one that FastAPI adds to every route and this server never sends."""
-    return "HTTPValidationError" in str(operation["responses"].get("422", ""))

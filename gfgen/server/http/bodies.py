@@ -154,11 +154,11 @@ async def request_key(request: Request, body: Body) -> RequestKey | None:
     return RequestKey(" ".join(filter(None, (owner, request.url.path, key))), fingerprint)
 
 
-def documented(model: type[BaseModel], *, picture: str | None = None, is_json: bool = True) -> dict[str, Any]:
+def documented(model: type[BaseModel], *, picture: str | None = None) -> dict[str, Any]:
     """OpenAPI description of a body that the route reads itself."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)  # app.py adds them to the components
-    content: dict[str, Any] = {"application/json": {"schema": schema}} if is_json else {}
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
     if picture is not None:
         properties = {name: _without_null(value) for name, value in schema["properties"].items()}
         properties[picture] = {"type": "string", "format": "binary"}
@@ -191,9 +191,7 @@ async def _from_form(
     file: bytes | None = None
     filename = ""
     async with request.form(
-        max_files=1 + MAX_UPLOADS,
-        max_fields=MAX_FIELDS,
-        max_part_size=service.limits.json_bytes,
+        max_files=1 + MAX_UPLOADS, max_fields=MAX_FIELDS, max_part_size=service.limits.json_bytes
     ) as form:
         for name, value in form.multi_items():
             if not isinstance(value, UploadFile):
@@ -212,15 +210,10 @@ async def _from_form(
                 raise ApiError(400, "more than one file; one is accepted", param=file_name)
             else:
                 file, filename = await value.read(), value.filename or ""
-    if any(name in values for name in _PICTURE_URL):
-        file = await asyncio.to_thread(_picture_of_form, values)
+    if urls := [values.pop(name) for name in _PICTURE_URL if name in values]:
+        file = await asyncio.to_thread(data_url_content, urls[-1])
     _check_size(values, service.limits.json_bytes)
     return Body(values, file, filename, uploads)
-
-
-def _picture_of_form(values: dict[str, Any]) -> bytes | None:
-    urls = [values.pop(name) for name in _PICTURE_URL if name in values]
-    return data_url_content(urls[-1]) if urls else None
 
 
 def _from_json(content: bytes, *, picture_name: str, json_bytes: int) -> Body:

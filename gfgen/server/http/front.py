@@ -60,7 +60,6 @@ class Front:
         self._link = link
         self._listener = listener
         self._writer: asyncio.StreamWriter | None = None
-        self._service: JobService | None = None
         self._is_lost = False
         """The run ended without announcing it, or the front failed."""
 
@@ -73,11 +72,16 @@ class Front:
         _configure_log(settings)
         store = Store(settings.output_dir / STORE_NAME, began_at=time.time())
         try:
-            server = self._prepare(settings, store)
+            server, service = self._prepare(settings, store)
             gc.freeze()  # a collection that visits all imports stops this process for 65 ms
-            helpers = [asyncio.create_task(work) for work in self._periodic_tasks()]
+            periodic = {
+                self._feeds.tick: FEED_S,
+                service.mirror.forecast: FORECAST_S,
+                service.remove_expired: service.limits.retention_s,
+            }
+            helpers = [asyncio.create_task(_repeat(pause_s, work)) for work, pause_s in periodic.items()]
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
-            hearing = asyncio.create_task(self._hear(reader))
+            hearing = asyncio.create_task(self._hear(reader, service))
             ended, _ = await asyncio.wait({serving, hearing}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
             for error in filter(None, [task.exception() for task in ended]):
@@ -95,7 +99,7 @@ class Front:
             store.close()
         return 0
 
-    def _prepare(self, settings: FrontSettings, store: Store) -> _Server:
+    def _prepare(self, settings: FrontSettings, store: Store) -> tuple[_Server, JobService]:
         limits = within_descriptors(settings.limits)
         mirror = RunMirror(version=settings.version, max_open=limits.open_jobs)
         folder = JobFolder(settings.output_dir)
@@ -111,7 +115,7 @@ class Front:
         folder.prepare(store)
         self._webhooks = Webhooks(settings.api)
         service.on_end = self._webhooks.send
-        self._service, self._feeds = service, StateFeeds(mirror)
+        self._feeds = StateFeeds(mirror)
         app = make_app(
             service,
             feeds=self._feeds,
@@ -119,28 +123,26 @@ class Front:
             address=self._listener.getsockname()[0],
             version=settings.version,
         )
-        return _Server(
-            uvicorn.Config(
-                app,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                limit_concurrency=limits.connections,
-                timeout_keep_alive=30,
-                timeout_graceful_shutdown=int(DRAIN_S),
-                backlog=BACKLOG,
-            )
+        config = uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=limits.connections,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=int(DRAIN_S),
+            backlog=BACKLOG,
         )
+        return _Server(config), service
 
-    async def _hear(self, reader: asyncio.StreamReader) -> None:
-        assert self._service is not None
-        follower = RunFollower(self._service)
+    async def _hear(self, reader: asyncio.StreamReader, service: JobService) -> None:
+        follower = RunFollower(service)
         while (notes := await self._next(reader)) is not None:
             await follower.hear(notes)
-        self._is_lost = self._service.mirror.status != "draining"
-        self._service.mirror.drain()
+        self._is_lost = service.mirror.status != "draining"
+        service.mirror.drain()
         self._feeds.tick()
         self._feeds.notify()
 
@@ -155,13 +157,6 @@ class Front:
     def _send(self, message: Any) -> None:
         assert self._writer is not None
         self._writer.write(pack(message))
-
-    def _periodic_tasks(self) -> Iterator[Any]:
-        service = self._service
-        assert service is not None
-        yield _repeat(FEED_S, self._feeds.tick)
-        yield _repeat(FORECAST_S, service.mirror.forecast)
-        yield _repeat(service.limits.retention_s, service.remove_expired)
 
 
 def _configure_log(settings: FrontSettings) -> None:

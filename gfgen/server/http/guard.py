@@ -97,7 +97,7 @@ class RequestGuard:
     async def _answer(self, scope: Scope, receive: Receive, headers: Headers, sending: _Secured) -> None:
         try:
             self._check(scope, headers)
-            (await self._access(scope, headers)).note_in(scope)
+            scope[_ACCESS] = await self._access(scope, headers)
             body = _BoundedBody(receive, headers, self._limits)
         except ApiError as error:
             await error.response()(scope, receive, sending)
@@ -154,14 +154,10 @@ class RequestGuard:
 
     def _by_signature(self, scope: Scope) -> Access | None:
         """/v1/jobs/ID/content?signature=..."""
-        parts = self._path(scope).split("/")
-        if (
-            scope["method"] not in _SAFE_METHODS
-            or parts[:3] != ["", "v1", "jobs"]
-            or parts[4:] != ["content"]
-        ):
+        found = re.fullmatch(r"/v1/jobs/([^/]*)/content", self._path(scope))
+        if found is None or scope["method"] not in _SAFE_METHODS:
             return None
-        return self._keys.by_signature(QueryParams(scope["query_string"]).get("signature", ""), parts[3])
+        return self._keys.by_signature(QueryParams(scope["query_string"]).get("signature", ""), found[1])
 
 
 class _BoundedBody:
@@ -214,9 +210,6 @@ class Access:
 
     owner: str | None = None
     """The key's name; None for the admin."""
-
-    def note_in(self, scope: Scope) -> None:
-        scope[_ACCESS] = self
 
     @classmethod
     def of(cls, scope: Scope) -> Access:

@@ -1,15 +1,19 @@
-"""/v1/batches and POST /v1/jobs: job files over HTTP, and single jobs with the same fields."""
+"""/v1/batches and POST /v1/jobs: job files over HTTP, and single jobs with the same fields.
+
+Also /v1/files, and batches of OpenAI's requests: a file of requests in, files of results and errors out.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from gfgen.errors import JobFileError, Problem, listed
 from gfgen.job.shared import VARIATION_FIELDS, value_of
@@ -22,52 +26,38 @@ from gfgen.server.http.bodies import (
     Body,
     content_kind,
     documented,
+    json_body,
     read_body,
+    read_file,
     read_job_file,
     request_key,
 )
-from gfgen.server.http.routes_files import create_of_upload, upload_fields, uploaded_batch
+from gfgen.server.http.routes_images import chat_completion, image_content, images
 from gfgen.server.http.routes_jobs import After, JobId, Limit, Service
 from gfgen.server.http.routes_jobs import jobs as jobs_router
-from gfgen.server.jobs.job_requests import (
-    RequestedJob,
-    admitted_of_file,
-    batch_jobs,
-    new_id,
-    plain_job,
-    taken_uploads,
-)
+from gfgen.server.jobs import job_requests
+from gfgen.server.jobs.files import no_file
 from gfgen.server.jobs.service import JobService
-from gfgen.server.protocol import schemas, server_schemas
+from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import ApiError, checked, responses
-from gfgen.server.store import BatchRow, Ended, Store, StoredJob
+from gfgen.server.protocol.problems import ApiError, bad, checked, responses
+from gfgen.server.store import BatchRow, Ended, RequestKey, Store, StoredJob
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
-ROUTERS = (router,)
+files = APIRouter(prefix="/v1/files", tags=["batches"])
+ROUTERS = (router, files)
 
+_LINES = {"application/jsonl": {"schema": {"type": "string"}}}
 _TEXT = {"schema": {"type": "string", "description": "A job file."}}
 _JOB_FILES = dict.fromkeys(JOB_FILE_KINDS, _TEXT)
 _CREATE = responses(400, 404, 413, 422, 429, 503, 507)
-_BODY: dict[str, Any] = {
-    "parameters": [IDEMPOTENCY_KEY],
-    "requestBody": {
-        "required": True,
-        "content": {
-            **_JOB_FILES,
-            "application/json": {"schema": server_schemas.BatchRequest.model_json_schema()},
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file"],
-                    "properties": {"file": {"type": "string", "format": "binary"}},
-                }
-            },
-        },
-    },
+_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {"file": {"type": "string", "format": "binary"}},
 }
-
-
+_BODY = json_body(server_schemas.BatchRequest) | {"parameters": [IDEMPOTENCY_KEY]}
+_BODY["requestBody"]["content"] |= {**_JOB_FILES, "multipart/form-data": {"schema": _FORM}}
 _JOB_BODY = documented(schemas.JobRequest, picture="image")
 _JOB_BODY["requestBody"]["content"] |= _JOB_FILES
 
@@ -87,7 +77,7 @@ async def create_job(request: Request, service: Service) -> Response:
     if is_array or kind in JOB_FILE_KINDS:
         return await _accept(request, service, await read_job_file(request, service=service))
     body = await read_body(request, service=service, picture_name="image", takes_uploads=True)
-    values, uploads = taken_uploads(body.values, body.uploads)
+    values, uploads = job_requests.taken_uploads(body.values, body.uploads)
     if any(values.get(name) for name in VARIATION_FIELDS):
         if body.file is not None or uploads:
             raise ApiError(400, "a job with files is one job; send one request for each")
@@ -95,7 +85,7 @@ async def create_job(request: Request, service: Service) -> Response:
         return await _accept(request, service, Body({}, line.encode()))
     values = {name: value for name, value in values.items() if name not in VARIATION_FIELDS}
     asked = checked(schemas.JobRequest, values)
-    requested = plain_job(asked, uploads=uploads, models=service.ready_models())
+    requested = job_requests.plain_job(asked, uploads=uploads, models=service.ready_models())
     (job_id,) = await service.take(
         [replace(requested, picture=body.file)], key=await request_key(request, body)
     )
@@ -105,18 +95,13 @@ async def create_job(request: Request, service: Service) -> Response:
 
 
 @router.post(
-    "",
-    response_model=server_schemas.Batch,
-    responses=_CREATE,
-    openapi_extra=_BODY,
-    summary="Run a job file",
+    "", response_model=server_schemas.Batch, responses=_CREATE, openapi_extra=_BODY, summary="Run a job file"
 )
 async def create_batch(
     request: Request,
     service: Service,
     skip_invalid: Annotated[
-        bool,
-        Query(description="Accept the valid jobs of a file with mistakes; `skipped` lists the others."),
+        bool, Query(description="Accept the valid jobs of a file with mistakes; `skipped` lists the others.")
     ] = False,
 ) -> Response:
     """Accepts all jobs of a file or none, with the messages of `gfgen run`. The file is JSON lines, a JSON
@@ -128,7 +113,7 @@ async def create_batch(
     file = await read_job_file(request, service=service)
     if (values := uploaded_batch(file.file or b"", most_bytes=service.limits.json_bytes)) is not None:
         key = await request_key(request, file)
-        batch_id = await create_of_upload(service, values, batch_id=new_id("batch"), key=key)
+        batch_id = await create_of_upload(service, values, batch_id=job_requests.new_id("batch"), key=key)
         return _answer(service, service.batch(batch_id), batch_id)
     return await _accept(request, service, file, skip_invalid=skip_invalid)
 
@@ -136,12 +121,12 @@ async def create_batch(
 async def _accept(
     request: Request, service: JobService, file: Body, *, skip_invalid: bool = False
 ) -> Response:
-    models, batch_id = service.ready_models(), new_id("batch")
+    models, batch_id = service.ready_models(), job_requests.new_id("batch")
     key = await request_key(request, file)
     skipped: list[Problem] = []
     try:
         requested, problems = await asyncio.to_thread(
-            batch_jobs,
+            job_requests.batch_jobs,
             file.file or b"",
             suffix=file.suffix,
             max_jobs=service.limits.open_jobs,
@@ -150,26 +135,21 @@ async def _accept(
             models=models,
         )
 
-        def admitted(admit: Admit) -> list[tuple[RequestedJob, AdmittedJob]]:
-            jobs, refused = admitted_of_file(requested, admit)
+        def admitted_lines(admit: Admit) -> list[tuple[job_requests.RequestedJob, AdmittedJob]]:
+            jobs, refused = job_requests.admitted_of_file(requested, admit)
             skipped.extend(sorted((*problems, *refused), key=lambda problem: problem.line or 0))
             if skipped and not (skip_invalid and jobs):
                 raise JobFileError("the job file", tuple(skipped))
             return jobs
 
-        taken_id = await service.take_batch(len(requested), admitted, batch_id=batch_id, key=key)
+        taken_id = await service.take_batch(len(requested), admitted_lines, batch_id=batch_id, key=key)
     except JobFileError as error:
         raise ApiError(400, str(error), code="invalid_job_file", param=error.problems[0].field) from None
     lines = listed(skipped, limit=len(skipped)) if taken_id == batch_id else None
     return _answer(service, service.batch(taken_id), taken_id, skipped=lines)
 
 
-@router.get(
-    "",
-    responses=responses(400),
-    summary="List batches",
-    response_model=server_schemas.BatchList,
-)
+@router.get("", responses=responses(400), summary="List batches", response_model=server_schemas.BatchList)
 async def list_batches(service: Service, limit: Limit = 20, after: After = None) -> Response:
     if after is not None and service.batch(after) is None:
         raise ApiError(400, f"after: there is no batch {after!r}", param="after")
@@ -178,10 +158,7 @@ async def list_batches(service: Service, limit: Limit = 20, after: After = None)
 
 
 @router.get(
-    "/{batch_id}",
-    response_model=server_schemas.Batch,
-    responses=responses(400, 404),
-    summary="Get a batch",
+    "/{batch_id}", response_model=server_schemas.Batch, responses=responses(400, 404), summary="Get a batch"
 )
 async def get_batch(service: Service, batch_id: JobId) -> Response:
     return _answer(service, service.batch(batch_id), batch_id)
@@ -190,10 +167,7 @@ async def get_batch(service: Service, batch_id: JobId) -> Response:
 @router.get(
     "/{batch_id}/manifest",
     response_class=Response,
-    responses={
-        **responses(400, 404),
-        200: {"content": {"application/jsonl": {"schema": {"type": "string"}}}},
-    },
+    responses=responses(400, 404, **_LINES),
     summary="Get the manifest",
 )
 async def get_manifest(service: Service, batch_id: JobId) -> Response:
@@ -294,3 +268,200 @@ def _without_run(stored: StoredJob) -> ManifestLine:
         "warnings": [NO_DETAILS],
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ending.completed_at)),
     }
+
+
+# Files of requests -----------------------------------------------------------------------------------
+
+
+_OUTPUT, _ERRORS = "file-output_", "file-errors_"
+"""Prefixes of the ids of results; the rest is the batch's id."""
+_UPLOAD: dict[str, Any] = {**_FORM, "properties": {**_FORM["properties"], "purpose": {"enum": ["batch"]}}}
+
+
+@files.post(
+    "",
+    response_model=server_schemas.UploadedFile,
+    responses=responses(400, 413, 507),
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
+    },
+    summary="Upload a file of requests",
+)
+async def create_file(request: Request, service: Service) -> Response:
+    """A file for POST /v1/batches: JSON lines of `custom_id`, `method`, `url` and `body`."""
+    body = await read_file(request, service=service)
+    if body.values.get("purpose", "batch") != "batch":
+        raise bad("purpose", "batch is accepted")
+    name, content = body.filename or "requests.jsonl", body.file or b""
+    added = await asyncio.to_thread(service.uploads.add, content, filename=name, now=service.now())
+    return added.response()
+
+
+@files.get("", response_model=server_schemas.UploadedFiles, summary="List uploaded files")
+async def list_files(service: Service) -> Response:
+    return server_schemas.UploadedFiles(data=await asyncio.to_thread(service.uploads.all)).response()
+
+
+@files.get(
+    "/{file_id}",
+    response_model=server_schemas.UploadedFile,
+    responses=responses(400, 404),
+    summary="Get a file",
+)
+async def get_file(service: Service, file_id: JobId) -> Response:
+    if (batch_id := _batch_of(file_id)) is not None:
+        row, _ = _ended_batch(service, batch_id, file_id)
+        at = int(row.completed_at or 0)
+        return server_schemas.UploadedFile(
+            id=file_id, bytes=0, created_at=at, filename=f"{file_id}.jsonl", purpose="batch_output"
+        ).response()
+    return (await asyncio.to_thread(service.uploads.find, file_id)).response()
+
+
+@files.get(
+    "/{file_id}/content",
+    response_class=Response,
+    responses=responses(400, 404, **_LINES),
+    summary="Get the content of a file",
+)
+async def get_file_content(service: Service, file_id: JobId) -> Response:
+    """An uploaded file, or the results or errors of a batch whose jobs have all ended."""
+    kind = "application/jsonl"
+    if (batch_id := _batch_of(file_id)) is None:
+        return Response(await asyncio.to_thread(service.uploads.content, file_id), media_type=kind)
+    _, made_of = _ended_batch(service, batch_id, file_id)
+    results = _results(service, batch_id, made_of, of_errors=file_id.startswith(_ERRORS))
+    return StreamingResponse(results, media_type=kind)
+
+
+@files.delete(
+    "/{file_id}",
+    response_model=server_schemas.FileDeleted,
+    responses=responses(400, 404),
+    summary="Delete an uploaded file",
+)
+async def delete_file(service: Service, file_id: JobId) -> Response:
+    await asyncio.to_thread(service.uploads.remove, file_id)
+    return server_schemas.FileDeleted(id=file_id).response()
+
+
+def uploaded_batch(content: bytes, *, most_bytes: int) -> dict[str, Any] | None:
+    """The fields of a request that names an uploaded file; None if the content is a job file."""
+    if len(content) > most_bytes or b"input_file_id" not in content:
+        return None
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) and "input_file_id" in values else None
+
+
+async def create_of_upload(
+    service: JobService, values: dict[str, Any], *, batch_id: str, key: RequestKey | None
+) -> str:
+    """Accept the valid requests of an uploaded file; returns the batch's id.
+
+    Raises: ApiError if no request is valid.
+    """
+    asked_for = checked(server_schemas.BatchRequest, values)
+    content = await asyncio.to_thread(service.uploads.content, asked_for.input_file_id)
+    lines, failures = await asyncio.to_thread(
+        job_requests.batch_lines,
+        content,
+        endpoint=asked_for.endpoint,
+        batch_id=batch_id,
+        models=service.ready_models(),
+        max_lines=service.limits.open_jobs,
+        is_strict=service.api.strict,
+    )
+
+    def all_admitted(admit: Admit) -> list[tuple[job_requests.RequestedJob, AdmittedJob]]:
+        jobs: list[tuple[job_requests.RequestedJob, AdmittedJob]] = []
+        for line in lines:
+            try:
+                jobs += job_requests.admitted(line, admit)
+            except ApiError as error:
+                number, custom_id = line[0].spec.line or 0, line[0].custom_id
+                failures.append(job_requests.line_failure(error, line=number, custom_id=custom_id))
+        if not jobs:
+            texts = [f"line {failure.line}: {failure.message}" for failure in failures[:5]]
+            raise ApiError(400, "; ".join(texts) or "no requests in the file", param="input_file_id")
+        service.uploads.note_batch(batch_id, server_schemas.BatchInput(request=asked_for, failures=failures))
+        return jobs
+
+    try:
+        taken_id = await service.take_batch(sum(map(len, lines)), all_admitted, batch_id=batch_id, key=key)
+    except Exception:  # not CancelledError: the jobs may have been accepted all the same
+        service.uploads.forget_batch(batch_id)
+        raise
+    if taken_id != batch_id:  # created by an earlier request
+        service.uploads.forget_batch(batch_id)
+    return taken_id
+
+
+def upload_fields(row: BatchRow, made_of: server_schemas.BatchInput) -> dict[str, Any]:
+    has_ended, num_failed = row.completed_at is not None, row.failed + row.cancelled + len(made_of.failures)
+    return {
+        **made_of.request.model_dump(),
+        "output_file_id": f"{_OUTPUT}{row.id}" if has_ended and row.completed else None,
+        "error_file_id": f"{_ERRORS}{row.id}" if has_ended and num_failed else None,
+    }
+
+
+def _batch_of(file_id: str) -> str | None:
+    for prefix in (_OUTPUT, _ERRORS):
+        if file_id.startswith(prefix):
+            return file_id.removeprefix(prefix)
+    return None
+
+
+def _ended_batch(
+    service: JobService, batch_id: str, file_id: str
+) -> tuple[BatchRow, server_schemas.BatchInput]:
+    row, made_of = service.batch(batch_id), service.uploads.batch(batch_id)
+    if row is None or made_of is None or row.completed_at is None:
+        raise no_file(file_id)
+    return row, made_of
+
+
+async def _results(
+    service: JobService, batch_id: str, made_of: server_schemas.BatchInput, *, of_errors: bool
+) -> AsyncGenerator[bytes]:
+    """Lines of results, or of errors; a request with several pictures is one line."""
+    requests: dict[str, list[StoredJob]] = {}
+    for stored, _ in await asyncio.to_thread(service.store.manifest, batch_id):
+        requests.setdefault(stored.facts.custom_id or stored.facts.id, []).append(stored)
+    for custom_id, jobs in requests.items():
+        line = await _result(service, custom_id, jobs, made_of.request.endpoint)
+        if of_errors == (line.error is not None):
+            yield (await asyncio.to_thread(line.model_dump_json)).encode() + b"\n"
+    for failure in made_of.failures if of_errors else ():
+        error = schemas.JobFailure(code=failure.code or "invalid_request", message=failure.message)
+        name = f"{batch_id}_line_{failure.line}"
+        refused = server_schemas.LineResult(id=name, custom_id=failure.custom_id, error=error)
+        yield refused.model_dump_json().encode() + b"\n"
+
+
+async def _result(
+    service: JobService, custom_id: str, jobs: list[StoredJob], endpoint: schemas.BatchEndpoint
+) -> server_schemas.LineResult:
+    name = f"batch_req_{jobs[0].facts.id}"
+    records = [service.served(stored).job() for stored in jobs]
+    failed = next((job for job in records if job.status != "completed"), None)
+    if failed is not None:
+        error = failed.error or schemas.JobFailure(code=failed.status, message=failed.status)
+        return server_schemas.LineResult(id=name, custom_id=custom_id, error=error)
+    try:
+        body: schemas.Video | picture_schemas.ChatCompletion | picture_schemas.Images
+        if endpoint == "/v1/videos":
+            body = schemas.Video.of(records[0])
+        elif endpoint == "/v1/chat/completions":
+            body = await chat_completion(service, jobs)
+        else:
+            body = images(service, jobs, [await image_content(service, stored) for stored in jobs])
+    except ApiError as gone:
+        error = schemas.JobFailure(code=gone.code or "file_gone", message=gone.message)
+        return server_schemas.LineResult(id=name, custom_id=custom_id, error=error)
+    return server_schemas.LineResult(
+        id=name, custom_id=custom_id, response=server_schemas.LineResponse(request_id=name, body=body)
+    )

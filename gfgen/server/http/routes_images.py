@@ -15,7 +15,7 @@ from starlette.responses import Response
 from gfgen.server.http.bodies import IDEMPOTENCY_KEY, MESSAGES, Body, documented, read_body, request_key
 from gfgen.server.http.guard import Access
 from gfgen.server.http.routes_jobs import Service, log_ignored, results
-from gfgen.server.http.streams import QUIET_S, check_streams, event_bytes, event_stream
+from gfgen.server.http.streams import QUIET_S, STREAM, check_streams, event_bytes, event_stream
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import image_jobs
 from gfgen.server.jobs.service import JobService
@@ -29,7 +29,7 @@ router = APIRouter(prefix="/v1", tags=["images"])
 ROUTERS = (router,)
 
 _ERRORS = responses(400, 404, 409, 413, 422, 429, 500, 503, 504, 507)
-_EVENTS: dict[int | str, dict[str, Any]] = {**_ERRORS, 200: {"content": {"text/event-stream": {}}}}
+_EVENTS = _ERRORS | responses(**STREAM)
 
 
 @router.post(

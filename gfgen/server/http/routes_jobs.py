@@ -13,9 +13,9 @@ from starlette.responses import Response, StreamingResponse
 
 from gfgen.server.http.bodies import Body, documented, json_body, read_body, read_model, request_key
 from gfgen.server.http.guard import Access
-from gfgen.server.http.streams import job_stream
+from gfgen.server.http.streams import STREAM, job_stream
 from gfgen.server.jobs import files
-from gfgen.server.jobs.job_requests import RequestedJob, video_job
+from gfgen.server.jobs.job_requests import video_job
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, opened, responses
@@ -47,6 +47,7 @@ Variant = Annotated[
 
 Purge = Annotated[bool, Query(description="Remove the job even if it was cancelled.")]
 
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
 _CREATE = responses(400, 404, 413, 422, 429, 503, 507)
 
 
@@ -67,11 +68,7 @@ async def create_video(request: Request, service: Service) -> Response:
 @videos.post(
     "/sync",
     response_class=Response,
-    responses={
-        **_CREATE,
-        **responses(409, 500, 504),
-        200: {"content": {"video/mp4": {"schema": {"type": "string", "format": "binary"}}}},
-    },
+    responses=_CREATE | responses(409, 500, 504, **{"video/mp4": _BINARY}),
     openapi_extra=documented(schemas.VideoRequest, picture="input_reference"),
     summary="Make a video and wait for it",
 )
@@ -119,23 +116,17 @@ async def get_job(service: Service, job_id: JobId) -> Response:
 @jobs.get(
     "/{job_id}/events",
     response_class=StreamingResponse,
-    responses={
-        **responses(400, 404, 429, 503),
-        200: {"content": {"text/event-stream": {}}},
-    },
+    responses=responses(400, 404, 429, 503, **STREAM),
     summary="Follow a job",
 )
 async def follow_job(
-    service: Service,
-    job_id: JobId,
-    last_event_id: Annotated[str | None, Header(max_length=64)] = None,
+    service: Service, job_id: JobId, last_event_id: Annotated[str | None, Header(max_length=64)] = None
 ) -> Response:
     """Server-sent events with a `JobEvent` each, from the first one or after Last-Event-ID."""
     _stored(service, job_id)
     return job_stream(service, job_id, last_event_id)
 
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
 _FILE: dict[str, Any] = {
     "response_class": Response,
     "responses": {
@@ -175,11 +166,7 @@ async def get_job_content(
 @jobs.get(
     "/{job_id}/preview",
     response_class=Response,
-    responses={
-        **responses(400, 404),
-        200: {"content": {"image/webp": _BINARY}},
-        204: {"description": "There is none now."},
-    },
+    responses={**responses(400, 404, **{"image/webp": _BINARY}), 204: {"description": "There is none now."}},
     summary="Get a rough preview of a running job",
 )
 async def get_preview(service: Service, job_id: JobId) -> Response:
@@ -223,10 +210,7 @@ async def cancel_job(service: Service, job_id: JobId) -> Response:
 
 
 @videos.delete(
-    "/{job_id}",
-    response_model=schemas.Deleted,
-    responses=_CANCEL,
-    summary="Cancel or remove a video",
+    "/{job_id}", response_model=schemas.Deleted, responses=_CANCEL, summary="Cancel or remove a video"
 )
 async def delete_video(service: Service, job_id: JobId, purge: Purge = False) -> Response:
     """Cancels an open job, which stays as cancelled; removes a completed or failed one with its file. A
@@ -234,12 +218,7 @@ async def delete_video(service: Service, job_id: JobId, purge: Purge = False) ->
     return await _delete(service, job_id, purge=purge, only_videos=True)
 
 
-@jobs.delete(
-    "/{job_id}",
-    response_model=schemas.Deleted,
-    responses=_CANCEL,
-    summary="Cancel or remove a job",
-)
+@jobs.delete("/{job_id}", response_model=schemas.Deleted, responses=_CANCEL, summary="Cancel or remove a job")
 async def delete_job(service: Service, job_id: JobId, purge: Purge = False) -> Response:
     """Cancels an open job, which stays as cancelled; removes a completed or failed one with its file. A
     cancelled job stays, so that a repeated request removes nothing; `purge` removes it too."""
@@ -276,7 +255,8 @@ async def _take_video(request: Request, service: JobService, body: Body) -> tupl
     models, is_strict = service.ready_models(), service.api.strict
     asked_for, warnings = opened(schemas.VideoRequest, body.values, is_strict=is_strict)
     requested = video_job(asked_for, models=models, ignored=None if is_strict else warnings)
-    ids = await _take(request, service, requested, body)
+    requested = replace(requested, picture=body.file)
+    ids = await service.take([requested], key=await request_key(request, body))
     log_ignored(ids, warnings)
     return ids, warnings
 
@@ -284,11 +264,6 @@ async def _take_video(request: Request, service: JobService, body: Body) -> tupl
 def log_ignored(ids: Sequence[str], warnings: Sequence[str]) -> None:
     if warnings:
         logger.info("%s: %s", ", ".join(ids), "; ".join(warnings))
-
-
-async def _take(request: Request, service: JobService, requested: RequestedJob, body: Body) -> list[str]:
-    requested = replace(requested, picture=body.file)
-    return await service.take([requested], key=await request_key(request, body))
 
 
 def _is_video(facts: JobFacts) -> bool:

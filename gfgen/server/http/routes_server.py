@@ -12,7 +12,7 @@ from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.server.http.bodies import json_body, read_model
 from gfgen.server.http.guard import COOKIE, slow_down
 from gfgen.server.http.routes_jobs import Service
-from gfgen.server.http.streams import state_stream
+from gfgen.server.http.streams import STREAM, event_stream, state_events
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError, responses
@@ -78,7 +78,7 @@ async def ready(service: Service) -> Response:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    responses=responses(**{"text/plain": {"schema": {"type": "string"}}}),
     summary="Metrics for Prometheus",
 )
 async def metrics(service: Service) -> Response:
@@ -86,11 +86,7 @@ async def metrics(service: Service) -> Response:
     return Response(service.mirror.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
-@router.get(
-    "/v1/models",
-    response_model=server_schemas.ModelList,
-    summary="List models",
-)
+@router.get("/v1/models", response_model=server_schemas.ModelList, summary="List models")
 async def list_models(service: Service) -> Response:
     return server_schemas.ModelList(data=service.models()).response()
 
@@ -142,11 +138,7 @@ async def set_policy(request: Request, service: Service) -> Response:
     return service.mirror.policy.response()
 
 
-@router.get(
-    "/v1/state",
-    response_model=server_schemas.LiveState,
-    summary="Get the live state",
-)
+@router.get("/v1/state", response_model=server_schemas.LiveState, summary="Get the live state")
 async def get_state(service: Service) -> Response:
     return service.mirror.state(service.owner).response()
 
@@ -154,12 +146,13 @@ async def get_state(service: Service) -> Response:
 @router.get(
     "/v1/state/events",
     response_class=StreamingResponse,
-    responses={**responses(429), 200: {"content": {"text/event-stream": {}}}},
+    responses=responses(429, **STREAM),
     summary="Stream the live state and its changes",
 )
 async def follow_state(request: Request, service: Service) -> Response:
     """Server-sent events: `state` with a `LiveState`, then `change` with a `Change`."""
-    return state_stream(service, request.app.state.feeds.of(service.owner))
+    feed = request.app.state.feeds.of(service.owner)
+    return event_stream(service, lambda: state_events(service, feed))
 
 
 @router.post(
@@ -193,22 +186,18 @@ async def open_session(request: Request, service: Service) -> Response:
 
 @router.get("/", include_in_schema=False)
 async def page(request: Request) -> Response:
-    return _page_file(request, "index.html")
+    return await page_file(request, "index.html")
 
 
 @router.get("/page/{name}", include_in_schema=False)
 async def page_file(request: Request, name: str) -> Response:
-    return _page_file(request, name)
-
-
-def _check_admin(service: JobService) -> None:
-    if service.owner is not None:
-        raise ApiError(403, "only the admin key may do this (gfgen serve --api-key)")
-
-
-def _page_file(request: Request, name: str) -> Response:
     found = request.app.state.page.get(name)
     if found is None:
         raise ApiError(404, "there is no such path")
     content, kind = found
     return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+
+def _check_admin(service: JobService) -> None:
+    if service.owner is not None:
+        raise ApiError(403, "only the admin key may do this (gfgen serve --api-key)")

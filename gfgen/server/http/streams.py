@@ -22,6 +22,8 @@ MAX_CHANGES = 50
 QUIET_S = 15.0
 """Interval of comments that keep proxies from closing a quiet stream."""
 RETRY_MS = 2000
+STREAM: dict[str, Any] = {"text/event-stream": {}}
+"""For OpenAPI."""
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -73,9 +75,7 @@ class StateFeeds:
         self._feeds: dict[str | None, StateFeed] = {}
 
     def of(self, owner: str | None) -> StateFeed:
-        if owner not in self._feeds:
-            self._feeds[owner] = StateFeed(self._mirror, owner)
-        return self._feeds[owner]
+        return self._feeds.setdefault(owner, StateFeed(self._mirror, owner))
 
     def tick(self) -> None:
         for feed in self._feeds.values():
@@ -117,10 +117,6 @@ def _without_use(rank: server_schemas.Rank) -> Any:
     return rank.rank, rank.status, rank.task, rank.restarts
 
 
-def state_stream(service: JobService, feed: StateFeed) -> StreamingResponse:
-    return event_stream(service, lambda: _state_events(service, feed))
-
-
 def job_stream(service: JobService, job_id: str, last_event_id: str | None) -> StreamingResponse:
     """The events of a job, from the first or after `last_event_id`; only the last one if it ended long ago.
 
@@ -136,7 +132,7 @@ def job_stream(service: JobService, job_id: str, last_event_id: str | None) -> S
     return event_stream(service, lambda: _job_events(service, record, seen))
 
 
-async def _state_events(service: JobService, feed: StateFeed) -> AsyncGenerator[bytes]:
+async def state_events(service: JobService, feed: StateFeed) -> AsyncGenerator[bytes]:
     feed.num_readers += 1
     try:
         number = feed.number

@@ -75,7 +75,7 @@ class JobFolder:
             param = (requested.words or {}).get("image", "image")
             sha256 = await asyncio.to_thread(checked_picture, requested.picture, param=param)
         path = self.inputs / requested.spec.id
-        await asyncio.to_thread(_write_picture, path, requested.picture)
+        await asyncio.to_thread(_write, path, requested.picture, what="save the input picture")
         return replace(requested, spec=replace(requested.spec, image=str(path), image_sha256=sha256))
 
     async def _save_uploads(self, requested: RequestedJob) -> RequestedJob:
@@ -86,7 +86,8 @@ class JobFolder:
             found = []
             for upload in uploads:
                 name = f"{requested.spec.id}.{next(number)}{upload.suffix}"
-                await asyncio.to_thread(_write_picture, self.inputs / name, upload.content)
+                content = upload.content
+                await asyncio.to_thread(_write, self.inputs / name, content, what="save the input picture")
                 async with self._pictures:
                     found.append(await asyncio.to_thread(self._checked, name, argument))
             is_list = len(found) > 1 or uploads[0].is_item
@@ -138,13 +139,16 @@ class JobFolder:
         return self._thumbnails / f"{job_id}.webp"
 
 
-def _write_picture(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes, *, what: str) -> None:
+    """Write a whole file or none. Raises: OutputError if the disk is full."""
+    partial = path.with_suffix(".partial")
     try:
-        path.write_bytes(content)
+        path.parent.mkdir(exist_ok=True)
+        partial.write_bytes(content)
+        partial.replace(path)
     except OSError as error:
-        raise OutputError(
-            f"cannot save the input picture ({error.strerror}); free some space and retry"
-        ) from None
+        partial.unlink(missing_ok=True)
+        raise OutputError(f"cannot {what} ({error.strerror}); free some space and retry") from None
 
 
 def _unlink(path: Path) -> None:
@@ -235,13 +239,7 @@ def make_thumbnail(path: Path, small: Path) -> None:
         raise _no_picture() from None
     except OSError as error:
         raise _unreadable(error) from None
-    partial = small.with_suffix(".partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(small)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OutputError(f"cannot write a thumbnail ({error.strerror}); free some space and retry") from None
+    _write(small, content, what="write a thumbnail")
 
 
 def _converted(path: Path, kind: str) -> bytes:
@@ -261,17 +259,13 @@ def _converted(path: Path, kind: str) -> bytes:
 
 def _unreadable(error: OSError) -> ApiError:
     if isinstance(error, FileNotFoundError):
-        return _gone()
+        return ApiError(404, "the file is gone", code="file_gone")
     if error.errno is None:  # Pillow does not recognise the content
         return _no_picture()
     logger.warning("cannot read a finished file: %s", error)
     return ApiError(
         503, f"the file cannot be read now ({error.strerror})", code="file_unreadable", retry_after_s=5
     )
-
-
-def _gone() -> ApiError:
-    return ApiError(404, "the file is gone", code="file_gone")
 
 
 def _no_picture() -> ApiError:
@@ -312,22 +306,18 @@ class Uploads:
         file = _KeptFile(
             id=file_id, bytes=len(content), created_at=int(now), filename=filename[:200], owner=self._owner
         )
-        self._write(f"{file_id}.jsonl", content)
-        self._write(f"{file_id}.json", file.model_dump_json().encode())
+        self._save(f"{file_id}.jsonl", content)
+        self._save(f"{file_id}.json", file.model_dump_json().encode())
         return file.public
 
     def all(self) -> list[server_schemas.UploadedFile]:
         """Most recent first."""
-        return sorted((file.public for file in self._kept()), key=lambda file: file.created_at, reverse=True)
+        return sorted(self._kept(), key=lambda file: file.created_at, reverse=True)
 
-    def _kept(self) -> Iterator[_KeptFile]:
+    def _kept(self) -> Iterator[server_schemas.UploadedFile]:
         for path in self._folder.glob("*.json"):
-            try:
-                file = _KeptFile.model_validate_json(self._read(path.stem, ".json"))
-            except ApiError:  # removed meanwhile, or the description of a batch
-                continue
-            if self._owner in (None, file.owner):
-                yield file
+            with suppress(ApiError):  # removed meanwhile, of another key, or the description of a batch
+                yield self.find(path.stem)
 
     def find(self, file_id: str) -> server_schemas.UploadedFile:
         file = _KeptFile.model_validate_json(self._read(file_id, ".json"))
@@ -345,7 +335,7 @@ class Uploads:
             (self._folder / f"{file_id}{suffix}").unlink(missing_ok=True)
 
     def note_batch(self, batch_id: str, made_of: server_schemas.BatchInput) -> None:
-        self._write(f"{batch_id}.json", made_of.model_dump_json().encode())
+        self._save(f"{batch_id}.json", made_of.model_dump_json().encode())
 
     def forget_batch(self, batch_id: str) -> None:
         (self._folder / f"{batch_id}.json").unlink(missing_ok=True)
@@ -375,15 +365,8 @@ class Uploads:
                 pass
         raise no_file(file_id)
 
-    def _write(self, name: str, content: bytes) -> None:
-        partial = self._folder / f"{name}.partial"  # readers see whole files
-        try:
-            self._folder.mkdir(exist_ok=True)
-            partial.write_bytes(content)
-            partial.replace(self._folder / name)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise OutputError(f"cannot save the file ({error.strerror}); free some space and retry") from None
+    def _save(self, name: str, content: bytes) -> None:
+        _write(self._folder / name, content, what="save the file")
 
 
 def no_file(file_id: str) -> ApiError:

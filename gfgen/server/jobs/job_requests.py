@@ -104,7 +104,8 @@ def video_job(
     if request.seconds is not None:
         if "frames" in job:
             raise ApiError(400, "num_frames and seconds exclude each other; give one", param="seconds")
-        job["frames"] = _frames(request.seconds, job.get("fps") or _default_fps(model))
+        default_fps = (model.defaults.fps if model.defaults else None) or 16
+        job["frames"] = _frames(request.seconds, job.get("fps") or default_fps)
     words = {**request.names, "image": "input_reference"}
     spec = _spec(job, model, "video", words)
     must_be: schemas.MediaKind | None = None if model.kind == "video" else "video"
@@ -198,7 +199,8 @@ def batch_jobs(
     for spec in parsed.specs:
         name = spec.model or models[0].id
         if name not in served:
-            problems.append(_not_served(spec.line, name, models))
+            accepted = f"is not served here; there are {', '.join(served)}"
+            problems.append(replace(Problem.of("model", name, accepted), line=spec.line))
             continue
         if num_pictures(spec.args) != 1:
             problems.append(Problem(spec.line, "args.num_images_per_prompt", None, _ONE_FILE))
@@ -245,12 +247,8 @@ def batch_lines(
         except ApiError as error:
             failures.append(line_failure(error, line=number, custom_id=custom_id))
             continue
-        lines.append(
-            [
-                replace(job, spec=replace(job.spec, line=number), batch_id=batch_id, custom_id=line.custom_id)
-                for job in jobs
-            ]
-        )
+        of_batch: dict[str, Any] = {"batch_id": batch_id, "custom_id": custom_id}
+        lines.append([replace(job, spec=replace(job.spec, line=number), **of_batch) for job in jobs])
     return lines, failures
 
 
@@ -343,31 +341,26 @@ def admitted(requested: Sequence[RequestedJob], admit: Admit) -> list[tuple[Requ
     requested = _seeded(requested)
     jobs, problems = admit([one.spec for one in requested])
     if problems and (ignored := requested[0].ignored) is not None:
-        requested, warnings = _without_unused(requested, problems)
-        if warnings:
-            ignored += warnings
+        unused = {each.field: f"{each}; ignored" for each in problems if each.field in _MODEL_FIELDS}
+        if unused:
+            ignored += unused.values()
+            nothing: dict[str, Any] = dict.fromkeys(unused)
+            requested = [replace(one, spec=replace(one.spec, **nothing)) for one in requested]
             jobs, problems = admit([one.spec for one in requested])
     if problems:
         raise refused(renamed(problems, requested[0].words or {}), status=422)
     pairs = list(zip(requested, jobs, strict=True))
     for one, job in pairs:
-        _check_kind(one, job)
+        kind = media_kind(job)
+        if one.must_be not in (None, kind):
+            what, where = ("pictures", "images/generations") if kind == "image" else ("videos", "videos")
+            raise ApiError(422, f"model {job.spec.model} makes {what}: use /v1/{where}", param="model")
     return pairs
 
 
 def _seeded(requested: Sequence[RequestedJob]) -> list[RequestedJob]:
     """The requests with seeds in place of random ones, which are drawn now."""
     return [replace(one, spec=replace(one.spec, seed=drawn(one.spec.seed))) for one in requested]
-
-
-def _without_unused(
-    requested: Sequence[RequestedJob], problems: Sequence[Problem]
-) -> tuple[list[RequestedJob], list[str]]:
-    """The requests of one model without the fields that it does not use, and a warning for each field."""
-    unused = {problem.field: f"{problem}; ignored" for problem in problems if problem.field in _MODEL_FIELDS}
-    nothing: dict[str, Any] = dict.fromkeys(unused)
-    without = [replace(one, spec=replace(one.spec, **nothing)) for one in requested]
-    return without, list(unused.values())
 
 
 def admitted_of_file(
@@ -464,22 +457,3 @@ def _frames(seconds: str | float, fps: float) -> int:
             400, f'seconds = {text[:40]!r}: a number of seconds like "4" or 2.5 is accepted', param="seconds"
         )
     return max(1, math.floor(float(text) * fps + 0.5))
-
-
-def _default_fps(model: server_schemas.ServedModel) -> float:
-    return (model.defaults.fps if model.defaults else None) or 16
-
-
-def _check_kind(requested: RequestedJob, job: AdmittedJob) -> None:
-    kind = media_kind(job)
-    if requested.must_be in (None, kind):
-        return
-    if kind == "image":
-        where = "use /v1/images/generations"
-        raise ApiError(422, f"model {job.spec.model} makes pictures: {where}", param="model")
-    raise ApiError(422, f"model {job.spec.model} makes videos: use /v1/videos", param="model")
-
-
-def _not_served(line: int | None, name: str, models: Sequence[server_schemas.ServedModel]) -> Problem:
-    served = ", ".join(model.id for model in models)
-    return replace(Problem.of("model", name, f"is not served here; there are {served}"), line=line)

@@ -85,9 +85,13 @@ def bad(field: str, text: str) -> ApiError:
     return ApiError(400, f"{field}: {text}", param=field)
 
 
-def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI entries for a route's error statuses; app.py adds 401 and 403 to all routes."""
-    return {status: {"model": server_schemas.Error} for status in statuses}
+def responses(*statuses: int, **sent: Any) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI entries for a route's error statuses; app.py adds 401 and 403 to all routes.
+
+    `sent` has the schemas of what it sends with 200, if that is no JSON, by content type.
+    """
+    found: dict[int | str, dict[str, Any]] = {status: {"model": server_schemas.Error} for status in statuses}
+    return found | ({200: {"content": sent}} if sent else {})
 
 
 def refused(problems: Sequence[Problem], *, status: int) -> ApiError:

@@ -272,8 +272,7 @@ class Batch(ResponseModel):
     num_late: int = Field(0, description="Jobs that missed their deadline or are predicted to miss it.")
     manifest_url: str
     skipped: list[str] | None = Field(
-        None,
-        description="Problems of the skipped lines; only in the response that creates the batch.",
+        None, description="Problems of the skipped lines; only in the response that creates the batch."
     )
     endpoint: BatchEndpoint | None = Field(None, description="Of a batch of OpenAI's requests.")
     input_file_id: str | None = None

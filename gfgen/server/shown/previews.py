@@ -246,23 +246,19 @@ def _latest_states(fd: int, plan: SlabPlan) -> list[dict[str, np.ndarray]]:
 
 
 def _arrays(slab: Slab, bank: int) -> dict[str, np.ndarray]:
-    """The sample and the predictions of one bank, as in worker/jobs.py `fetch`."""
+    """Copies of the sample and the predictions of one bank, as in worker/jobs.py `fetch`."""
     (layout, _), memory, position = slab.fetch("latents", bank)
     found = {}
     for name, dtype, shape in layout:
         kind = np.dtype("uint16" if dtype == "bfloat16" else dtype)
         count = math.prod(shape)
         if name == _SAMPLE or name.startswith(_PREDICTED):
-            found[name] = _floats(np.frombuffer(memory, kind, count, position), dtype).reshape(shape)
+            x = np.frombuffer(memory, kind, count, position)
+            if dtype == "bfloat16":  # which numpy lacks: it is the upper half of a float32
+                x = (x.astype(np.uint32) << 16).view(np.float32)
+            found[name] = x.astype(np.float32).reshape(shape)
         position += -(-count * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
     return found
-
-
-def _floats(x: np.ndarray, dtype: str) -> np.ndarray:
-    """A copy as float32; numpy has no bfloat16, which is the upper half of a float32."""
-    if dtype == "bfloat16":
-        return (x.astype(np.uint32) << 16).view(np.float32)
-    return x.astype(np.float32)
 
 
 def _middle(x: np.ndarray, channels: int, *, aspect: float) -> np.ndarray | None:

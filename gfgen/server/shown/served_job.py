@@ -136,6 +136,7 @@ class ServedJob:
     def _make_job(self) -> schemas.Job:
         facts, ending, url = self.facts, self.ending, self.content_url
         work = None if ending is None else ending.work
+        has_preview = self.has_previews and self.status == "in_progress" and self.step >= FIRST_STEP
         return schemas.Job(
             id=facts.id,
             object=facts.kind,
@@ -163,7 +164,7 @@ class ServedJob:
             **({} if work is None else work.shown),
             content_url=url,
             thumbnail_url=None if url is None else f"{url}?variant=thumbnail",
-            preview_url=f"/v1/jobs/{facts.id}/preview" if self._has_preview else None,
+            preview_url=f"/v1/jobs/{facts.id}/preview" if has_preview else None,
         )
 
     def _size(self) -> dict[str, Any]:
@@ -173,12 +174,9 @@ class ServedJob:
             size["size"] = "{width}x{height}".format_map(work.shape)
             size["frames"] = None if facts.frames is None else work.shape["frames"]
         if (frames := size["frames"]) is not None:
-            size["seconds"] = length_text(frames / (facts.fps or 1))
+            seconds = f"{frames / (facts.fps or 1):.3f}"  # clients read it as "5.063" or "4"
+            size["seconds"] = seconds.rstrip("0").rstrip(".")
         return size
-
-    @property
-    def _has_preview(self) -> bool:
-        return self.has_previews and self.status == "in_progress" and self.step >= FIRST_STEP
 
     def _inference_s(self) -> float | None:
         if self.status != "completed" or self.ending is None or self.ending.started_at is None:
@@ -210,11 +208,6 @@ class ServedJob:
 
     def events_after(self, number: int) -> list[EncodedEvent]:
         return [event for event in self.events if event.number > number]
-
-
-def length_text(seconds: float) -> str:
-    """A length as OpenAI's clients read it, for example "5.063" or "4"."""
-    return f"{seconds:.3f}".rstrip("0").rstrip(".")
 
 
 def layout_view(layout: Layout) -> schemas.LayoutView:

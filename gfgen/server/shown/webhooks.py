@@ -118,7 +118,8 @@ class Webhooks:
 def check_webhook(url: str, hosts: Collection[str]) -> None:
     try:
         found = urlsplit(url)
-        is_allowed = url.isascii() and "\\" not in url and _is_plain(found)
+        is_allowed = url.isascii() and "\\" not in url and found.scheme in _PORTS
+        is_allowed = is_allowed and bool(found.hostname) and found.username is None
         is_allowed = is_allowed and not {_place(found), _place(found, short=True)}.isdisjoint(hosts)
     except ValueError:  # a port that is no number, half an IPv6 address
         is_allowed = False
@@ -126,10 +127,6 @@ def check_webhook(url: str, hosts: Collection[str]) -> None:
         allowed = ", ".join(sorted(hosts)) or "none; see gfgen serve --webhook-host"
         reason = f"webhook: this host is not allowed; allowed: {allowed}"
         raise ApiError(400, reason, param="webhook", code="webhook_not_allowed")
-
-
-def _is_plain(url: SplitResult) -> bool:
-    return url.scheme in _PORTS and bool(url.hostname) and url.username is None
 
 
 def _place(url: SplitResult, *, short: bool = False) -> str:
