@@ -16,18 +16,8 @@ from gfgen import log
 from gfgen.bench.policy_comparison import COMPARED, PolicyComparison
 from gfgen.bench.stock import NAME, is_stock, stock_options
 from gfgen.bench.workloads import WORKLOADS, Name, WorkloadOptions, calibration_jobs, mix_of, weightless_model
+from gfgen.cli import options as opt
 from gfgen.cli.compare_runs import jobs_with, load_compared, on_workers, predicted, simulated
-from gfgen.cli.options import (
-    RANKS,
-    FiniteRange,
-    NamedPath,
-    RankOptions,
-    flag,
-    group,
-    option,
-    profile_option,
-    takes,
-)
 from gfgen.cli.shown.picture import RunFigures, draw_runs, save_figure
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
@@ -79,7 +69,7 @@ def bench() -> None:
 @click.option(
     "--tune", is_flag=True, help="First find and store the fastest kernel per size for this device."
 )
-@click.option("--output", type=NamedPath(), help="Folder for .json and .md.")
+@click.option("--output", type=opt.NamedPath(), help="Folder for .json and .md.")
 def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
     """Group-free collectives compared with NCCL on the GPUs of this machine."""
     from gfgen.bench import gfc as collectives
@@ -99,24 +89,26 @@ def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    load: float = option(
-        "Load, as a share of what single-rank replicas sustain.", type=FiniteRange(0.01, 100), default=0.9
+    load: float = opt.option(
+        "Load, as a share of what single-rank replicas sustain.", type=opt.FiniteRange(0.01, 100), default=0.9
     )
-    seed: int = option("Seed for arrivals and prompts.", type=int, default=1)
-    num_jobs: int | None = option("Number of jobs.", "--jobs", type=click.IntRange(1, 100_000))
-    deadlines_from: int = option(
+    seed: int = opt.option("Seed for arrivals and prompts.", type=int, default=1)
+    num_jobs: int | None = opt.option("Number of jobs.", "--jobs", type=click.IntRange(1, 100_000))
+    deadlines_from: int = opt.option(
         "Deadlines are multiples of the time that a job takes alone on N ranks.",
-        type=RANKS,
+        type=opt.RANKS,
         default=1,
         metavar="N",
     )
-    timeout: float | None = option(
+    timeout: float | None = opt.option(
         "A job fails after this time. [as in the paper: 3600 for videos, 1500 for images]",
-        type=FiniteRange(0.1),
+        type=opt.FiniteRange(0.1),
         metavar="SECONDS",
     )
-    steps: int | None = option("Steps of each job. [25; tiny models: 6]", type=click.IntRange(1, MAX_STEPS))
-    profile_path: Path | None = profile_option()
+    steps: int | None = opt.option(
+        "Steps of each job. [25; tiny models: 6]", type=click.IntRange(1, MAX_STEPS)
+    )
+    profile_path: Path | None = opt.profile_option()
 
     def options(self, *, num_jobs: int, num_ranks: int, minutes: float | None = None) -> WorkloadOptions:
         """These, with defaults for the numbers of jobs and ranks."""
@@ -137,10 +129,10 @@ class Workload:
 @click.option(
     "--model", default=SIMULATED_MODEL, show_default=True, help="Model whose job classes S, M and L are used."
 )
-@click.option("--ranks", type=RANKS, default=SIMULATED_RANKS, show_default=True, help="Number of ranks.")
-@click.option("--minutes", type=FiniteRange(0.01), help="Instead of --jobs: time span of the arrivals.")
-@click.option("--output", "-o", type=NamedPath(dir_okay=False), help="File to write. [standard output]")
-@takes(given=Workload)
+@click.option("--ranks", type=opt.RANKS, default=SIMULATED_RANKS, show_default=True, help="Number of ranks.")
+@click.option("--minutes", type=opt.FiniteRange(0.01), help="Instead of --jobs: time span of the arrivals.")
+@click.option("--output", "-o", type=opt.NamedPath(dir_okay=False), help="File to write. [standard output]")
+@opt.takes(given=Workload)
 def workload(
     *, name: Name, model: str, ranks: int, minutes: float | None, output: Path | None, given: Workload
 ) -> None:
@@ -167,52 +159,53 @@ def workload(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    against: str = option("Policy that the ratios compare with.", default="legacy")
-    policies: tuple[str, ...] = option(
+    against: str = opt.option("Policy that the ratios compare with.", default="legacy")
+    policies: tuple[str, ...] = opt.option(
         "Policy to run: NAME[,option=value...][,reuse=VALUE], the last for the field reuse of all jobs. "
         "Repeatable. [single-rank replicas and every policy]",
         "--policy",
         multiple=True,
     )
-    name: Name = option("Kind of workload.", "--workload", type=click.Choice(WORKLOADS), default="short")
-    model: str | None = option(
+    name: Name = opt.option("Kind of workload.", "--workload", type=click.Choice(WORKLOADS), default="short")
+    model: str | None = opt.option(
         f"Model whose job classes are used. [{REAL_MODEL}; simulated: {SIMULATED_MODEL}]"
     )
-    outside: tuple[str, ...] = option(
+    outside: tuple[str, ...] = opt.option(
         "Also run stock diffusers: diffusers[,degree=N][,uneven=true][,compiled=true].",
         multiple=True,
         metavar=NAME,
     )
-    earlier: tuple[Path, ...] = option(
+    earlier: tuple[Path, ...] = opt.option(
         "A compare.json of the same workload, whose runs are included and not repeated.",
         "--with",
         multiple=True,
-        type=NamedPath(exists=True, dir_okay=False),
+        type=opt.NamedPath(exists=True, dir_okay=False),
     )
-    is_simulated: bool = flag("Simulate with a profile.", "--simulate")
-    slack: float | None = option(
+    is_simulated: bool = opt.flag("Simulate with a profile.", "--simulate")
+    slack: float | None = opt.option(
         "Count a job as in time for its client up to this long after its deadline. [as in the paper]",
-        type=FiniteRange(0),
+        type=opt.FiniteRange(0),
         metavar="SECONDS",
     )
-    output: Path = option(
+    output: Path = opt.option(
         "Folder for compare.json, .md and .png.",
         "-o",
-        type=NamedPath(file_okay=False),
+        type=opt.NamedPath(file_okay=False),
         default=Path("outputs/compare"),
     )
-    workload: Workload = group(Workload)
-    ranks: RankOptions = group(
-        RankOptions,
+    workload: Workload = opt.group(Workload)
+    ranks: opt.RankOptions = opt.group(
+        opt.RankOptions,
         without=("memory", "offload", "trust_remote_code", "compile", "precision", "attention"),
-        ranks=option(
-            f"Number of ranks. [{REAL_RANKS} on a CPU; all GPUs; simulated: {SIMULATED_RANKS}]", type=RANKS
+        ranks=opt.option(
+            f"Number of ranks. [{REAL_RANKS} on a CPU; all GPUs; simulated: {SIMULATED_RANKS}]",
+            type=opt.RANKS,
         ),
     )
 
 
 @bench.command()
-@takes(given=Arguments)
+@opt.takes(given=Arguments)
 def compare(given: Arguments) -> int:
     """Run one workload under a baseline and other policies, and compare: table, chart, raw numbers.
 
@@ -233,7 +226,10 @@ def compare(given: Arguments) -> int:
         num_jobs=SIMULATED_JOBS if ranked is None else REAL_JOBS,
         num_ranks=given.ranks.ranks or SIMULATED_RANKS if ranked is None else ranked.num_ranks,
     )
-    _make(output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output}: cannot be made ({error.strerror})") from None
     conditions = {
         "workload": f"{name}, {model}, load {asked.load:g} of {options.num_ranks} ranks, {options.num_jobs} "
         f"jobs of {asked.steps or mix.steps} steps, seed {asked.seed}",
@@ -282,13 +278,6 @@ def _check_policies(texts: Sequence[str], ranked: Ranks | None, model: str, *, s
         else:
             _, varied = load_compared(text)
             jobs_with(calibration_jobs(model, steps=steps), varied, weightless_model(model))
-
-
-def _make(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {output}: cannot be made ({error.strerror})") from None
 
 
 def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import tempfile
 from collections import defaultdict
@@ -110,13 +109,20 @@ def on_workers(
     """
     found = ranks.admission(model).models.find(model)
     admitted_on(ranks, calibration_jobs(model, steps=options.steps), default_model=model, source="--model")
-    policies = [text for text in texts if not is_stock(text)]
+    auto, policies = load_policy("auto"), [text for text in texts if not is_stock(text)]
     specs: Sequence[JobSpec] = ()
     profile: Profile | None = None
     if workload is not None:
         specs, profile = workload.specs, workload.profile
     if policies or not specs:
-        with _started_workers(found, model, output, ranks, profile) as bench:
+        with (
+            tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder,
+            Session(
+                SessionOptions(output_dir=Path(folder), ranks=ranks, policy=auto, model=model)
+            ) as session,
+        ):
+            session.load(admitted(calibration_jobs(model), found), are_all_needed=True)
+            bench = _StartedWorkers(found, model, session, profile)
             if specs:
                 bench.warm_up(specs, steps=WARM_UP_STEPS)
             else:
@@ -147,17 +153,6 @@ def _outside(text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: 
         except WorkerError as error:
             return PolicyRun(text, error=str(error))
     return PolicyRun(text, outcomes, note=f"{text}: {way}")
-
-
-@contextlib.contextmanager
-def _started_workers(
-    model: ResolvedModel, name: str, output: Path, ranks: Ranks, profile: Profile | None
-) -> Iterator[_StartedWorkers]:
-    with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
-        options = SessionOptions(output_dir=Path(folder), ranks=ranks, policy=load_policy("auto"), model=name)
-        with Session(options) as session:
-            session.load(admitted(calibration_jobs(name), model), are_all_needed=True)
-            yield _StartedWorkers(model, name, session, profile)
 
 
 @dataclass(frozen=True, slots=True)

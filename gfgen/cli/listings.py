@@ -23,7 +23,7 @@ from gfgen.models.geometry.model import Geometry, load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.weights import device_bytes, footprint
 from gfgen.policies.catalog import BUILT_IN, describe
-from gfgen.runtime.core.devices import CPU, DEVICES, choose_devices
+from gfgen.runtime.core.devices import CPU, CUDA, DEVICES, choose_devices
 from gfgen.session.memory import HostMemory
 from gfgen.system.machine import COMPUTING, check_packages
 from gfgen.system.wording import counted
@@ -58,7 +58,8 @@ def models(ctx: click.Context, *, pipelines: bool) -> None:
     """List the models that you can name in jobs and with --model."""
     if ctx.invoked_subcommand is not None:
         return
-    found = _pipelines()
+    text = resources.files("gfgen.models.families").joinpath("pipelines.json").read_text()
+    found: dict[str, tuple[str, str]] = json.loads(text)
     if pipelines:
         width = max(map(len, found))
         for name, (result, kind) in found.items():
@@ -73,11 +74,6 @@ def models(ctx: click.Context, *, pipelines: bool) -> None:
         f"{verified} pipeline classes of diffusers for pictures and videos are verified in steps: "
         "--pipelines lists them, docs/models.md has details, 'gfgen models check MODEL' tries a checkpoint."
     )
-
-
-def _pipelines() -> dict[str, tuple[str, str]]:
-    text = resources.files("gfgen.models.families").joinpath("pipelines.json").read_text()
-    return {name: (result, kind) for name, (result, kind) in json.loads(text).items()}
 
 
 @models.command("make-tiny")
@@ -121,7 +117,8 @@ def check(model: str, *, job: str, device: str, trust_remote_code: bool, as_json
     from gfgen.models.stepping.check import try_checkpoint
 
     trial = try_checkpoint(checkpoint, given, device=devices.kind, trusts_code=trust_remote_code)
-    memory = {**_weights(checkpoint), "peak": trial.peak_bytes}
+    weights = {CPU: footprint(checkpoint).on(1), CUDA: sum(device_bytes(checkpoint).values())}
+    memory = weights | {"peak": trial.peak_bytes}
     facts = _facts(model, geometry, trial) | {"device": devices.kind, "memory_bytes": memory}
     click.echo(json.dumps(facts) if as_json else _told(facts))
     return 1 if facts["differs"] else 0
@@ -169,10 +166,6 @@ def _facts(model: str, geometry: Geometry, trial: Trial) -> dict[str, Any]:
     if isinstance(geometry, PipelineGeometry):
         found |= {"args": dict(geometry.signature.args), "files": geometry.signature.files}
     return found
-
-
-def _weights(checkpoint: Path) -> dict[str, int]:
-    return {"cpu": footprint(checkpoint).on(1), "cuda": sum(device_bytes(checkpoint).values())}
 
 
 def _told(facts: Mapping[str, Any]) -> str:

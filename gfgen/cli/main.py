@@ -104,20 +104,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             logging.getLogger(__name__).exception("failed")
         if logging.getLogger("gfgen").handlers:  # the log file records the end of the command, too
-            _log_end(error)
+            event = "stopped" if isinstance(error, InterruptedRunError) else "failed"
+            fields = log.fields(event=event, exit_code=error.exit_code)
+            extra = fields if log.is_json() else fields | log.FILE_ONLY
+            logging.getLogger(__name__).error("%s", error, extra=extra)
         if not log.is_json():
             with contextlib.suppress(OSError):  # the terminal may be gone
                 click.echo(f"gfgen: {error}", err=True)
         exit_code = error.exit_code
     _let_go_of_closed_streams()
     sys.exit(exit_code)
-
-
-def _log_end(error: GfgenError) -> None:
-    event = "stopped" if isinstance(error, InterruptedRunError) else "failed"
-    fields = log.fields(event=event, exit_code=error.exit_code)
-    extra = fields if log.is_json() else fields | log.FILE_ONLY
-    logging.getLogger(__name__).error("%s", error, extra=extra)
 
 
 def _let_go_of_closed_streams() -> None:

@@ -422,21 +422,16 @@ class JobOptions:
             raise click.UsageError(
                 'name a job file, - for standard input, or give a prompt: -p "a red circle falls"'
             )
+        pairs = [("--set", text) for text in self.settings]
+        for name in ("size", "steps", "seed", "frames", "num_images"):
+            if (value := getattr(self, name)) is not None:
+                pairs.append((f"--{name.replace('_', '-')}", f"{name}={value}"))
         return JobSource(
             files=self.jobs,
             prompts=self.prompts,
-            overrides=parse_overrides(self._pairs) | ({"vary": True} if self.vary else {}),
+            overrides=parse_overrides(pairs) | ({"vary": True} if self.vary else {}),
             fallbacks={"lora": parse_loras(self.loras)} if self.loras else {},
             only=self.only,
             tags=self.tags,
             limit=self.limit,
         )
-
-    @property
-    def _pairs(self) -> Sequence[tuple[str, str]]:
-        """Each option that sets a field, with FIELD=VALUE."""
-        short = {"size": self.size, "steps": self.steps, "seed": self.seed, "frames": self.frames}
-        short["num_images"] = self.num_images
-        given = {name: value for name, value in short.items() if value is not None}
-        pairs = [("--set", text) for text in self.settings]
-        return pairs + [(f"--{name.replace('_', '-')}", f"{name}={value}") for name, value in given.items()]

@@ -9,27 +9,16 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import click
 
 from gfgen.bench import profiling
 from gfgen.bench.profiling import Measurement, Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
-from gfgen.cli.options import (
-    A_MODEL,
-    RANKS,
-    Named,
-    NamedPath,
-    RankOptions,
-    configure_log,
-    group,
-    option,
-    takes,
-)
+from gfgen.cli import options as opt
 from gfgen.cli.shown.prediction import known_here
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.reader import JobSource
@@ -40,7 +29,6 @@ from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import ProfileRow
 from gfgen.runtime.predict.profile_store import check_replaceable, default_path, save_profile
-from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import warm_up
 from gfgen.session.admission import jobs_to_run, judge
 from gfgen.session.ranks import Ranks, admitted_on, ready_pool
@@ -54,10 +42,7 @@ logger = logging.getLogger(__name__)
 
 _MEASURED_MODELS = {False: (DEFAULT_MODEL,), True: ("wan2.2-ti2v-5b", "qwen-image")}
 """Unless others are named, by whether ranks are on GPUs."""
-SMALL_SIZES = {
-    "video": ("128x128x1", "128x128x17", "128x128x33"),
-    "image": ("128x128", "256x256", "384x384"),
-}
+SMALL_SIZES = {"video": ("128x128x1", "128x128x17", "128x128x33"), "image": ("128x128", "256x256", "384x384")}
 """Of the built-in models."""
 SIZES = {
     "video": ("832x480x49", "832x480x81", "1280x704x81", "1280x704x121"),
@@ -71,11 +56,11 @@ _LOADING_S = 15.0
 
 
 @click.command()
-@click.argument("jobs", metavar="[JOBS]", required=False, type=Named())
+@click.argument("jobs", metavar="[JOBS]", required=False, type=opt.Named())
 @click.option(
     "--model",
     "models",
-    type=A_MODEL,
+    type=opt.A_MODEL,
     multiple=True,
     help="Model for jobs without one. Without JOBS: model to measure; repeatable. "
     f"[{DEFAULT_MODEL}; on GPUs {', '.join(_MEASURED_MODELS[True])}]",
@@ -90,16 +75,16 @@ _LOADING_S = 15.0
 @click.option(
     "--output",
     "-o",
-    type=NamedPath(dir_okay=False),
+    type=opt.NamedPath(dir_okay=False),
     help="File for the profile. [where 'gfgen run' finds it]",
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be measured and how long it takes.")
-@takes(
-    ranks=group(
-        RankOptions,
+@opt.takes(
+    ranks=opt.group(
+        opt.RankOptions,
         without=("ranks_per_gpu", "memory", "offload", "trust_remote_code", "compile"),
-        ranks=option(
-            f"Measure on 1 up to this many ranks. [{DEFAULT_CPU_RANKS} on a CPU; all GPUs]", type=RANKS
+        ranks=opt.option(
+            f"Measure on 1 up to this many ranks. [{DEFAULT_CPU_RANKS} on a CPU; all GPUs]", type=opt.RANKS
         ),
     )
 )
@@ -108,7 +93,7 @@ def profile(
     jobs: str | None,
     models: tuple[str, ...],
     sizes: tuple[str, ...],
-    ranks: RankOptions,
+    ranks: opt.RankOptions,
     output: Path | None,
     dry_run: bool,
 ) -> None:
@@ -117,7 +102,7 @@ def profile(
     Measures each stage of the models and shapes of JOBS, on every number of ranks (GPUs: 1, 2, 4, 8).
     Run nothing else in the meantime. If you stop it, the same command continues where it stopped.
     """
-    configure_log("info")
+    opt.configure_log("info")
     if jobs is not None and (len(models) > 1 or sizes):
         raise click.UsageError("give either JOBS, with at most one --model, or --model and --size")
     if output is not None:
@@ -177,7 +162,7 @@ def _default_jobs(models: Sequence[str], sizes: Sequence[str], options: Ranks) -
             specs += [replace(spec, id=f"{model}-{spec.tag}") for spec in calibration_jobs(model)]
             continue
         guidance = MIXES[model].guidance if options.are_on_gpus and model in MIXES else {}
-        kind = _kind_of(model, options)
+        kind = options.admission(model).models.find(model).geometry.kind
         usual = (SMALL_SIZES if model in (*PACKAGED, *TINY_NAMES) else SIZES)[kind]
         for size in sizes or usual:
             width, height, frames = _size(size)
@@ -194,10 +179,6 @@ def _default_jobs(models: Sequence[str], sizes: Sequence[str], options: Ranks) -
                 )
             )
     return admitted_on(options, specs, default_model=models[0], source="--model and --size")
-
-
-def _kind_of(model: str, options: Ranks) -> str:
-    return options.admission(model).models.find(model).geometry.kind
 
 
 def _size(text: str) -> tuple[int, int, int | None]:
@@ -257,7 +238,10 @@ def _measure(
         )
         pool = stack.enter_context(ready)
         if options.has_graphs and options.are_on_gpus:
-            _record_forwards(pool, profiling.jobs_like(todo), options, signals)
+            sizes = [size for size in (1, 2, 4, 8) if size <= _widest(options)]
+            for item, answer in warm_up(pool, warm_ups(profiling.jobs_like(todo), sizes), signals):
+                if answer.reason is not None:
+                    logger.warning("warming up %s: %s", item.checkpoint, answer.reason)
         for number, entry in enumerate(todo):
             left_s = _predicted_s(todo[number:], costs, options)
             logger.info("%d of %d: %s, %s left", number + 1, len(todo), entry.key, in_words(left_s))
@@ -270,15 +254,6 @@ def _measure(
                 ) from None
             unfinished.add(entry, samples)
             profiling.learn(entry, samples, costs)
-
-
-def _record_forwards(
-    pool: WorkerPool, jobs: Sequence[AdmittedJob], options: Ranks, signals: SignalPipe
-) -> None:
-    sizes = [size for size in (1, 2, 4, 8) if size <= _widest(options)]
-    for item, answer in warm_up(pool, warm_ups(jobs, sizes), signals):
-        if answer.reason is not None:
-            logger.warning("warming up %s: %s", item.checkpoint, answer.reason)
 
 
 class _Unfinished:
@@ -297,7 +272,10 @@ class _Unfinished:
             with contextlib.suppress(ValueError, KeyError, TypeError):  # of an incomplete line
                 entry = json.loads(line)
                 if entry["stamp"] == self._stamp and entry["key"] in keys:
-                    self.measured[entry["key"]] = _samples_of(entry["samples"])
+                    samples = entry["samples"]
+                    moves = [(int(size), float(seconds)) for size, seconds in samples["moves"]]
+                    tasks, writes, gaps = samples["tasks"], samples["writes"], samples["gaps"]
+                    self.measured[entry["key"]] = Samples(tasks, writes, gaps, moves)
         self._lines: LineFile | None = None
 
     def open(self) -> None:
@@ -323,11 +301,6 @@ class _Unfinished:
     def close(self) -> None:
         if self._lines is not None:
             self._lines.close()
-
-
-def _samples_of(content: Mapping[str, Any]) -> Samples:
-    moves = [(int(size), float(seconds)) for size, seconds in content["moves"]]
-    return Samples(content["tasks"], content["writes"], content["gaps"], moves)
 
 
 def _table(rows: Sequence[ProfileRow]) -> Iterator[str]:

@@ -102,22 +102,22 @@ class JobReport:
 
     @property
     def busy_s(self) -> float:
-        return float(self._timings.get("busy_s") or 0.0)
+        return float(self.timings.get("busy_s") or 0.0)
 
     @property
     def latency_s(self) -> float:
-        return float(self._timings.get("latency_s") or 0.0)
+        return float(self.timings.get("latency_s") or 0.0)
 
     @property
     def started_at(self) -> float:
         """Of its first task."""
-        started_s, ended_s = self._timings.get("started_s"), self._timings.get("ended_s")
-        return (
-            self.ended_at if started_s is None or ended_s is None else self.ended_at - (ended_s - started_s)
-        )
+        started_s, ended_s = self.timings.get("started_s"), self.timings.get("ended_s")
+        if started_s is None or ended_s is None:
+            return self.ended_at
+        return self.ended_at - float(ended_s - started_s)
 
     @property
-    def _timings(self) -> Mapping[str, Any]:
+    def timings(self) -> Mapping[str, Any]:
         return self.line.get("timings") or {}
 
     @property
@@ -173,7 +173,7 @@ class FolderReport:
         first, last = min(job.started_at for job in self.jobs), max(job.ended_at for job in self.jobs)
         busy = in_words(sum(job.busy_s for job in self.jobs))
         yield f"made      {_clock(first)} to {_clock(last)}, with {busy} of rank time"
-        if first_uses_s := sum((job.line.get("timings") or {}).get("first_uses_s", 0.0) for job in self.jobs):
+        if first_uses_s := sum(job.timings.get("first_uses_s", 0.0) for job in self.jobs):
             yield f"first use {in_words(first_uses_s)} of it in tasks that were the first of their kind"
         kinds = Counter(Path(str(job.line.get("file"))).suffix.lstrip(".").upper() for job in done)
         size = sum(job.line.get("size_bytes") or 0 for job in done)
@@ -203,7 +203,7 @@ class FolderReport:
 
     def as_html(self, target: Path) -> str:
         """A page for the file `target`: it holds thumbnails, and links to the files."""
-        from jinja2 import Environment, PackageLoader
+        from jinja2 import Environment, PackageLoader  # which torch brings
 
         pages = Environment(loader=PackageLoader(__package__, "shown"), autoescape=True)
         pages.filters |= {"clock": _clock, "in_words": in_words}

@@ -16,25 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from gfgen import log
-from gfgen.cli.options import (
-    Duration,
-    JobOptions,
-    LogOptions,
-    NamedPath,
-    RankOptions,
-    RunOnly,
-    batch_option,
-    flag,
-    given_in,
-    grace_option,
-    group,
-    lookahead_option,
-    max_step_time_option,
-    model_option,
-    option,
-    policy_option,
-    takes,
-)
+from gfgen.cli import options as opt
 from gfgen.cli.run_files import (
     ClusterOptions,
     FileHook,
@@ -70,66 +52,68 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    jobs: JobOptions = group(JobOptions)
-    failed: bool = flag("Take only jobs that failed in the last run of this folder.")
-    retries: int = option(
+    jobs: opt.JobOptions = opt.group(opt.JobOptions)
+    failed: bool = opt.flag("Take only jobs that failed in the last run of this folder.")
+    retries: int = opt.option(
         "Run jobs that failed again at the end, up to N times.",
         type=click.IntRange(0, 100),
         default=0,
         metavar="N",
-        cls=RunOnly,
+        cls=opt.RunOnly,
     )
-    force: bool = flag("Make finished jobs again, too, and replace their files.")
-    dry_run: bool = flag("Start nothing; print what the run would do, as 'gfgen check' does.", cls=RunOnly)
-    output: Path | None = option(
+    force: bool = opt.flag("Make finished jobs again, too, and replace their files.")
+    dry_run: bool = opt.flag(
+        "Start nothing; print what the run would do, as 'gfgen check' does.", cls=opt.RunOnly
+    )
+    output: Path | None = opt.option(
         "Folder for results and the manifest. [outputs/NAME, after JOBS or DIR; a suffix if that is taken]",
         "-o",
-        type=NamedPath(),
+        type=opt.NamedPath(),
     )
-    overwrite: bool = flag(
+    overwrite: bool = opt.flag(
         "Replace files that are already in the folder under the names of outputs, whoever made them."
     )
-    ranks: RankOptions = group(RankOptions)
-    cluster: ClusterOptions = group(ClusterOptions, cls=RunOnly)
-    policy: str = policy_option()
-    model: str = model_option()
-    skip_invalid: bool = flag("Run the valid jobs of a file with errors; the exit code is 1.")
-    lookahead: float = lookahead_option(cls=RunOnly)
-    batch: int = batch_option()
-    grace: float = grace_option(cls=RunOnly)
-    max_step_time: float | None = max_step_time_option(show_default="no bound")
-    trace: Path | None = option(
-        "Write a timeline for Perfetto or 'gfgen plot'.", type=NamedPath(), cls=RunOnly
+    ranks: opt.RankOptions = opt.group(opt.RankOptions)
+    cluster: ClusterOptions = opt.group(ClusterOptions, cls=opt.RunOnly)
+    policy: str = opt.policy_option()
+    model: str = opt.model_option()
+    skip_invalid: bool = opt.flag("Run the valid jobs of a file with errors; the exit code is 1.")
+    lookahead: float = opt.lookahead_option(cls=opt.RunOnly)
+    batch: int = opt.batch_option()
+    grace: float = opt.grace_option(cls=opt.RunOnly)
+    max_step_time: float | None = opt.max_step_time_option(show_default="no bound")
+    trace: Path | None = opt.option(
+        "Write a timeline for Perfetto or 'gfgen plot'.", type=opt.NamedPath(), cls=opt.RunOnly
     )
-    on_file: str | None = option(
+    on_file: str | None = opt.option(
         "Run this shell command for each finished file; GFGEN_FILE names it (docs/unattended.md).",
         metavar="CMD",
-        cls=RunOnly,
+        cls=opt.RunOnly,
     )
-    on_done: str | None = option(
-        "Run this shell command when the run has ended; GFGEN_FAILED counts.", metavar="CMD", cls=RunOnly
+    on_done: str | None = opt.option(
+        "Run this shell command when the run has ended; GFGEN_FAILED counts.", metavar="CMD", cls=opt.RunOnly
     )
-    hook_timeout: float = option(
+    hook_timeout: float = opt.option(
         "Kill a command of --on-file or --on-done after this time.",
-        type=Duration(),
+        type=opt.Duration(),
         default="60s",
-        cls=RunOnly,
+        cls=opt.RunOnly,
     )
-    watch: Path | None = option(
+    watch: Path | None = opt.option(
         "Instead of JOBS: watch DIR, and run each job file that appears there once, until stopped.",
-        type=NamedPath(),
+        type=opt.NamedPath(),
         metavar="DIR",
-        cls=RunOnly,
+        cls=opt.RunOnly,
     )
-    until: str | None = option(
+    until: str | None = opt.option(
         'Stop at this time, and start no job that cannot finish by then: "06:00", "8h" or an ISO time.',
         metavar="TIME",
     )
-    logs: LogOptions = group(LogOptions, cls=RunOnly)
+    logs: opt.LogOptions = opt.group(opt.LogOptions, cls=opt.RunOnly)
 
 
 @click.command()
-@takes(given=Arguments)
+@opt.takes(given=Arguments)
 def run(given: Arguments) -> int:
     """Generate the pictures and videos of JOBS: files of JSON lines, CSV or prompts (- reads standard input).
 
@@ -329,15 +313,13 @@ def _end_hooks(
     summary: Summary, options: RunOptions, *, status: Literal["done", "failed", "stopped"]
 ) -> None:
     if options.on_file is not None:
-        if status == "stopped":
-            options.on_file.stop()
-        options.on_file.finish()
+        options.on_file.finish(is_stopped=status == "stopped")
     if options.on_done is not None:
         limit_s = options.hook_timeout_s
         run_done_hook(options.on_done, summary, options.output_dir, status=status, limit_s=limit_s)
 
 
-def _name_of(jobs: JobOptions, watch: Path | None) -> str:
+def _name_of(jobs: opt.JobOptions, watch: Path | None) -> str:
     if watch is not None:
         return resolved(watch).name
     if not jobs.jobs:
@@ -348,7 +330,7 @@ def _name_of(jobs: JobOptions, watch: Path | None) -> str:
 def _check_watching(given: Arguments) -> None:
     if given.jobs.jobs:
         raise click.UsageError("give either JOBS or --watch DIR, a folder of job files")
-    named = given_in(given.jobs) or given_in(given, "failed", "retries", "force", "dry_run")
+    named = opt.given_in(given.jobs) or opt.given_in(given, "failed", "retries", "force", "dry_run")
     if named is not None:
         raise click.UsageError(f"{named} goes with JOBS; with --watch, write defaults in the job files")
 
@@ -427,7 +409,7 @@ check = click.Command(
     "check",
     callback=_check,
     params=[
-        *(copy.copy(param) for param in run.params if not isinstance(param, RunOnly)),
+        *(copy.copy(param) for param in run.params if not isinstance(param, opt.RunOnly)),
         click.Option(["--json", "as_json"], is_flag=True, help="Print JSON instead of text."),
     ],
     help="""Check JOBS and print what 'gfgen run' would do with the same options. Starts nothing.

@@ -236,11 +236,9 @@ class FileHook(Observer):
             self._thread.start()
         self._todo.put(outcome)
 
-    def stop(self) -> None:
-        self._is_stopped = True
-
-    def finish(self) -> None:
-        """Wait for the commands of all finished jobs; each has its time limit."""
+    def finish(self, *, is_stopped: bool) -> None:
+        """Wait for the commands of all finished jobs, or of a stopped run for the one that runs."""
+        self._is_stopped = is_stopped
         if self._thread is None:
             return
         self._todo.put(None)

@@ -16,22 +16,7 @@ from typing import Any
 import click
 
 from gfgen import log
-from gfgen.cli.options import (
-    A_MODEL,
-    Duration,
-    LogOptions,
-    NamedPath,
-    RankOptions,
-    batch_option,
-    flag,
-    grace_option,
-    group,
-    lookahead_option,
-    max_step_time_option,
-    option,
-    policy_option,
-    takes,
-)
+from gfgen.cli import options as opt
 from gfgen.cli.remote.server import is_loopback
 from gfgen.cli.run_files import ClusterOptions, session_of
 from gfgen.cli.shown.progress import LineProgress
@@ -111,115 +96,117 @@ _SITE = r"https?://[A-Za-z0-9.\-\[\]:]+"
 
 
 def _most(help_: str, name: str, default: int | None) -> Any:
-    return option(help_, name, type=click.IntRange(1), default=default)
+    return opt.option(help_, name, type=click.IntRange(1), default=default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    port: int = option("Port to listen on.", type=click.IntRange(1, 65535), default=3000)
-    host: str = option("Address to listen on.", default="127.0.0.1")
-    api_key: str | None = option(
+    port: int = opt.option("Port to listen on.", type=click.IntRange(1, 65535), default=3000)
+    host: str = opt.option("Address to listen on.", default="127.0.0.1")
+    api_key: str | None = opt.option(
         f"Key that every request must send. Prefer the environment variable {KEY_VARIABLE}. "
         "With --key-file, the key that sees all jobs and may change the policy.",
         envvar=KEY_VARIABLE,
     )
-    key_file: Path | None = option(
-        "File of keys, each on a line with a name and the key. Each sees its own jobs.", type=NamedPath()
+    key_file: Path | None = opt.option(
+        "File of keys, each on a line with a name and the key. Each sees its own jobs.", type=opt.NamedPath()
     )
-    no_key: bool = flag("Allow requests without a key even if other machines can reach --host.")
-    output: Path = option(
-        "Folder for results and the job database.", "-o", type=NamedPath(), default=Path("outputs/serve")
+    no_key: bool = opt.flag("Allow requests without a key even if other machines can reach --host.")
+    output: Path = opt.option(
+        "Folder for results and the job database.", "-o", type=opt.NamedPath(), default=Path("outputs/serve")
     )
-    models: tuple[str, ...] = option(
+    models: tuple[str, ...] = opt.option(
         f"Model to serve: a name from 'gfgen models', a directory or a hub id. Repeatable. [{DEFAULT_MODEL}]",
         "--model",
-        type=A_MODEL,
+        type=opt.A_MODEL,
         multiple=True,
         metavar="NAME",
     )
-    loras: tuple[str, ...] = option(
+    loras: tuple[str, ...] = opt.option(
         "LoRA that requests can name: a file, a folder or a hub id. Repeatable.",
         "--lora",
         multiple=True,
         metavar="NAME=PATH",
         type=_Pattern("lora", r"[A-Za-z0-9._-]{1,64}=.+", accepted="NAME=PATH"),
     )
-    api: ApiOptions = group(
+    api: ApiOptions = opt.group(
         ApiOptions,
-        served_names=option(
+        served_names=opt.option(
             "Also serve MODEL under the name ALIAS, for example sora-2=wan2.2-ti2v-5b. Repeatable.",
             "--served-model-name",
             multiple=True,
             type=_Pattern("alias=model", r"[^=]+=.+", accepted="ALIAS=MODEL"),
         ),
-        strict=flag("Refuse requests with unknown fields, in place of ignoring these fields."),
-        path_prefix=option(
+        strict=opt.flag("Refuse requests with unknown fields, in place of ignoring these fields."),
+        path_prefix=opt.option(
             "Path of the server behind a proxy. [the path of --public-url]",
             "--root-path",
             type=_Pattern("path", r"(/[A-Za-z0-9._~\-]+)*", accepted="a path like /films"),
             default="",
             show_default=False,
         ),
-        public_url=option(
+        public_url=opt.option(
             "URL under which clients reach the server. The URLs of results begin with it.",
             type=_Pattern("url", _SITE + r"(/[A-Za-z0-9._~\-]+)*", accepted="a URL like https://host/films"),
         ),
-        allowed_origins=option(
+        allowed_origins=opt.option(
             "Site whose pages may use the API from a browser. Repeatable.",
             "--allow-origin",
             multiple=True,
             type=_Pattern("origin", rf"{_SITE}|\*", accepted="an origin like https://example.com, or *,"),
         ),
-        access_log=flag("Log a line for each request."),
-        webhook_url=option(
+        access_log=opt.flag("Log a line for each request."),
+        webhook_url=opt.option(
             "URL to which the server sends each job when it has ended.",
             "--webhook",
             type=_Pattern(
                 "url", r"https?://[!-~]+", accepted="a URL like https://host/path", keeps_slash=True
             ),
         ),
-        webhook_hosts=option(
+        webhook_hosts=opt.option(
             "Host that a job's own `webhook` may name; HOST alone stands for ports 80 and 443. Repeatable.",
             "--webhook-host",
             multiple=True,
             type=_Pattern("host", r"[a-z0-9.\-\[\]:]+", accepted="HOST or HOST:PORT in small letters"),
         ),
-        webhook_secret=option(
+        webhook_secret=opt.option(
             "Secret that signs requests to webhooks, whsec_BASE64. Prefer the environment variable "
             "GFGEN_WEBHOOK_SECRET."
         ),
     )
-    ranks: RankOptions = group(RankOptions)
-    cluster: ClusterOptions = group(ClusterOptions)
-    policy: str = policy_option()
-    lookahead: float = lookahead_option()
-    batch: int = batch_option()
-    grace: float = grace_option()
-    max_step_time: float = max_step_time_option(default="10m", show_default="10m")
-    bounds: JobBounds = group(
+    ranks: opt.RankOptions = opt.group(opt.RankOptions)
+    cluster: ClusterOptions = opt.group(ClusterOptions)
+    policy: str = opt.policy_option()
+    lookahead: float = opt.lookahead_option()
+    batch: int = opt.batch_option()
+    grace: float = opt.grace_option()
+    max_step_time: float = opt.max_step_time_option(default="10m", show_default="10m")
+    bounds: JobBounds = opt.group(
         JobBounds,
         pixels=_most("Largest width x height of a job.", "--max-pixels", DEFAULT_JOB_BOUNDS.pixels),
         frames=_most("Most frames of a job.", "--max-frames", DEFAULT_JOB_BOUNDS.frames),
         steps=_most("Most steps of a job.", "--max-steps", DEFAULT_JOB_BOUNDS.steps),
     )
-    limits: ServerLimits = group(
+    limits: ServerLimits = opt.group(
         ServerLimits,
         open_jobs=_most("Most jobs open at once.", "--max-open", DEFAULTS.open_jobs),
         streams=_most("Most event streams open at once.", "--max-streams", DEFAULTS.streams),
-        body_bytes=option("Largest request in bytes.", "--max-body", type=_Size(), default="64M"),
-        keep_s=option("Remove finished jobs after this time.", "--keep", type=Duration(), default="7d"),
-        keep_bytes=option("Remove the oldest jobs when files exceed this.", type=_Size(), default="100G"),
+        body_bytes=opt.option("Largest request in bytes.", "--max-body", type=_Size(), default="64M"),
+        keep_s=opt.option(
+            "Remove finished jobs after this time.", "--keep", type=opt.Duration(), default="7d"
+        ),
+        keep_bytes=opt.option("Remove the oldest jobs when files exceed this.", type=_Size(), default="100G"),
     )
-    umask: str = option(
+    umask: str = opt.option(
         "Permissions that new files do not have.",
         type=_Pattern("mode", r"0?[0-7]{3}", accepted="three octal digits like 027"),
         default="077",
     )
-    logs: LogOptions = group(LogOptions)
+    logs: opt.LogOptions = opt.group(opt.LogOptions)
 
 
 @click.command()
-@takes(given=Arguments)
+@opt.takes(given=Arguments)
 def serve(given: Arguments) -> int:
     """Generate pictures and videos over HTTP: OpenAI's image and video API, and a web page.
 

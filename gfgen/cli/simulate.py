@@ -16,31 +16,9 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from gfgen.cli.options import (
-    A_POLICY,
-    JobOptions,
-    NamedPath,
-    batch_option,
-    configure_log,
-    flag,
-    group,
-    model_option,
-    option,
-    profile_option,
-    takes,
-)
+from gfgen.cli import options as opt
+from gfgen.cli.shown import prediction
 from gfgen.cli.shown.board import has_cursor
-from gfgen.cli.shown.prediction import (
-    NodesType,
-    RankCounts,
-    SimulatedMemory,
-    choose_profile,
-    default_ranks,
-    describe,
-    machine,
-    profile_of_nodes,
-    unseen_shapes,
-)
 from gfgen.cli.shown.simulated import as_json as plan_as_json
 from gfgen.cli.shown.simulated import in_plain_words, table
 from gfgen.cluster.simulated import MAX_NODES, NodePlanner, Nodes, simulate_nodes
@@ -75,63 +53,63 @@ ON_NODES = ("auto", "edf", "makespan", "srtf", "triage")
 class Assumed:
     """The options by which both commands predict."""
 
-    profile_path: Path | None = profile_option()
-    model: str = model_option()
-    batch: int = batch_option()
-    memory: str | None = option(
+    profile_path: Path | None = opt.profile_option()
+    model: str = opt.model_option()
+    batch: int = opt.batch_option()
+    memory: str | None = opt.option(
         'Memory per GPU for weights and jobs, such as "80GB". Models that do not fit take turns. [no limit]',
         metavar="SIZE",
     )
 
-    def room(self, jobs: JobOptions) -> SimulatedMemory:
+    def room(self, jobs: opt.JobOptions) -> prediction.SimulatedMemory:
         """The admitted jobs, in the memory that they get. Raises: InputError as `admit_weightless`."""
         source = jobs.source()
         admitted = admit_weightless(source, default_model=self.model, has_bar=has_cursor(sys.stderr))
         check_batch(self.batch, families_of(admitted))
-        return SimulatedMemory.of(admitted, self.memory, source=source.name)
+        return prediction.SimulatedMemory.of(admitted, self.memory, source=source.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    jobs: JobOptions = group(JobOptions)
-    policies: tuple[str, ...] = option(
+    jobs: opt.JobOptions = opt.group(opt.JobOptions)
+    policies: tuple[str, ...] = opt.option(
         "NAME[,option=value...]; 'gfgen policies' lists them. Repeat to compare.",
         "--policy",
-        type=A_POLICY,
+        type=opt.A_POLICY,
         multiple=True,
         default=("auto",),
     )
-    ranks: tuple[int, ...] | None = option(
-        "Numbers of ranks: 4, 1,2,4 or 1..8. [4]", type=RankCounts(), metavar="N"
+    ranks: tuple[int, ...] | None = opt.option(
+        "Numbers of ranks: 4, 1,2,4 or 1..8. [4]", type=prediction.RankCounts(), metavar="N"
     )
-    nodes: tuple[int, ...] | None = option(
+    nodes: tuple[int, ...] | None = opt.option(
         "Numbers of machines that each have this many ranks (docs/cluster.md). [one]",
-        type=RankCounts("nodes", most=MAX_NODES),
+        type=prediction.RankCounts("nodes", most=MAX_NODES),
         metavar="N",
     )
-    assumed: Assumed = group(Assumed)
-    output: Path | None = option(
-        "Folder for the simulated manifests and traces.", "-o", type=NamedPath(file_okay=False)
+    assumed: Assumed = opt.group(Assumed)
+    output: Path | None = opt.option(
+        "Folder for the simulated manifests and traces.", "-o", type=opt.NamedPath(file_okay=False)
     )
-    as_json: bool = flag("Print JSON instead of the table.", "--json")
+    as_json: bool = opt.flag("Print JSON instead of the table.", "--json")
 
 
 @click.command()
-@takes(given=Arguments)
+@opt.takes(given=Arguments)
 def simulate(given: Arguments) -> int:
     """Run JOBS in virtual time, and show how each policy performs. Needs no weights and no GPU.
 
     The simulation uses the scheduler and the policies of a real run. Only task times are predicted.
     """
-    configure_log("warning")
+    opt.configure_log("warning")
     nodes, output, assumed = given.nodes, given.output, given.assumed
     if nodes and (assumed.memory or output or assumed.batch > 1):
         name = "--memory" if assumed.memory else "--output" if output else "--batch"
         raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
     named = [load_policy(text) for text in dict.fromkeys(given.policies)]
     room = assumed.room(given.jobs)
-    counts = given.ranks or default_ranks(assumed.profile_path, room.jobs)
-    profile = choose_profile(assumed.profile_path, room.jobs, num_ranks=max(counts))
+    counts = given.ranks or prediction.default_ranks(assumed.profile_path, room.jobs)
+    profile = prediction.choose_profile(assumed.profile_path, room.jobs, num_ranks=max(counts))
     now = time.time()  # the same for all policies, since deadlines may be times of day
     warn_of_passed_deadlines(room.jobs, now=now)
     asked = {
@@ -177,10 +155,16 @@ def _machines(counts: Sequence[int], nodes: Sequence[int] | None) -> str:
     return f"{counted(nodes[0], 'node') if len(nodes) == 1 else f'{_listed(nodes)} nodes'} with {ranks}"
 
 
-def _simulate(room: SimulatedMemory, folder: Path | None, *, num_ranks: int, **start: Any) -> Simulated:
+def _simulate(
+    room: prediction.SimulatedMemory, folder: Path | None, *, num_ranks: int, **start: Any
+) -> Simulated:
     with contextlib.ExitStack() as stack:
-        writers = _observers(folder)
-        observers = [stack.enter_context(contextlib.closing(each)) for each in writers]
+        observers: Sequence[Observer] = ()
+        if folder is not None:
+            (folder / MANIFEST_NAME).unlink(missing_ok=True)
+            manifest = ManifestWriter(folder / MANIFEST_NAME, is_simulated=True)
+            writers = manifest, TraceWriter(folder / TRACE_NAME, is_simulated=True)
+            observers = [stack.enter_context(contextlib.closing(each)) for each in writers]
         residency = room.residency(num_ranks)
         return run_simulation(
             room.jobs, num_ranks=num_ranks, observers=observers, residency=residency, **start
@@ -196,7 +180,12 @@ def _held(output: Path | None, folders: Iterable[Path | None]) -> Iterator[None]
     with contextlib.ExitStack() as stack:
         held = [folder for folder in dict.fromkeys([output, *folders]) if folder is not None]
         for folder in held:
-            _make(folder)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise OutputError(
+                    f"cannot write {folder}: {error.strerror}; choose another --output"
+                ) from None
             stack.enter_context(hold_folder(folder))
             check_own(folder / MANIFEST_NAME)
             if _is_of_a_run(folder):
@@ -204,13 +193,6 @@ def _held(output: Path | None, folders: Iterable[Path | None]) -> Iterator[None]
         if output is not None:
             _clear(output, held)
         yield
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write {folder}: {error.strerror}; choose another --output") from None
 
 
 def _is_of_a_run(folder: Path) -> bool:
@@ -234,15 +216,6 @@ def _clear(output: Path, held: Collection[Path]) -> None:
                 folder.rmdir()
 
 
-def _observers(folder: Path | None) -> Iterator[Observer]:
-    if folder is None:
-        return
-    manifest = folder / MANIFEST_NAME
-    manifest.unlink(missing_ok=True)
-    yield ManifestWriter(manifest, is_simulated=True)
-    yield TraceWriter(folder / TRACE_NAME, is_simulated=True)
-
-
 def _folder(output: Path | None, name: str, *, is_only: bool) -> Path | None:
     """The folder of a run: a subfolder if there are several runs."""
     if output is None or is_only:
@@ -256,7 +229,7 @@ def _report(
     on: str,
     *,
     most: int,
-    room: SimulatedMemory,
+    room: prediction.SimulatedMemory,
     as_json: bool,
     failures: Sequence[str],
 ) -> None:
@@ -273,7 +246,7 @@ def _report(
         }
         click.echo(json.dumps(content, indent=1))
         return
-    click.echo(f"{counted(len(room.jobs), 'job')} on {on}, simulated with {describe(profile)}\n")
+    click.echo(f"{counted(len(room.jobs), 'job')} on {on}, simulated with {prediction.describe(profile)}\n")
     if runs:
         click.echo("\n".join(table([(name, run.summary) for name, run in runs])) + "\n")
     for name, run in runs:
@@ -299,105 +272,92 @@ def _listed(counts: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanArguments:
-    jobs: JobOptions = group(JobOptions)
-    policies: tuple[str, ...] = option(
+    jobs: opt.JobOptions = opt.group(opt.JobOptions)
+    policies: tuple[str, ...] = opt.option(
         "Consider only this policy, NAME[,option=value...]. Repeatable. [all built-in ones except legacy]",
         "--policy",
-        type=A_POLICY,
+        type=opt.A_POLICY,
         multiple=True,
     )
-    ranks: tuple[int, ...] | None = option(
+    ranks: tuple[int, ...] | None = opt.option(
         "Numbers of ranks: 4, 1,2,4 or 1..8. The plan is for the largest; the others are alternatives. "
         "[4, and all that the profile has]",
-        type=RankCounts(),
+        type=prediction.RankCounts(),
         metavar="N",
     )
-    nodes: Nodes | None = option(
+    nodes: Nodes | None = opt.option(
         "Plan for N machines with this many ranks, such as 4x8 or, to name their devices, 4xh200x8, and say "
         "how many of them are enough. [one]",
-        type=NodesType(),
+        type=prediction.NodesType(),
         metavar="NxRANKS",
     )
-    at: str | None = option(
+    at: str | None = opt.option(
         "Start of the run: a time of day (22:00), a delay (90m) or a date (2026-11-21T22:00). [now]",
         metavar="TIME",
     )
-    by: str | None = option(
+    by: str | None = opt.option(
         "When all jobs must be done: the next such time of day after the start (06:00), a time after the "
         "start (8h) or a date (2026-11-22T06:00).",
         metavar="TIME",
     )
-    assumed: Assumed = group(Assumed)
-    as_json: bool = flag("Print JSON instead of text.", "--json")
+    assumed: Assumed = opt.group(Assumed)
+    as_json: bool = opt.flag("Print JSON instead of text.", "--json")
 
 
 @click.command()
-@takes(given=PlanArguments)
+@opt.takes(given=PlanArguments)
 def plan(given: PlanArguments) -> None:
     """Predict when JOBS are done and which are late, by policy and number of ranks.
 
     The plan comes from simulations with a profile. It generates nothing.
     """
-    configure_log("warning")
+    opt.configure_log("warning")
     nodes, ranks, assumed, now = given.nodes, given.ranks, given.assumed, time.time()
     if nodes and (assumed.memory or ranks or assumed.batch > 1):
         name = "--memory" if assumed.memory else "--ranks" if ranks else "--batch"
         raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
     started_at = now if given.at is None else closing_at(given.at, now=now, option="--at")
     by_s = None if given.by is None else closing_at(given.by, now=started_at, option="--by") - started_at
-    room, path = assumed.room(given.jobs), assumed.profile_path
+    room = assumed.room(given.jobs)
     window = PlanWindow(started_at, by_s, assumed.batch)
     names = [load_policy(text).name for text in given.policies]
-    made, profile, turns = _made(room, names, ranks, nodes, path, window)
-    unseen = unseen_shapes(profile, room.jobs)
-    most_shared = None if nodes is None else _most_shared(profile, nodes)
+    made, profile, turns = _made(room, names, given, window)
+    unseen = prediction.unseen_shapes(profile, room.jobs)
+    most_shared = None
+    if nodes is not None and nodes.num_ranks > profile.num_ranks:
+        most = counted(profile.num_ranks, "rank")
+        most_shared = f"A step uses at most {most} here: the profile has no times of more."
     if given.as_json:
         said = {"memory": turns, "most_shared": most_shared, "unseen": unseen}
         click.echo(json.dumps(plan_as_json(made) | said, indent=1))
     else:
         more = filter(None, [unseen, most_shared, turns])
-        click.echo("\n".join([*in_plain_words(made, device=describe(profile)), *more]))
+        click.echo("\n".join([*in_plain_words(made, device=prediction.describe(profile)), *more]))
 
 
 def _made(
-    room: SimulatedMemory,
-    policies: Sequence[str],
-    ranks: Sequence[int] | None,
-    nodes: Nodes | None,
-    path: Path | None,
-    window: PlanWindow,
+    room: prediction.SimulatedMemory, policies: Sequence[str], given: PlanArguments, window: PlanWindow
 ) -> tuple[Plan, Profile, str | None]:
     """The plan, its profile, and which models take turns."""
-    jobs = room.jobs
+    jobs, ranks, nodes, path = room.jobs, given.ranks, given.nodes, given.assumed.profile_path
     if nodes is None:
-        num_ranks = max(ranks or default_ranks(path, jobs))
-        profile = choose_profile(path, jobs, num_ranks=num_ranks)
+        num_ranks = max(ranks or prediction.default_ranks(path, jobs))
+        profile = prediction.choose_profile(path, jobs, num_ranks=num_ranks)
     else:
-        num_ranks, profile = nodes.num_ranks, profile_of_nodes(path, jobs, nodes)
-    on = machine(profile, jobs, num_ranks=num_ranks)
+        num_ranks, profile = nodes.num_ranks, prediction.profile_of_nodes(path, jobs, nodes)
+    on = prediction.machine(profile, jobs, num_ranks=num_ranks)
     with _progress() as progress:
         about: dict[str, Any] = dict(jobs=jobs, profile=profile, window=window, progress=progress)
         if nodes is None:
             counts = ranks or range(1, profile.num_ranks + 1)
-            usual = policies or _usual_policies(num_ranks)
+            usual = [name for name in BUILT_IN if name not in NO_CHOICE]
+            usual += [f"srtf,degree={num_ranks}"] if num_ranks > 1 else []
             planner = RankPlanner(residency=room.residency, **about)
-            made = planner.plan(usual, num_ranks=num_ranks, rank_counts=counts)
+            made = planner.plan(policies or usual, num_ranks=num_ranks, rank_counts=counts)
         else:
             made = NodePlanner(nodes=nodes, **about).plan(policies or ON_NODES)
             on = f"{counted(nodes.number, 'node')} of {on}"
     return replace(made, machine=on), profile, room.in_words(num_ranks)
-
-
-def _most_shared(profile: Profile, nodes: Nodes) -> str | None:
-    if nodes.num_ranks <= profile.num_ranks:
-        return None
-    return f"A step uses at most {counted(profile.num_ranks, 'rank')} here: the profile has no times of more."
-
-
-def _usual_policies(num_ranks: int) -> Sequence[str]:
-    """The built-in policies, and srtf with groups of all ranks."""
-    usual = [name for name in BUILT_IN if name not in NO_CHOICE]
-    return usual if num_ranks == 1 else [*usual, f"srtf,degree={num_ranks}"]
 
 
 @contextlib.contextmanager

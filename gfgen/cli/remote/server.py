@@ -147,7 +147,7 @@ class Server:
         request = Request(self._url + path, data=content, headers=headers, method=method)
         try:
             with self._opener.open(request, timeout=timeout_s) as answer:
-                return self._object(answer.read())
+                found = json.loads(answer.read())
         except HTTPError as error:
             with error:
                 raise self._refusal(error.code, error.read()) from None
@@ -156,15 +156,11 @@ class Server:
             reason = getattr(reason, "strerror", None) or reason
             text = f"{self._url}: no answer ({reason}); is 'gfgen serve' running there?"
             raise InputError(text + self._by_proxy) from None
-
-    def _object(self, content: bytes) -> dict[str, Any]:
-        try:
-            value = json.loads(content)
         except ValueError:
-            value = None
-        if not isinstance(value, dict):
+            found = None
+        if not isinstance(found, dict):
             raise self._is_no_server()
-        return value
+        return found
 
     def _refusal(self, status: int, content: bytes) -> GfgenError:
         try:

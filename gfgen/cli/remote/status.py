@@ -132,12 +132,9 @@ def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for node, its_ranks in itertools.groupby(ranks, lambda rank: rank.get("node")):
         if node is not None:
             yield f"node {node}"
-        yield from map(_rank_line, its_ranks)
-
-
-def _rank_line(rank: Mapping[str, Any]) -> str:
-    what = f" {rank['stage']} of {rank.get('name') or rank['job']}" if rank["job"] else ""
-    return f"rank {rank['rank']:<3} {rank['state']}{what}"
+        for rank in its_ranks:
+            what = f" {rank['stage']} of {rank.get('name') or rank['job']}" if rank["job"] else ""
+            yield f"rank {rank['rank']:<3} {rank['state']}{what}"
 
 
 def _recent_line(row: Mapping[str, Any], now: float) -> str:

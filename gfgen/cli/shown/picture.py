@@ -43,10 +43,12 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
     """
     check_suffix(path)
     try:
-        import matplotlib
+        import matplotlib.font_manager
     except ImportError as error:
         raise InputError("drawing needs matplotlib; pip install 'gfgen[plot]'") from error
-    settings = {"font.family": _fonts(), "svg.fonttype": "none", "hatch.linewidth": 0.5}
+    installed = matplotlib.font_manager.get_font_names()
+    fonts = ["DejaVu Sans", *(name for name in FONTS if name in installed)]
+    settings = {"font.family": fonts, "svg.fonttype": "none", "hatch.linewidth": 0.5}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # shown as boxes
         figure = draw()
@@ -55,13 +57,6 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
             figure.savefig(path, dpi=150)
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _fonts() -> list[str]:
-    from matplotlib import font_manager
-
-    installed = set(font_manager.get_font_names())
-    return ["DejaVu Sans", *(name for name in FONTS if name in installed)]
 
 
 def name_rows(axes: Axes, names: Sequence[str], *, fontsize: float) -> None:

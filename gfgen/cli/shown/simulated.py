@@ -56,7 +56,8 @@ def answer(plan: Plan) -> str:
     if done == plan.num_jobs:
         text += "the job is" if plan.num_jobs == 1 else f"all {plan.num_jobs} jobs are"
         text += f" done by {clock_time(plan, best.end_s)}"
-        text += f", in {in_words(best.end_s)}" if by_s is None else f", {_before(plan, by_s - best.end_s)}"
+        text += f", in {in_words(best.end_s)}" if by_s is None else ""
+        text += "" if by_s is None else f", {in_words(by_s - best.end_s)} before {clock_time(plan, by_s)}"
     else:
         text += f"{done} of {plan.num_jobs} jobs are done"
         if by_s is not None:
@@ -127,17 +128,15 @@ def _late_lines(plan: Plan) -> list[str]:
     if not late:
         return []
     head = "One job is late" if len(late) == 1 else f"{len(late)} jobs are late, the latest first"
-    lines = ["", f"{head}:", *(f"  {_late_line(plan, job)}" for job in late[:MAX_LINES])]
+    lines = ["", f"{head}:"]
+    for job in late[:MAX_LINES]:
+        due, ended = clock_time(plan, job.due_s), clock_time(plan, job.ended_s)
+        lines.append(f"  {job.job_id}: due {due}, done {ended}, {in_words(job.late_s)} late")
     if others := late[MAX_LINES:]:
         least, most = in_words(others[-1].late_s), in_words(others[0].late_s)
         margin = most if least == most else f"{least} to {most}"
         lines.append(f"  and {len(others)} more, {margin} late: {_named(others)}")
     return lines
-
-
-def _late_line(plan: Plan, job: LateJob) -> str:
-    due, ended = clock_time(plan, job.due_s), clock_time(plan, job.ended_s)
-    return f"{job.job_id}: due {due}, done {ended}, {in_words(job.late_s)} late"
 
 
 def _failed_lines(plan: Plan) -> list[str]:
@@ -193,10 +192,6 @@ def _enough(plan: Plan) -> str:
     return f"{enough} for everything to be in time, with {fewest.policy}{about}."
 
 
-def _before(plan: Plan, margin_s: float) -> str:
-    return f"{in_words(margin_s)} before {clock_time(plan, plan.window.by_s or 0.0)}"
-
-
 # Simulated runs side by side ----------------------------------------------------------
 
 
@@ -214,16 +209,8 @@ def table(runs: Sequence[tuple[str, Summary]]) -> list[str]:
         name = "deadlines met" if tag == ALL_TAGS else f"  {tag}"
         rows.append((name, *(_met(summary.attained.get(tag)) for summary in summaries)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(runs) + 1)]
-    return [_line(row, widths) for row in rows]
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    first, *cells = row
-    parts = [
-        first.ljust(widths[0]),
-        *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)),
-    ]
-    return "  ".join(parts).rstrip()
+    aligned = "  ".join([f"{{:<{widths[0]}}}", *(f"{{:>{width}}}" for width in widths[1:])])
+    return [aligned.format(*row).rstrip() for row in rows]
 
 
 def _met(attained: Attainment | None) -> str:
