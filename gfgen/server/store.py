@@ -34,6 +34,7 @@ SHOWN = ("peak_memory_mb", "steps_reused")
 _OF_WORK = ("timings", "shape", *SHOWN)
 Ended = Literal["completed", "failed", "cancelled"]
 T = TypeVar("T")
+_Queued = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
 
 _SCHEMA = """
 CREATE TABLE jobs (
@@ -195,7 +196,7 @@ class Store:
         self._path = path
         self._reader = _connect(path)
         self._writer = _connect(path)
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._logged_error: str | None = None
         """The last reported reason why writes fail."""
         self.epoch = self._begin_life(began_at)
@@ -368,7 +369,7 @@ class Store:
 
     async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
         future: Future[T] = Future()
-        self._queue.put(_Work(work, future))
+        self._queue.put((work, future))
         return await asyncio.wrap_future(future)
 
     def _write(self) -> None:
@@ -376,18 +377,18 @@ class Store:
             group = [self._queue.get()]
             while len(group) < MAX_GROUP and not self._queue.empty():
                 group.append(self._queue.get())
-            if works := [work for work in group if work is not None]:
-                self._commit(works)
+            if queued := [each for each in group if each is not None]:
+                self._commit(queued)
             if None in group:
                 return
 
-    def _commit(self, works: Sequence[_Work]) -> None:
+    def _commit(self, queued: Sequence[_Queued]) -> None:
         """Run these in one transaction; one that fails rolls back only its own writes."""
         db, done = self._writer, []
         try:
             db.execute("BEGIN IMMEDIATE")
-            for work in works:
-                done.append((work, _attempt(db, work.work)))
+            for work, future in queued:
+                done.append((future, _attempt(db, work)))
             db.execute("COMMIT")
             self._logged_error = None
         except Exception as error:  # most likely a full disk: nothing of the group was written
@@ -395,26 +396,20 @@ class Store:
                 db.execute("ROLLBACK")
             self._log_failure(error)
             reason = OutputError(f"cannot write {self._path.name} ({error}); free some space and retry")
-            done = [(work, reason) for work in works]
-        for work, result in done:
-            if not work.future.set_running_or_notify_cancel():
+            done = [(future, reason) for _, future in queued]
+        for future, result in done:
+            if not future.set_running_or_notify_cancel():
                 continue
             if isinstance(result, Exception):
-                work.future.set_exception(result)
+                future.set_exception(result)
             else:
-                work.future.set_result(result)
+                future.set_result(result)
 
     def _log_failure(self, error: Exception) -> None:
         """Log a reason once until a write succeeds: clients retry, and the log may be on the same disk."""
         if str(error) != self._logged_error:
             logger.error("cannot write %s: %s; requests are refused until writes succeed", self._path, error)
         self._logged_error = str(error)
-
-
-@dataclass(slots=True, eq=False)
-class _Work:
-    work: Callable[[sqlite3.Connection], Any]
-    future: Future[Any]
 
 
 def _statement(sql: str, values: Any) -> Callable[[sqlite3.Connection], int]:

@@ -22,8 +22,9 @@ from gfgen.server.http import routes_server
 from gfgen.server.http.app import install_errors
 from gfgen.server.http.guard import COOKIE, ApiKeys, RequestGuard
 from gfgen.server.protocol import schemas, server_schemas
-from gfgen.server.protocol.limits import ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.problems import ApiError
+from gfgen.server.shown.prometheus import ServerMetrics
 
 STATE_PATH = "/v1/state/events"
 
@@ -58,7 +59,9 @@ class FakeServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
         config = uvicorn.Config(
-            RequestGuard(self._app(), keys=self._keys, limits=ServerLimits()),
+            RequestGuard(
+                self._app(), keys=self._keys, limits=ServerLimits(), api=ApiOptions(), metrics=ServerMetrics()
+            ),
             log_level="error",
             timeout_graceful_shutdown=1,
         )

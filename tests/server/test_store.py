@@ -12,7 +12,7 @@ import pytest
 
 from gfgen.errors import OutputError
 from gfgen.server import store as store_module
-from gfgen.server.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, Work, _Work
+from gfgen.server.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, Work
 
 
 @pytest.fixture
@@ -239,14 +239,14 @@ def test_a_full_disk_is_told_of_once_until_something_is_written(store, caplog):
     def refused(*_):
         raise sqlite3.OperationalError("database or disk is full")
 
-    works = [_Work(lambda _: None, Future()) for _ in range(4)]
+    works = [(lambda _: None, Future()) for _ in range(4)]
     with pytest.MonkeyPatch.context() as full:
         full.setattr(store_module, "_attempt", refused)
         for work in works[:3]:
             store._commit([work])
     assert len(caplog.records) == 1
     store._commit(works[3:])
-    assert works[3].future.done()
+    assert works[3][1].done()
     assert store._logged_error is None
 
 

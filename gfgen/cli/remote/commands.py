@@ -12,7 +12,7 @@ import termios
 import time
 import tty
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def status(asked: Asked) -> int:
     named = [find_target(str(folder), key=asked.api_key) for folder in folders]
     found = [each.status() for each in named or [asked.found()]]
     if asked.as_json:
-        documents = [status.as_json() for status in found]
+        documents = list(map(asdict, found))
         _print_json(documents[0] if len(documents) == 1 else documents)
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else MAX_COLUMNS
@@ -164,9 +164,9 @@ def watch(target: Target, *, as_json: bool) -> None:
 def _print_changes(target: Target, status: RunStatus) -> None:
     before = None
     while True:
-        document = replace(status, written_at=None).as_json()
+        document = asdict(replace(status, written_at=None))
         if document != before:
-            click.echo(json.dumps(status.as_json()))
+            click.echo(json.dumps(asdict(status)))
         if not status.is_live:
             return
         before = document

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gfgen.job.reader import JobSource
@@ -46,9 +46,6 @@ class RunStatus:
     @property
     def is_live(self) -> bool:
         return self.state not in ENDED
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def lines(self, *, now: float, columns: int = 80, rows: int | None = None) -> list[str]:
         """The text, on at most `rows` lines: the ranks, then as many jobs as there is room for."""

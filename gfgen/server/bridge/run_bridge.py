@@ -25,23 +25,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome, Observer, RunView
-from gfgen.server.protocol.link import (
-    CancelJobs,
-    JobProgress,
-    LoopTimings,
-    MessageSocket,
-    NodeGone,
-    NodeRanks,
-    OpenJobIds,
-    OutcomesStored,
-    PredictedEnds,
-    ProgressUpdate,
-    RankStates,
-    RunInfo,
-    SetPolicy,
-    SetPriority,
-    SubmitJobs,
-)
+from gfgen.server.protocol import link as messages
 from gfgen.snapshot import JobView, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -61,12 +45,12 @@ MAX_ROWS = 200
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    link: MessageSocket
+    link: messages.MessageSocket
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    link: MessageSocket
+    link: messages.MessageSocket
 
 
 class RunBridge(Observer):
@@ -83,7 +67,7 @@ class RunBridge(Observer):
         """Since the last report."""
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._run_info: RunInfo | None = None
+        self._run_info: messages.RunInfo | None = None
         self._outbox: _Outbox | None = None
         self._waiting: deque[AdmittedJob] = deque()
         """Accepted jobs that the loop has not taken yet."""
@@ -100,10 +84,10 @@ class RunBridge(Observer):
 
     # The supervisor's side --------------------------------------------------------------------------
 
-    def joined(self, link: MessageSocket) -> None:
+    def joined(self, link: messages.MessageSocket) -> None:
         self.received(_Joined(link))
 
-    def left(self, link: MessageSocket) -> None:
+    def left(self, link: messages.MessageSocket) -> None:
         self.received(_Left(link))
 
     def failed(self, error: Exception) -> None:
@@ -115,7 +99,7 @@ class RunBridge(Observer):
 
     # The control loop's side: requests and intake ---------------------------------------------------
 
-    def open(self, run_info: RunInfo, *, is_stopped: Callable[[], bool]) -> list[AdmittedJob] | None:
+    def open(self, run_info: messages.RunInfo, *, is_stopped: Callable[[], bool]) -> list[AdmittedJob] | None:
         """Announce the run to the front; returns the store's open jobs, or None if stopped meanwhile.
 
         Raises: RunError if there is no front or it does not answer.
@@ -130,7 +114,7 @@ class RunBridge(Observer):
             except queue.Empty:
                 continue
             self._take(message, now_s=0.0)
-            if isinstance(message, OpenJobIds):
+            if isinstance(message, messages.OpenJobIds):
                 jobs = list(self._waiting)
                 self._waiting.clear()
                 return jobs
@@ -162,18 +146,18 @@ class RunBridge(Observer):
 
     def _take(self, message: Any, *, now_s: float) -> Sequence[Event]:
         match message:
-            case SubmitJobs():
+            case messages.SubmitJobs():
                 self._submit(message.jobs)
-            case OpenJobIds():
+            case messages.OpenJobIds():
                 return self._cancel_forgotten(message.job_ids, now_s)
-            case CancelJobs():
+            case messages.CancelJobs():
                 return self._cancel(message.job_ids, now_s)
-            case SetPriority():
+            case messages.SetPriority():
                 return self._prioritise(message, now_s)
-            case SetPolicy():
+            case messages.SetPolicy():
                 self._on_policy(message.policy)
                 return [events.PolicyChanged(now_s, message.policy, "requested over HTTP")]
-            case OutcomesStored():
+            case messages.OutcomesStored():
                 for job_id in message.job_ids:
                     self._unconfirmed.pop(job_id, None)
                     self._known.discard(job_id)
@@ -206,7 +190,7 @@ class RunBridge(Observer):
         self._known -= dropped
         return [events.JobCancelled(now_s, job_id) for job_id in job_ids if job_id not in dropped]
 
-    def _prioritise(self, message: SetPriority, now_s: float) -> Sequence[Event]:
+    def _prioritise(self, message: messages.SetPriority, now_s: float) -> Sequence[Event]:
         """Jobs that the loop has not taken yet change without an event."""
         for place, job in enumerate(self._waiting):
             if job.job_id == message.job_id:
@@ -214,7 +198,7 @@ class RunBridge(Observer):
                 return ()
         return [events.PriorityChanged(now_s, message.job_id, message.priority)]
 
-    def _send_state(self, link: MessageSocket) -> None:
+    def _send_state(self, link: messages.MessageSocket) -> None:
         assert self._run_info is not None
         if self._outbox is not None:
             self._outbox.close()
@@ -223,7 +207,7 @@ class RunBridge(Observer):
         self._ends = ()
         self._note(self._run_info)
         states = self.view.ranks.values()
-        self._note(RankStates(tuple(replace(state, queue=[], last=None) for state in states)))
+        self._note(messages.RankStates(tuple(replace(state, queue=[], last=None) for state in states)))
         if self.view.policy_change is not None:
             self._note(self.view.policy_change)
         for dispatch in self.view.running.values():
@@ -234,10 +218,10 @@ class RunBridge(Observer):
     # The control loop's side: observer --------------------------------------------------------------
 
     def node_joined(self, node: str, ranks: range) -> None:
-        self._note(NodeRanks(node, ranks))
+        self._note(messages.NodeRanks(node, ranks))
 
     def node_left(self, node: str) -> None:
-        self._note(NodeGone(node))
+        self._note(messages.NodeGone(node))
 
     def dispatched(self, dispatch: Dispatch) -> None:
         self._note(_slim(dispatch))
@@ -253,7 +237,7 @@ class RunBridge(Observer):
 
     def refreshed(self, snapshot: Snapshot) -> None:
         """Report progress and predicted ends if they have changed. Unchanged views are the same objects."""
-        rows: list[JobProgress] = []
+        rows: list[messages.JobProgress] = []
         for views in (snapshot.busy, snapshot.open):
             changed = (view for job_id, view in views.items() if self._views.get(job_id) is not view)
             for view in itertools.islice(changed, MAX_ROWS - len(rows)):
@@ -261,14 +245,14 @@ class RunBridge(Observer):
                 index, remaining_s, write_s = view.next_task.index, view.remaining_s, view.write_s
                 rows.append((view.job_id, index, remaining_s, write_s, view.last_layout))
         if rows:
-            self._note(ProgressUpdate(tuple(rows)))
+            self._note(messages.ProgressUpdate(tuple(rows)))
         numbers = {dispatch.task: number for number, dispatch in self.view.running.items()}
         running = [each for each in snapshot.running if each.task in numbers]
         ends = tuple((numbers[each.task], each.predicted_end_s) for each in running)
         if ends != self._ends:
             self._ends = ends
-            self._note(PredictedEnds(ends))
-        self._note(LoopTimings(self._longest_turn_s, self._num_turns))
+            self._note(messages.PredictedEnds(ends))
+        self._note(messages.LoopTimings(self._longest_turn_s, self._num_turns))
         self._longest_turn_s, self._num_turns = 0.0, 0
 
     def turned(self, took_s: float) -> None:
@@ -292,7 +276,7 @@ def _slim(dispatch: Dispatch) -> Dispatch:
 class _Outbox:
     """Notes for one front and the thread that sends them."""
 
-    def __init__(self, link: MessageSocket) -> None:
+    def __init__(self, link: messages.MessageSocket) -> None:
         self.link = link
         self._notes: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, name="notes", daemon=True)

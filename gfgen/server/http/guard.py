@@ -53,15 +53,8 @@ class RequestGuard:
     """ASGI middleware: refuses unauthorised requests, limits bodies, adds security headers."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: ApiKeys,
-        limits: ServerLimits,
-        api: ApiOptions | None = None,
-        metrics: ServerMetrics | None = None,
+        self, app: ASGIApp, *, keys: ApiKeys, limits: ServerLimits, api: ApiOptions, metrics: ServerMetrics
     ) -> None:
-        api = api or ApiOptions()
         self._metrics = metrics
         self._app = app
         self._keys = keys
@@ -85,7 +78,7 @@ class RequestGuard:
     def _note(self, scope: Scope, sending: _Secured, took_s: float) -> None:
         """Count the request, and log it if that is wanted. 499: the client left before the response."""
         status = sending.status or 499
-        if self._metrics is not None and scope["method"] in _METHODS:
+        if scope["method"] in _METHODS:
             route = getattr(scope.get("route"), "path", "none")  # never the path itself, which clients choose
             self._metrics.answered(scope["method"], route, status, took_s)
         if self._has_access_log:

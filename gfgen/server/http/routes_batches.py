@@ -114,7 +114,7 @@ async def create_batch(
     if (values := uploaded_batch(file.file or b"", most_bytes=service.limits.json_bytes)) is not None:
         key = await request_key(request, file)
         batch_id = await create_of_upload(service, values, batch_id=job_requests.new_id("batch"), key=key)
-        return _answer(service, service.batch(batch_id), batch_id)
+        return _answer(service, batch_id)
     return await _accept(request, service, file, skip_invalid=skip_invalid)
 
 
@@ -146,7 +146,7 @@ async def _accept(
     except JobFileError as error:
         raise ApiError(400, str(error), code="invalid_job_file", param=error.problems[0].field) from None
     lines = listed(skipped, limit=len(skipped)) if taken_id == batch_id else None
-    return _answer(service, service.batch(taken_id), taken_id, skipped=lines)
+    return _answer(service, taken_id, skipped=lines)
 
 
 @router.get("", responses=responses(400), summary="List batches", response_model=server_schemas.BatchList)
@@ -161,7 +161,7 @@ async def list_batches(service: Service, limit: Limit = 20, after: After = None)
     "/{batch_id}", response_model=server_schemas.Batch, responses=responses(400, 404), summary="Get a batch"
 )
 async def get_batch(service: Service, batch_id: JobId) -> Response:
-    return _answer(service, service.batch(batch_id), batch_id)
+    return _answer(service, batch_id)
 
 
 @router.get(
@@ -173,8 +173,7 @@ async def get_batch(service: Service, batch_id: JobId) -> Response:
 async def get_manifest(service: Service, batch_id: JobId) -> Response:
     """One line per ended job, as `gfgen run` writes it: `id` is that of the job file, `job` the server's id,
     `file` the path of the result."""
-    if service.batch(batch_id) is None:
-        raise _no_batch(batch_id)
+    _found(service, batch_id)
     content = await asyncio.to_thread(manifest, service.store, batch_id)
     return Response(content, media_type="application/jsonl")
 
@@ -186,22 +185,23 @@ async def get_manifest(service: Service, batch_id: JobId) -> Response:
     summary="Cancel the open jobs of a batch",
 )
 async def cancel_batch(service: Service, batch_id: JobId) -> Response:
-    if service.batch(batch_id) is None:
-        raise _no_batch(batch_id)
+    _found(service, batch_id)
     service.check_ready()
     open_ids = [r.facts.id for r in service.mirror.records.values() if r.facts.batch_id == batch_id]
     if open_ids:
         await service.store.cancel_batch(batch_id)
         await service.cancel(open_ids)
-    return _answer(service, service.batch(batch_id), batch_id)
+    return _answer(service, batch_id)
 
 
-def _answer(
-    service: JobService, row: BatchRow | None, batch_id: str, *, skipped: list[str] | None = None
-) -> Response:
-    if row is None:
-        raise _no_batch(batch_id)
-    return _batch(service, row, skipped=skipped).response()
+def _found(service: JobService, batch_id: str) -> BatchRow:
+    if (row := service.batch(batch_id)) is None:
+        raise ApiError(404, f"there is no batch {batch_id}", param="batch_id", code="batch_not_found")
+    return row
+
+
+def _answer(service: JobService, batch_id: str, *, skipped: list[str] | None = None) -> Response:
+    return _batch(service, _found(service, batch_id), skipped=skipped).response()
 
 
 def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = None) -> server_schemas.Batch:
@@ -228,10 +228,6 @@ def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = No
         skipped=skipped,
         **({} if made_of is None else upload_fields(row, made_of)),
     )
-
-
-def _no_batch(batch_id: str) -> ApiError:
-    return ApiError(404, f"there is no batch {batch_id}", param="batch_id", code="batch_not_found")
 
 
 NO_DETAILS = "the run's details of this job are lost"

@@ -24,18 +24,8 @@ from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server.jobs import job_requests
 from gfgen.server.jobs.files import JobFolder, Uploads
 from gfgen.server.jobs.job_requests import RequestedJob
-from gfgen.server.protocol import server_schemas
+from gfgen.server.protocol import link, server_schemas
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
-from gfgen.server.protocol.link import (
-    Admit,
-    CancelJobs,
-    OpenJobIds,
-    OutcomesStored,
-    RunInfo,
-    SetPolicy,
-    SetPriority,
-    SubmitJobs,
-)
 from gfgen.server.protocol.problems import ApiError, without_folders
 from gfgen.server.shown.mirror import MAX_SHOWN_FINISHED, RunMirror
 from gfgen.server.shown.previews import Previews
@@ -90,7 +80,7 @@ class JobService:
         service.owner, service.uploads = owner, self.uploads.seen_by(owner)
         return service
 
-    def check_ready(self) -> RunInfo:
+    def check_ready(self) -> link.RunInfo:
         if self.mirror.status != "ready" or self.mirror.run_info is None:
             raise self.not_ready()
         return self.mirror.run_info
@@ -135,7 +125,7 @@ class JobService:
     async def take_batch(
         self,
         num_jobs: int,
-        admitted: Callable[[Admit], Sequence[tuple[RequestedJob, AdmittedJob]]],
+        admitted: Callable[[link.Admit], Sequence[tuple[RequestedJob, AdmittedJob]]],
         *,
         batch_id: str,
         key: RequestKey | None,
@@ -177,10 +167,10 @@ class JobService:
             if (record := self.mirror.records.get(job.job_id)) is not None:
                 record.has_previews = self.previews.add(job)
         for start in range(0, len(jobs), SUBMITTED_AT_ONCE):
-            self.send(SubmitJobs(tuple(jobs[start : start + SUBMITTED_AT_ONCE])))
+            self.send(link.SubmitJobs(tuple(jobs[start : start + SUBMITTED_AT_ONCE])))
 
     async def _admitted(
-        self, requested: Sequence[RequestedJob], run_info: RunInfo
+        self, requested: Sequence[RequestedJob], run_info: link.RunInfo
     ) -> Sequence[tuple[RequestedJob, AdmittedJob]]:
         """The admitted jobs; their pictures are checked and saved."""
         if not any(one.has_inputs for one in requested):
@@ -188,7 +178,7 @@ class JobService:
         with_pictures = [await self.folder.save_input(one) for one in requested]
         return await asyncio.to_thread(job_requests.admitted, with_pictures, self._owned(run_info.admit))
 
-    def _owned(self, admit: Admit) -> Admit:
+    def _owned(self, admit: link.Admit) -> link.Admit:
         """Admission that marks the jobs as those of this key."""
         owner = self.owner
         return lambda specs: admit([replace(spec, owner=owner) for spec in specs])
@@ -241,7 +231,7 @@ class JobService:
         for ending in cancelled:
             self.note_end(ending)
         if cancelled:
-            self.send(CancelJobs(tuple(ending.id for ending in cancelled)))
+            self.send(link.CancelJobs(tuple(ending.id for ending in cancelled)))
         return [ending.id for ending in cancelled]
 
     async def set_priority(self, job_id: str, priority: int) -> None:
@@ -251,7 +241,7 @@ class JobService:
         if (record := self.mirror.records.get(job_id)) is not None:
             record.facts = replace(record.facts, priority=priority)
             record.changed()
-            self.send(SetPriority(job_id, priority))
+            self.send(link.SetPriority(job_id, priority))
 
     def note_end(self, ending: Ending) -> None:
         self.previews.forget(ending.id)
@@ -280,7 +270,7 @@ class JobService:
 
     def set_policy(self, policy: str) -> None:
         self.mirror.policy_asked(policy)
-        self.send(SetPolicy(policy))
+        self.send(link.SetPolicy(policy))
 
     def job(self, job_id: str) -> ServedJob | None:
         """The job, from memory or from the store; None if there is no such job, or it is another key's."""
@@ -332,9 +322,7 @@ def _same(taken: KeyTakenError) -> list[str]:
     """The ids that the same request created earlier; raises ApiError if that request was a different one."""
     if not taken.is_same:
         raise ApiError(
-            422,
-            "this Idempotency-Key was used for a different request",
-            code="idempotency_key_reused",
+            422, "this Idempotency-Key was used for a different request", code="idempotency_key_reused"
         )
     return list(taken.ids)
 
@@ -351,13 +339,13 @@ class RunFollower:
             if isinstance(note, JobOutcome):
                 outcomes.append(note)
                 continue
-            if isinstance(note, RunInfo):
+            if isinstance(note, link.RunInfo):
                 await self._open(note)
             self._mirror.apply(note)
         if outcomes:
             await self._note_ends(outcomes)
 
-    async def _open(self, run_info: RunInfo) -> None:
+    async def _open(self, run_info: link.RunInfo) -> None:
         """The run is ready: submit the open jobs of the store, except those that are done or impossible."""
         await self._note_finished_files()
         records, jobs = [], []
@@ -373,10 +361,10 @@ class RunFollower:
                 jobs.append(admitted[0])
         for owner in (None, *self._service.owners):
             ended = self._store.last_ended(MAX_SHOWN_FINISHED, owner)
-            self._mirror.show_finished(owner, map(self._service.served, ended))
+            self._mirror.finished_of(owner).extend(map(self._service.served, ended))
         self._mirror.add(records)
         self._service.submit(jobs)
-        self._service.send(OpenJobIds(tuple(job.job_id for job in jobs)))
+        self._service.send(link.OpenJobIds(tuple(job.job_id for job in jobs)))
         if jobs:
             logger.info("resuming %s", counted(len(jobs), "open job"))
 
@@ -430,7 +418,7 @@ class RunFollower:
                 self._service.note_end(ending)
             elif ending.status == "completed":
                 await self._drop_unwanted(outcome)
-        self._service.send(OutcomesStored(tuple(ending.id for ending in endings)))
+        self._service.send(link.OutcomesStored(tuple(ending.id for ending in endings)))
 
     async def _end_all(self, endings: Sequence[Ending]) -> list[bool]:
         """Record these endings; retry until it succeeds, since the disk may be full."""

@@ -236,7 +236,7 @@ class RunMirror:
         while len(self.recent) > MAX_RECENT:
             self.recent.popitem(last=False)
         for owner in {None, record.facts.owner}:
-            self._finished_of(owner).appendleft(record)
+            self.finished_of(owner).appendleft(record)
         self.metrics.ended(record)
         self._is_forecast_due = True
         return record
@@ -249,10 +249,7 @@ class RunMirror:
             left = (record for record in jobs if record.facts.id not in gone)
             self._finished[owner] = deque(left, MAX_SHOWN_FINISHED)
 
-    def show_finished(self, owner: str | None, jobs: Iterable[ServedJob]) -> None:
-        self._finished_of(owner).extend(jobs)
-
-    def _finished_of(self, owner: str | None) -> deque[ServedJob]:
+    def finished_of(self, owner: str | None) -> deque[ServedJob]:
         return self._finished.setdefault(owner, deque(maxlen=MAX_SHOWN_FINISHED))
 
     def forecast(self) -> None:
@@ -306,7 +303,7 @@ class RunMirror:
             open=[record.shown() for record in _shown_open(opened)],
             num_open=len(opened),
             max_open=self._max_open,
-            finished=[record.shown() for record in self._finished_of(owner)],
+            finished=[record.shown() for record in self.finished_of(owner)],
             streams=self.num_streams,
         )
 
