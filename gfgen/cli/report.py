@@ -203,7 +203,7 @@ class FolderReport:
 
     def as_html(self, target: Path) -> str:
         """A page for the file `target`: it holds thumbnails, and links to the files."""
-        from jinja2 import Environment, PackageLoader  # which torch brings
+        from jinja2 import Environment, PackageLoader
 
         pages = Environment(loader=PackageLoader(__package__, "shown"), autoescape=True)
         pages.filters |= {"clock": _clock, "in_words": in_words}

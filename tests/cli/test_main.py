@@ -189,7 +189,8 @@ def test_an_import_that_fails_without_a_name_is_not_called_a_missing_package(mon
 def test_doctor_knows_every_package_that_is_installed_with_gfgen():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     brought = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}
-    assert brought - {"click", "nvidia-cudnn-frontend"} == {*COMPUTING, *VIDEOS, *PATCHING, *SERVING}
+    of_others = {"click", "nvidia-cudnn-frontend", "jinja2"}  # torch does not install without the last
+    assert brought - of_others == {*COMPUTING, *VIDEOS, *PATCHING, *SERVING}
 
 
 @pytest.mark.parametrize(
