@@ -31,8 +31,7 @@ from fault_plan import FaultFolder, Faults, ScriptedError
 from gfgen import log
 from gfgen.cli.serve import ServeOptions, serve_on
 from gfgen.cluster import ray_cluster
-from gfgen.cluster.actor import versions_here
-from gfgen.cluster.member import Ended, MemberOptions, Ready
+from gfgen.cluster.member import Ended, MemberOptions, Ready, Start, versions_here
 from gfgen.cluster.ray_cluster import RayCluster
 from gfgen.cluster.ray_node import RayOptions
 from gfgen.cluster.session import ClusterSession
@@ -44,7 +43,7 @@ from gfgen.layout import Layout
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.core.devices import Devices
-from gfgen.runtime.core.observer import JobInfo, skipped_outcome
+from gfgen.runtime.core.observer import skipped_outcome
 from gfgen.runtime.files import writer
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
@@ -150,7 +149,10 @@ class FakeNode:
     def load(self, models: Sequence[str]) -> Ready:
         return Ready(RANKS, {name: {} for name in models}, time.time())
 
-    def start(self, info: JobInfo, attempt: int) -> None:
+    def send(self, message: Any) -> None:
+        if not isinstance(message, Start):
+            return
+        info, attempt = message.info, message.attempt
         written = Content(len(MOVIE), hashlib.sha256(MOVIE).hexdigest())
         outcome = replace(skipped_outcome(info), status="done", written=written, warnings=(self._name,))
         threading.Timer(info.spec.flow_shift or 0.0, self._reports.put, [Ended(attempt, outcome)]).start()
@@ -166,7 +168,8 @@ class FakeNode:
     def forget(self, attempt: int) -> None:
         """It keeps nothing."""
 
-    stop = cancel = tell = forget
+    def stop(self) -> None:
+        """It ends with the test."""
 
 
 # Processes ------------------------------------------------------------------------------------------

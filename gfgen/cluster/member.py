@@ -1,7 +1,7 @@
-"""The process of a node: one session, which runs the jobs that come over a connection.
+"""A node: its Ray actor, which has the node's GPUs, and the process that uses them.
 
-It is a child of the node's actor, because a session starts processes from its main thread, which an actor
-does not have.
+The process has one session, which runs the jobs that come over a connection. It is a child of the actor,
+because a session starts processes from its main thread, which an actor does not have.
 """
 
 from __future__ import annotations
@@ -10,8 +10,14 @@ import contextlib
 import logging
 import os
 import queue
+import shutil
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -23,20 +29,27 @@ from gfgen.cluster.node import Note
 from gfgen.errors import GfgenError, InterruptedRunError, in_one_line
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core import events
-from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.simulate.choosers import ThreadedChooser
-from gfgen.session.admission import Admission
+from gfgen.session.admission import Admission, resolved_model
 from gfgen.session.ranks import AskedRanks, Ranks, made_with
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.snapshot import JobView, Snapshot
+from gfgen.system.lifeline import module_command, module_environment
+from gfgen.system.machine import key_versions
 
 logger = logging.getLogger(__name__)
 
 NOTES_S = 0.25
 """Between two reports of what ranks do."""
+DEAF_S = 45.0
+"""An actor whose driver has been silent for this time ends. Ray ends it sooner, unless the machine has
+lost its connection or its Ray."""
+END_S = 20.0
+"""How long the process may take to end its ranks before it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +96,9 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Gone:
+    """The process cannot work, or has ended."""
+
     reason: str
 
 
@@ -100,6 +115,9 @@ class Noted:
     """What the ranks have done since the last one."""
 
     notes: Sequence[Note]
+
+
+Said = Ready | Gone | Ended | Noted
 
 
 def attempt_folder(attempt: int) -> str:
@@ -269,6 +287,121 @@ def main(fd: int) -> int:
     except (GfgenError, ImportError, OSError) as error:
         logger.error("%s", error)
         with contextlib.suppress(OSError):
-            connection.send(Refused(str(error) if isinstance(error, GfgenError) else in_one_line(error)))
+            connection.send(Gone(str(error) if isinstance(error, GfgenError) else in_one_line(error)))
         return 1
     return 0
+
+
+# The actor -------------------------------------------------------------------------------------
+
+
+def versions_here() -> Mapping[str, str]:
+    """The versions that must be equal on all nodes."""
+    return {"python": ".".join(map(str, sys.version_info[:2])), **key_versions()}
+
+
+class NodeActor:
+    """Methods run in several threads. Ray ends the actor with its driver, and with it the process."""
+
+    def __init__(self, options: MemberOptions, shared: Path | None) -> None:
+        self._options = options
+        if shared is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="gfgen-node-"))
+        else:
+            self._folder = shared
+        self._reports: queue.SimpleQueue[Said] = queue.SimpleQueue()
+        self._connection: Connection | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._heard_s = time.monotonic()
+        """When the driver asked for something last."""
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        with contextlib.suppress(OSError):
+            os.chdir(options.work_dir)
+
+    def facts(self) -> tuple[Mapping[str, str], Ranks]:
+        """The node's versions and ranks. Raises: InputError when it lacks the devices."""
+        self._heard_s = time.monotonic()
+        return versions_here(), self._options.ranks.here()
+
+    def time(self) -> float:
+        """By this machine's clock, in Unix time."""
+        self._heard_s = time.monotonic()
+        return time.time()
+
+    def find_model(self, name: str) -> ResolvedModel:
+        """Raises: ModelError when this node has no such model."""
+        ranks = self._options.ranks
+        return resolved_model(
+            name, has_random_weights=ranks.random_weights, trusts_code=ranks.trust_remote_code
+        )
+
+    def load(self, models: Sequence[str]) -> Ready | Gone:
+        """Start the process with these models, and wait until it is ready."""
+        setup = Setup(self._options, self._folder, tuple(models))
+        threading.Thread(target=self._run, args=(setup,), name="process", daemon=True).start()
+        first = self._reports.get()
+        assert not isinstance(first, Ended | Noted), first
+        return first
+
+    def send(self, message: Start | Cancel | events.Event | None) -> None:
+        """Pass a message to the process; None ends it."""
+        with self._lock, contextlib.suppress(OSError):  # its end is reported
+            if self._connection is not None:
+                self._connection.send(message)
+
+    def take_reports(self, timeout_s: float) -> Sequence[Said]:
+        """What the process has reported; waits for the first report."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._reports.get(timeout=timeout_s))
+            while True:
+                found.append(self._reports.get_nowait())
+        self._heard_s = time.monotonic()
+        return found
+
+    def read(self, file: str, offset: int, size: int) -> bytes:
+        with (self._folder / file).open("rb") as stream:
+            stream.seek(offset)
+            return stream.read(size)
+
+    def forget(self, attempt: int) -> None:
+        shutil.rmtree(self._folder / attempt_folder(attempt), ignore_errors=True)
+
+    def stop(self) -> None:
+        """End the process and remove its folder."""
+        self.send(None)
+        if self._process is not None:
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _watch(self) -> None:
+        while time.monotonic() < self._heard_s + DEAF_S:
+            time.sleep(1.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(1)  # the process dies with this one
+
+    def _run(self, setup: Setup) -> None:
+        """Run the process to its end; it would die with this thread."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                module_command("gfgen.cluster.member_main", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                env=module_environment(),
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # a session of its own would get less processor time on busy machines
+            )
+        connection = Connection(ours.detach())
+        with contextlib.suppress(EOFError, OSError):
+            connection.send(setup)
+            self._connection = connection
+            while True:
+                self._reports.put(connection.recv())
+        code = self._process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self._reports.put(Gone(f"its process {how}"))

@@ -20,9 +20,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gfgen.cluster.delivery import remove_shared
 from gfgen.cluster.node import NodeJoined, NodeLost, Report
-from gfgen.cluster.ray_node import POLL_S, SILENCE_S, RayNode, RayOptions, original, said
+from gfgen.cluster.ray_node import POLL_S, SILENCE_S, RayNode, RayOptions, original, remove_shared, said
 from gfgen.errors import InputError, ModelError, WorkerError, in_one_line
 from gfgen.runtime.core.admission import ResolvedModel
 from gfgen.runtime.core.clock import Clock

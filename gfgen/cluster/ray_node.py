@@ -1,22 +1,35 @@
-"""A node of a Ray cluster: the driver's end of its actor."""
+"""A node of a Ray cluster: the driver's end of its actor, and how files come to the driver's folder."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from gfgen.cluster.actor import Gone, NodeActor, versions_here
-from gfgen.cluster.delivery import FileDelivery, make_shared
-from gfgen.cluster.member import Ended, MemberOptions, Noted, Ready, Refused
+from gfgen.cluster.member import (
+    Cancel,
+    Ended,
+    Gone,
+    MemberOptions,
+    NodeActor,
+    Noted,
+    Ready,
+    Start,
+    attempt_folder,
+    versions_here,
+)
 from gfgen.cluster.node import JobEnded, NodeNotes, Report
 from gfgen.errors import GfgenError, InputError, ModelError, OutputError, WorkerError
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
 from gfgen.runtime.core.events import Event
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.ipc.content import Content, name_file, temporary_name
 from gfgen.session.ranks import Ranks
 
 POLL_S = 5.0
@@ -29,6 +42,11 @@ MODELS_S = 7200.0
 """A node that has not found and downloaded a model, or not loaded the models, by then is given up."""
 _THREADS = 8
 """Of an actor: calls that wait, and others meanwhile."""
+CHUNK_BYTES = 8 * 2**20
+"""Two of them are in the driver's memory at a time: the one that comes, and the one that is written."""
+
+Read = Callable[[str, int, int], bytes]
+"""(file, offset, size) -> a part of a file of the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +177,13 @@ class RayNode:
 
     def start(self, job: AdmittedJob, *, attempt: int) -> None:
         self._jobs[attempt] = job
-        self.actor.start.remote(job.info, attempt)
+        self.actor.send.remote(Start(job.info, attempt))
 
     def cancel(self, attempt: int) -> None:
-        self.actor.cancel.remote(attempt)
+        self.actor.send.remote(Cancel(attempt))
 
     def tell(self, event: Event) -> None:
-        self.actor.tell.remote(event)
+        self.actor.send.remote(event)
 
     def greet(self) -> None:
         """Let the actor know that its driver lives."""
@@ -177,7 +195,7 @@ class RayNode:
         while True:
             found = ray.get(self.actor.take_reports.remote(POLL_S), timeout=POLL_S + SILENCE_S)
             for report in found:
-                if isinstance(report, Gone | Refused):
+                if isinstance(report, Gone):
                     raise WorkerError(report.reason)
                 if isinstance(report, Ended):
                     self._cluster.report(self._delivered(report))
@@ -239,3 +257,79 @@ def said(error: Exception) -> str:
     if "creation task" in str(error):  # the actor's own error is in the last line
         return lines[-1][:300]
     return known.get(kind) or (lines[-1][:300] if lines else kind)
+
+
+# Files -----------------------------------------------------------------------------------------
+
+
+class FileDelivery:
+    """Complete files of one attempt under temporary names."""
+
+    def __init__(self, job: AdmittedJob, outcome: JobOutcome, *, attempt: int, output_dir: Path) -> None:
+        self._job, self._outcome, self._attempt = job, outcome, attempt
+        self._path = output_dir / job.info.file
+        self._names = [name for name, _, _ in outcome.files] or [self._path.name]
+        self._temporary: dict[str, Path] = {}
+
+    def fetch(self, read: Read) -> None:
+        """Copy the files into the output folder. Raises: OutputError; what `read` raises."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            for name in self._names:
+                # Like those of writers, so that the next run removes what this one leaves.
+                pid = int(f"{os.getpid()}{self._attempt:06}")
+                temporary = self._temporary[name] = temporary_name(self._path.with_name(name), pid=pid)
+                with temporary.open("wb") as stream:
+                    offset = 0
+                    while chunk := read(self._on_node(name), offset, CHUNK_BYTES):
+                        stream.write(chunk)
+                        offset += len(chunk)
+        except OSError as error:
+            self.drop()
+            raise OutputError(f"cannot write {self._path}: {error.strerror or error}") from error
+
+    def take(self, folder: Path) -> None:
+        """Use the files where they are, in a folder on the same file system."""
+        self._temporary = {name: folder / self._on_node(name) for name in self._names}
+
+    def publish(self) -> JobOutcome:
+        info, sizes = self._job.info, {name: (size, digest) for name, size, digest in self._outcome.files}
+        if self._outcome.written is not None and not sizes:
+            sizes = {self._path.name: (self._outcome.written.size_bytes, self._outcome.written.sha256)}
+        made_for = {"id": info.job_id, "spec_hash": info.spec_hash, "job_file": info.job_file}
+        try:
+            for name, temporary in self._temporary.items():
+                is_only = len(self._temporary) == 1
+                replaces = self._job.replaces if is_only else self._job.replaces_numbered.get(name)
+                path = self._path.with_name(name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if temporary.stat().st_size != sizes[name][0]:
+                    raise OutputError(f"{path}: only a part of the file came from its node")
+                found = name_file(temporary, path, replaces=replaces, made_for=made_for if is_only else None)
+                if found != Content(*sizes[name]):
+                    raise OutputError(f"{path}: the file changed on its way from its node; run again")
+        except OSError as error:
+            raise OutputError(f"cannot write {self._path}: {error.strerror or error}") from error
+        finally:
+            self.drop()
+        return replace(self._outcome, info=info)
+
+    def drop(self) -> None:
+        for temporary in self._temporary.values():
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    def _on_node(self, name: str) -> str:
+        return str(Path(attempt_folder(self._attempt), self._job.info.file).with_name(name))
+
+
+def make_shared(output_dir: Path, name: str) -> Path:
+    """A folder for a node's files in a shared output folder."""
+    folder = output_dir / ".nodes" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def remove_shared(output_dir: Path) -> None:
+    shutil.rmtree(output_dir / ".nodes", ignore_errors=True)

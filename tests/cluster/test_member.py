@@ -7,8 +7,8 @@ from multiprocessing import Pipe
 import pytest
 from builders import make_job, simulate
 
-from gfgen.cluster.delivery import FileDelivery
 from gfgen.cluster.member import Cancel, Ended, JobFeed, Start
+from gfgen.cluster.ray_node import FileDelivery
 from gfgen.errors import OutputError, Problem
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import JobCancelled, RankReady, StopRequested, TaskDone

@@ -11,8 +11,7 @@ from fake_ray import ActorDiedError, FakeRay, GetTimeoutError
 
 from gfgen.cli.main import main
 from gfgen.cluster import ray_cluster, ray_node
-from gfgen.cluster.actor import versions_here
-from gfgen.cluster.member import MemberOptions, Noted, Ready
+from gfgen.cluster.member import MemberOptions, Noted, Ready, versions_here
 from gfgen.cluster.node import NodeJoined, NodeLost, NodeNotes
 from gfgen.cluster.ray_cluster import MAX_STARTS, RayCluster
 from gfgen.cluster.ray_node import RayOptions
