@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.graph import Artifact, Stage, Trajectory
+from gfgen.job.reader import JobSource, ParsedJobs
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Limits
 from gfgen.models.geometry.checkpoint import Checkpoint
@@ -30,6 +31,11 @@ from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 
 STEP_S = 0.1
+
+
+def read_jobs(*files: Path | str, has_bar: bool = False, **fields: Any) -> ParsedJobs:
+    """All jobs of these files and of `prompts`."""
+    return JobSource(files=tuple(map(str, files)), **fields).read(has_bar=has_bar)
 
 
 def make_job(

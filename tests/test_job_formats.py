@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_job, simulated_control
+from builders import make_job, read_jobs, simulated_control
 
 from gfgen.errors import InputError, JobError
-from gfgen.job.reader import ParsedJobs, read_jobs
+from gfgen.job.reader import ParsedJobs
 from gfgen.job.shared import parse_overrides
 from gfgen.job.spec import JobSpec, default_seed, file_names, filled, output_name, spec_hash
 from gfgen.models.geometry.model import CONFIGS, weightless_geometry

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from builders import read_jobs
 
 from gfgen.errors import InputError
 from gfgen.job import inputs
 from gfgen.job.inputs import FileLine
-from gfgen.job.reader import JobSource, ParsedJobs, read_jobs
+from gfgen.job.reader import JobSource, ParsedJobs
 
 
 def read(folder: Path, name: str, text: str | bytes) -> ParsedJobs:

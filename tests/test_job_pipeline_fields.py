@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import read_jobs
 from one_job import parse_job
 from PIL import Image
 
 from gfgen.errors import InputError, JobError, Problem
-from gfgen.job.reader import read_jobs, to_mapping
+from gfgen.job.reader import to_mapping
 from gfgen.job.shared import parse_overrides
 from gfgen.job.spec import JobSpec, default_seed, input_files, spec_hash
 from gfgen.models.families.pictures import load_frames, load_video

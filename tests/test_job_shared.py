@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from builders import read_jobs
 
 from gfgen.errors import InputError
-from gfgen.job.reader import ParsedJobs, read_jobs
+from gfgen.job.reader import ParsedJobs
 from gfgen.job.shared import parse_overrides
 
 

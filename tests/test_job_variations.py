@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import read_jobs
 
 from gfgen.job.images import NoImages
-from gfgen.job.reader import ParsedJobs, read_job_stream, read_jobs
+from gfgen.job.reader import ParsedJobs, read_job_stream
 from gfgen.job.shared import parse_overrides
 
 

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from gfgen.errors import InputError, JobError, Problem, at
 from gfgen.job.fields import FIELDS, MAX_OUTPUT_BYTES, parse_fields, shown
@@ -62,62 +62,12 @@ class ParsedJobs:
     num_varied: int = 0
 
 
-def read_jobs(
-    *files: Path | Literal["-"],
-    prompts: Sequence[str] = (),
-    overrides: Mapping[str, Any] = NOTHING,
-    fallbacks: Mapping[str, Any] = NOTHING,
-    has_bar: bool = False,
-) -> ParsedJobs:
-    """Every job and every problem of job files, with "-" for standard input, and of single prompts.
-
-    `overrides` has fields that replace those of each line, `fallbacks` fields of lines and files without a
-    value (shared.py).
-
-    With `has_bar`, a bar on the terminal counts the lines of a long file.
-
-    Raises: InputError when a file cannot be read at all.
-    """
-    jobs = _JobList(overrides, fallbacks)
-    kinds: list[tuple[str, str]] = []
-    defaults: list[tuple[str, Mapping[str, Any]]] = []
-    are_several = len(files) + bool(prompts) > 1
-    try:
-        for file_idx, file in enumerate(files):
-            with _opened(file) as stream:
-                name, path = _name_of(file), Path() if file == "-" else Path(file)
-                kind, entries = entries_of(stream, suffix=path.suffix)
-                kinds += [] if kind == JSON_LINES else [(name, kind)]
-                entries = _of_file(entries, name, file_idx) if are_several else entries
-                entries = with_bar(entries, "reading", is_shown=has_bar, unit=" lines")
-                jobs.add_file(entries, name, folder=path.parent)
-                defaults += [(name, jobs.defaults)] if jobs.defaults else []
-        of_prompts = ((number, {"prompt": text}) for number, text in enumerate(prompts, start=1))
-        if prompts:
-            entries = _of_file(of_prompts, PROMPTS_NAME, len(files)) if are_several else of_prompts
-            jobs.add_file(entries, PROMPTS_NAME, folder=Path())
-    except _ListEnded:
-        pass
-    return ParsedJobs(
-        source_name(files),
-        tuple(jobs.specs),
-        tuple(jobs.problems),
-        tuple(kinds),
-        tuple(defaults),
-        jobs.num_varied,
-    )
-
-
-def source_name(files: Sequence[Path | str]) -> str:
-    return f"{len(files)} job files" if len(files) > 1 else _name_of(files[0]) if files else PROMPTS_NAME
-
-
-def _name_of(file: Path | str) -> str:
-    return STDIN_NAME if file == "-" else str(file)
+def _name_of(file: str) -> str:
+    return STDIN_NAME if file == "-" else file
 
 
 @contextlib.contextmanager
-def _opened(file: Path | Literal["-"]) -> Iterator[BinaryIO]:
+def _opened(file: str) -> Iterator[BinaryIO]:
     if file == "-":
         yield sys.stdin.buffer
         return
@@ -130,9 +80,8 @@ def _opened(file: Path | Literal["-"]) -> Iterator[BinaryIO]:
         ) from None
     except IsADirectoryError:
         raise InputError(f"job file {file}: this is a folder; name a file of JSON lines in it") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"job file {str(file)!r}: cannot be read ({reason})") from None
+    except OSError as error:
+        raise InputError(f"job file {file!r}: cannot be read ({error.strerror})") from None
 
 
 def _of_file(entries: Iterable[Entry], name: str, file_idx: int) -> Iterator[Entry]:
@@ -391,32 +340,45 @@ class JobSource:
             raise InputError(f"JOBS names {twice} twice; name each job file once")
 
     @property
-    def name(self) -> str:
-        return source_name(self.files)
-
-    @property
     def paths(self) -> Sequence[Path]:
         return [Path(file) for file in self.files if file != "-"]
 
     def read(self, *, has_bar: bool = False) -> ParsedJobs:
-        """The selected jobs, and the problems of all.
+        """The selected jobs, and the problems of all. With `has_bar`, a bar counts the lines of a long file.
 
         Raises: InputError when a file cannot be read, or when no job is selected.
         """
-        files = ["-" if file == "-" else Path(file) for file in self.files]
-        parsed = read_jobs(
-            *files,  # type: ignore[arg-type]
-            prompts=self.prompts,
-            overrides=self.overrides,
-            fallbacks=self.fallbacks,
-            has_bar=has_bar,
-        )
+        parsed = self._read_all(has_bar=has_bar)
         if not (self.only or self.tags or self.limit):
             return parsed
         specs = [spec for spec in parsed.specs if self._has(spec)]
         if not specs and not parsed.problems:
             raise InputError(f"{parsed.source}: {self._mismatch(parsed.specs)}")
         return replace(parsed, specs=tuple(specs[: self.limit]))
+
+    def _read_all(self, *, has_bar: bool) -> ParsedJobs:
+        files = ["-" if file == "-" else str(Path(file)) for file in self.files]
+        jobs = _JobList(self.overrides, self.fallbacks)
+        kinds: list[tuple[str, str]] = []
+        defaults: list[tuple[str, Mapping[str, Any]]] = []
+        are_several = len(files) + bool(self.prompts) > 1
+        with contextlib.suppress(_ListEnded):
+            for file_idx, file in enumerate(files):
+                with _opened(file) as stream:
+                    name, path = _name_of(file), Path() if file == "-" else Path(file)
+                    kind, entries = entries_of(stream, suffix=path.suffix)
+                    kinds += [] if kind == JSON_LINES else [(name, kind)]
+                    entries = _of_file(entries, name, file_idx) if are_several else entries
+                    entries = with_bar(entries, "reading", is_shown=has_bar, unit=" lines")
+                    jobs.add_file(entries, name, folder=path.parent)
+                    defaults += [(name, jobs.defaults)] if jobs.defaults else []
+            if self.prompts:
+                prompts = ((number, {"prompt": text}) for number, text in enumerate(self.prompts, start=1))
+                entries = _of_file(prompts, PROMPTS_NAME, len(files)) if are_several else prompts
+                jobs.add_file(entries, PROMPTS_NAME, folder=Path())
+        name = f"{len(files)} job files" if len(files) > 1 else _name_of(files[0]) if files else PROMPTS_NAME
+        specs, problems = tuple(jobs.specs), tuple(jobs.problems)
+        return ParsedJobs(name, specs, problems, tuple(kinds), tuple(defaults), jobs.num_varied)
 
     def _has(self, spec: JobSpec) -> bool:
         has_id = not self.only or any(fnmatchcase(spec.id, pattern) for pattern in self.only)

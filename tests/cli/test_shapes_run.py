@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import read_jobs
 from PIL import Image
 from shapes_prompts import ANIMATED, EVERY, PICTURES, VIDEOS
 
-from gfgen.job.reader import read_jobs
 from gfgen.models.families.registry import find_configs
 from gfgen.runtime.files.outputs import write_output
 from training.scenes import is_held_out

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from builders import read_jobs
 from one_job import parse_job
 from safetensors.torch import load_file, save_file
 
@@ -18,7 +19,7 @@ from gfgen.cli.shown.prediction import SimulatedMemory
 from gfgen.errors import InputError, ModelError
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import NoImages
-from gfgen.job.reader import read_jobs, to_mapping
+from gfgen.job.reader import to_mapping
 from gfgen.job.shared import parse_loras
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import Precision

@@ -12,12 +12,11 @@ import os
 import shutil
 from pathlib import Path
 
-from builders import make_job
+from builders import make_job, read_jobs
 from journal_reader import read_runs
 from replay import replay
 from test_workers import find_model
 
-from gfgen.job.reader import read_jobs
 from gfgen.runtime.core.admission import admit
 from gfgen.runtime.core.events import RankTimes, TaskDone, TaskFailed
 from gfgen.runtime.files import resume
