@@ -30,9 +30,17 @@ from gfgen.models.families.registry import find_configs
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
 from gfgen.session import caches
-from gfgen.system import cgroups
 from gfgen.system.home import home
-from gfgen.system.machine import COMPUTING, PATCHING, SERVING, VIDEOS, cache_dir, free_bytes
+from gfgen.system.machine import (
+    COMPUTING,
+    PATCHING,
+    SERVING,
+    VIDEOS,
+    cache_dir,
+    cpu_quota,
+    free_bytes,
+    memory_limit,
+)
 from gfgen.system.wording import counted, size_in_words
 
 _CUDNN = "nvidia-cudnn-frontend"
@@ -69,7 +77,7 @@ def _machine() -> Iterator[str]:
     yield f"Python {platform.python_version()}, {platform.system()} {platform.release()}"
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield f"{len(os.sched_getaffinity(0))} CPU cores, {pages / _GIB:.0f} GiB of memory"
-    quota, limit = cgroups.cpu_quota(), cgroups.memory_limit()
+    quota, limit = cpu_quota(), memory_limit()
     limits = [] if quota is None else [f"{quota:.3g} cores"]
     limits += [] if limit is None else [f"{size_in_words(limit)} of memory"]
     if limits:

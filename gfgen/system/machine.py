@@ -1,4 +1,8 @@
-"""This machine: its device, packages and memory, where gfgen keeps its measurements, limits of a process."""
+"""This machine: its cores, packages and memory, where gfgen keeps its measurements, limits of a process.
+
+Cgroups (versions 1 and 2) limit memory and cores, as containers and batch systems set them. `root` replaces
+the root folder of the system.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,11 @@ import re
 import resource
 import sys
 import zoneinfo
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from gfgen.errors import InputError
-from gfgen.system import cgroups
 from gfgen.system.home import home
 from gfgen.system.wording import counted, size_in_words
 
@@ -42,12 +45,12 @@ def num_cores() -> int:
 
 
 def _share_of_cores() -> float:
-    return min(len(os.sched_getaffinity(0)), cgroups.cpu_quota() or math.inf)
+    return min(len(os.sched_getaffinity(0)), cpu_quota() or math.inf)
 
 
 def fitting_ranks(most: int) -> int:
     """At most this many CPU ranks, and no more than the quota and the available memory allow."""
-    available, quota = available_bytes(), cgroups.cpu_quota()
+    available, quota = available_bytes(), cpu_quota()
     by_memory = most if available is None else (available - RUN_BYTES) // RANK_BYTES
     return max(1, min(most, by_memory, most if quota is None else math.ceil(quota)))
 
@@ -97,37 +100,22 @@ def file_stem(device: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-")
 
 
-COMPUTING: Mapping[str, str] = {
-    "torch": "torch",
-    "diffusers": "diffusers",
-    "transformers": "transformers",
-    "accelerate": "accelerate",
-    "safetensors": "safetensors",
-    "huggingface_hub": "huggingface_hub",
-    "numpy": "numpy",
-    "pillow": "PIL",
-    "tqdm": "tqdm",
-}
-"""Every run needs these: package name -> module name."""
-
-VIDEOS: Mapping[str, str] = {"ftfy": "ftfy", "imageio": "imageio", "imageio-ffmpeg": "imageio_ffmpeg"}
-
-PATCHING: Mapping[str, str] = {"peft": "peft"}
-
-SERVING: Mapping[str, str] = {
-    "fastapi": "fastapi",
-    "uvicorn": "uvicorn",
-    "pydantic": "pydantic",
-    "httptools": "httptools",
-    "httpx": "httpx",
-    "python-multipart": "python_multipart",
-    "prometheus_client": "prometheus_client",
-}
+COMPUTING = (
+    *("torch", "diffusers", "transformers", "accelerate", "safetensors"),
+    *("huggingface_hub", "numpy", "pillow", "tqdm"),
+)
+"""Packages that every run needs."""
+VIDEOS, PATCHING = ("ftfy", "imageio", "imageio-ffmpeg"), ("peft",)
+SERVING = (
+    *("fastapi", "uvicorn", "pydantic", "httptools", "httpx"),
+    *("python-multipart", "prometheus_client"),
+)
 
 
-def check_packages(packages: Mapping[str, str]) -> None:
+def check_packages(packages: Iterable[str]) -> None:
     """Raises ModuleNotFoundError for the first missing package, before processes fail; imports nothing."""
-    for module in packages.values():
+    for name in packages:
+        module = "PIL" if name == "pillow" else name.replace("-", "_")
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
@@ -150,9 +138,9 @@ def _raise_limit(kind: int) -> float:
 
 def why_killed(kills_before: int) -> str | None:
     """The reason if the kernel has killed processes here for lack of memory since it had killed so many."""
-    if cgroups.oom_kills() <= kills_before:
+    if oom_kills() <= kills_before:
         return None
-    limit = cgroups.memory_limit()
+    limit = memory_limit()
     most = "" if limit is None else f" (the limit is {size_in_words(limit)})"
     return f"killed for lack of memory{most}; fewer --ranks, smaller jobs or more memory help"
 
@@ -208,8 +196,8 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
     Page cache that can be dropped counts as available.
     """
-    free_kib = cgroups.number_in(cgroups.text_of(root / "proc/meminfo"), "MemAvailable:")
-    rooms = [*cgroups.rooms(root), *([] if free_kib is None else [free_kib * 1024])]
+    free_kib = _number_in(_text_of(root / "proc/meminfo"), "MemAvailable:")
+    rooms = [*_rooms(root), *([] if free_kib is None else [free_kib * 1024])]
     return min(rooms, default=None)
 
 
@@ -249,3 +237,70 @@ def warn_of_unknown_zone() -> None:
     if name in ("", "UTC", "GMT") or is_rule or any(Path(each, name).is_file() for each in zoneinfo.TZPATH):
         return
     logger.warning("TZ=%s is no time zone of this system, so times of day are those of UTC", name)
+
+
+# Cgroups ----------------------------------------------------------------------------------------
+
+_MAX_DEPTH = 32
+_NO_LIMIT = 1 << 60
+"""Version 1 writes a number near 2**63 where there is no limit."""
+_LIMIT, _USED = ("memory.limit_in_bytes", "memory.max"), ("memory.usage_in_bytes", "memory.current")
+"""The files of versions 1 and 2."""
+
+
+def _rooms(root: Path) -> Iterator[int]:
+    """The rest of each memory limit. Page cache that can be dropped counts as free."""
+    files = [_texts(root, "memory", *names) for names in (_LIMIT, _USED, ("memory.stat", "memory.stat"))]
+    for limit, used, stat in zip(*files, strict=True):
+        if _is_limit(limit) and used.isdigit():
+            cache = sum(_number_in(stat, name) or 0 for name in ("inactive_file", "active_file"))
+            yield max(0, int(limit) - int(used) + cache)
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """The least limit; None without one."""
+    return min(map(int, filter(_is_limit, _texts(root, "memory", *_LIMIT))), default=None)
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """How many cores may be busy at once; None without a limit."""
+    files = _texts(root, "cpu", "cpu.cfs_quota_us", "cpu.max"), _texts(root, "cpu", "cpu.cfs_period_us", "-")
+    found = [re.fullmatch(r"(\d+) (\d+)", " ".join(filter(None, both))) for both in zip(*files, strict=True)]
+    return min([int(each[1]) / int(each[2]) for each in found if each], default=None)
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed for lack of memory in this process's own cgroup."""
+    texts = _texts(root, "memory", "memory.oom_control", "memory.events")
+    return next((each for text in reversed(texts) if (each := _number_in(text, "oom_kill")) is not None), 0)
+
+
+def _texts(root: Path, controller: str, old_name: str, new_name: str) -> list[str]:
+    """This file of each of this process's cgroups, its own last; empty where a container does not see it."""
+    found = []
+    for line in _text_of(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / (controller if controllers else "")
+            parts = Path(path.lstrip("/")).parts[:_MAX_DEPTH]
+            name = old_name if controllers else new_name
+            found += [_text_of(base.joinpath(*parts[:depth], name)) for depth in range(len(parts) + 1)]
+    return found
+
+
+def _is_limit(text: str) -> bool:
+    return text.isdigit() and int(text) < _NO_LIMIT
+
+
+def _number_in(text: str, name: str) -> int | None:
+    """The number behind this name in a text with a name and a number per line."""
+    found = re.search(rf"^{name}\s+(\d+)", text, re.MULTILINE)
+    return None if found is None else int(found[1])
+
+
+def _text_of(path: Path) -> str:
+    """The content of a small file; empty if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -22,7 +22,6 @@ from gfgen.runtime.processes.child import Child
 from gfgen.session import memory
 from gfgen.session.memory import GpuMemory, HostMemory, split
 from gfgen.session.ranks import AskedRanks, Ranks
-from gfgen.system import cgroups
 from gfgen.system import machine as this_machine
 from gfgen.system.machine import RANK_BYTES, RUN_BYTES, available_bytes, check_limits
 
@@ -165,24 +164,28 @@ OF_A_JOB = {
 @pytest.mark.parametrize("files", [CONTAINER, OLD_CONTAINER, OF_A_JOB], ids=["v2", "v1", "below"])
 def test_limits_quotas_and_kills_of_containers_and_batch_jobs_are_read(machine, files):
     root = machine(**files)
-    assert cgroups.memory_limit(root) == 600_000_000
-    assert cgroups.cpu_quota(root) == 1.5
-    assert cgroups.oom_kills(root) == 2
+    assert this_machine.memory_limit(root) == 600_000_000
+    assert this_machine.cpu_quota(root) == 1.5
+    assert this_machine.oom_kills(root) == 2
 
 
 def test_without_cgroups_there_are_no_limits(machine):
     root = machine(**{"proc/self/cgroup": "1:cpu:/\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
                       "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"})  # fmt: skip
-    assert (cgroups.memory_limit(root), cgroups.cpu_quota(root), cgroups.oom_kills(root)) == (None, None, 0)
+    assert (this_machine.memory_limit(root), this_machine.cpu_quota(root), this_machine.oom_kills(root)) == (
+        None,
+        None,
+        0,
+    )
 
 
 def test_the_number_of_ranks_and_the_name_of_the_cpu_follow_the_limits(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(cgroups, "cpu_quota", lambda: None)
+    monkeypatch.setattr(this_machine, "cpu_quota", lambda: None)
     monkeypatch.setattr(this_machine, "available_bytes", lambda: None)
     assert (this_machine.fitting_ranks(4), this_machine.num_cores()) == (4, 8)
     assert this_machine.cpu_name().startswith("8 cores of ")
-    monkeypatch.setattr(cgroups, "cpu_quota", lambda: 1.5)
+    monkeypatch.setattr(this_machine, "cpu_quota", lambda: 1.5)
     assert (this_machine.fitting_ranks(4), this_machine.num_cores()) == (2, 2)
     assert this_machine.cpu_name().startswith("1.5 cores of ")
     monkeypatch.setattr(this_machine, "available_bytes", lambda: RUN_BYTES + 3 * RANK_BYTES // 2)
@@ -195,8 +198,8 @@ def test_the_number_of_ranks_and_the_name_of_the_cpu_follow_the_limits(monkeypat
 
 @pytest.mark.parametrize(("exitcode", "is_named"), [(-9, True), (255, True), (-11, False), (1, False)])
 def test_a_process_that_the_kernel_killed_for_lack_of_memory_is_named(monkeypatch, exitcode, is_named):
-    monkeypatch.setattr(cgroups, "oom_kills", lambda: 3)
-    monkeypatch.setattr(cgroups, "memory_limit", lambda: 600_000_000)
+    monkeypatch.setattr(this_machine, "oom_kills", lambda: 3)
+    monkeypatch.setattr(this_machine, "memory_limit", lambda: 600_000_000)
     process = SimpleNamespace(join=lambda _: None, is_alive=lambda: False, exitcode=exitcode)
     channel = SimpleNamespace(close=lambda: None)
     for kills_before, verdict in ((2, None), (3, None), (2, "it hangs")):

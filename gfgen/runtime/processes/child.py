@@ -20,7 +20,7 @@ from typing import Any
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.system import cgroups, machine
+from gfgen.system import machine
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class Child:
     """How long it may take to end once it is killed."""
     verdict: str | None = None
     """Why it was killed, or the reason that it gave for its end."""
-    oom_kills: int = field(default_factory=cgroups.oom_kills)  # at its start
+    oom_kills: int = field(default_factory=machine.oom_kills)  # at its start
 
     def __post_init__(self) -> None:
         self.since_s = self.clock.now_s

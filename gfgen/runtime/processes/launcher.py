@@ -17,7 +17,7 @@ from gfgen.errors import WorkerError
 from gfgen.models.ahead.places import pin_compilers
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.system import cgroups, forkserver, machine
+from gfgen.system import forkserver, machine
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Launcher:
         # not survive a fork; NVML does.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         machine.allow_most()
-        self._oom_kills = cgroups.oom_kills()
+        self._oom_kills = machine.oom_kills()
         self._settings = settings
         self._tuned_tables: dict[str, str] = {}
         if settings.are_on_gpus:
