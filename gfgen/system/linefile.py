@@ -64,6 +64,18 @@ class LineFile:
         os.close(self._fd)
 
 
+def read_from(path: Path, *, start: int = 0) -> bytes:
+    """The content after `start` bytes; nothing if there is no such file. Raises: OutputError."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise OutputError(f"cannot read {path}: {error.strerror}") from error
+
+
 def check_appendable(path: Path) -> None:
     """Raises: InputError if the file is there and this user may not append to it."""
     if path.exists() and not os.access(path, os.W_OK):

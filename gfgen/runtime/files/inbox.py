@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gfgen.errors import OutputError, Problem, listed
+from gfgen.errors import Problem, listed
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import JobSpec, input_files, name_key
 from gfgen.runtime.core.admission import AdmittedJob
@@ -33,7 +33,7 @@ from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME, GrowingManifest, finished_jobs
 from gfgen.runtime.files.ownership import claim_files, job_file_name, with_names
-from gfgen.system.linefile import LineFile
+from gfgen.system.linefile import LineFile, read_from
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -156,8 +156,10 @@ class Inbox(Observer):
         for path in self._complete_files():
             try:
                 content = None if self._is_list(path) else _read(path)
-            except OSError as error:
-                self._note_unreadable(path, error)
+            except OSError as error:  # tried again at the next scan: permissions and disks may change
+                self._sights[path.name].is_dealt_with = False
+                if not isinstance(error, FileNotFoundError):  # taken away again since we saw it
+                    self._tell_unreadable(path, error)
                 continue
             self._unreadable.discard(path.name)
             if content is not None and not self._is_cut_off(path.name, content):
@@ -182,12 +184,6 @@ class Inbox(Observer):
             logger.info("%s: its last line has no end yet; waiting for it, at most %g s", name, UNFINISHED_S)
         sight.is_dealt_with, sight.is_cut_off = False, True
         return True
-
-    def _note_unreadable(self, path: Path, error: OSError) -> None:
-        """Try the file again at the next scan, even if it is unchanged: permissions and disks may change."""
-        self._sights[path.name].is_dealt_with = False
-        if not isinstance(error, FileNotFoundError):  # taken away again since we saw it
-            self._tell_unreadable(path, error)
 
     def _tell_unreadable(self, path: Path, error: OSError) -> None:
         if path.name not in self._unreadable:
@@ -270,15 +266,9 @@ class Inbox(Observer):
         )
         admitted, refused = self._admit(parsed.specs)
         admitted = with_names(admitted, output_dir=self._output_dir, named_at=self._named_at)
-        problems = [*parsed.problems, *refused]
-        jobs = []
-        for job in admitted:
-            problem = self._clash(job, path.name)
-            if problem is None:
-                jobs.append(job)
-            else:
-                problems.append(problem)
-        return jobs, problems
+        clashes = [self._clash(job, path.name) for job in admitted]
+        jobs = [job for job, clash in zip(admitted, clashes, strict=True) if clash is None]
+        return jobs, [*parsed.problems, *refused, *filter(None, clashes)]
 
     def _clash(self, job: AdmittedJob, source: str) -> Problem | None:
         """The problem if another job has the id or the output file of this one.
@@ -396,13 +386,7 @@ def _report(path: Path, problems: Sequence[Problem], *, is_refused: bool) -> Non
 def _read_taken(path: Path) -> dict[tuple[str, str], None]:
     """Name and content hash of the files that earlier runs took, in that order."""
     taken: dict[tuple[str, str], None] = {}
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return taken
-    except OSError as error:
-        raise OutputError(f"cannot read {path}: {error.strerror}") from error
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    for number, line in enumerate(read_from(path).split(b"\n"), start=1):
         with suppress(ValueError, KeyError, TypeError):
             entry: dict[str, Any] = json.loads(line)
             taken[str(entry["file"]), str(entry["sha256"])] = None

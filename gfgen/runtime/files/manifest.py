@@ -17,7 +17,7 @@ from gfgen.errors import InputError, OutputError
 from gfgen.job.spec import PIPELINE_FIELDS, SCALE_FIELDS, JobSpec, numbered_name
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.content import remove_mark
-from gfgen.system.linefile import LineFile
+from gfgen.system.linefile import LineFile, read_from
 
 logger = logging.getLogger(__name__)
 
@@ -137,12 +137,12 @@ def read_manifest(path: Path, *, start: int = 0) -> dict[str, ManifestLine]:
 
     Torn or invalid lines, and lines of another version, are skipped with a warning: their jobs run again.
     """
-    return {entry["id"]: entry for entry in _entries(_read(path, start=start), path, first=1)}
+    return {entry["id"]: entry for entry in _entries(read_from(path, start=start), path, first=1)}
 
 
 def read_files(path: Path) -> dict[str, ManifestLine]:
     """The latest line with status done of each file; empty when there is no manifest."""
-    lines = _entries(_read(path), path, first=1)
+    lines = _entries(read_from(path), path, first=1)
     done = [entry for entry in lines if entry.get("status") == "done" and not entry.get(SIMULATED)]
     return {str(each.get("file")): each for entry in done for each in _of_each_file(entry)}
 
@@ -161,17 +161,6 @@ def _of_each_file(entry: ManifestLine) -> list[ManifestLine]:
     return [{**entry, **file} for file in entry.get("outputs", [{}])]
 
 
-def _read(path: Path, *, start: int = 0) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read()
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        raise OutputError(f"cannot read {path}: {error.strerror}") from error
-
-
 class GrowingManifest:
     """`read_manifest` for repeated calls while this process appends: reads each line once."""
 
@@ -182,7 +171,7 @@ class GrowingManifest:
 
     def read(self) -> Mapping[str, ManifestLine]:
         """The latest line of each job. Raises: OutputError when the file cannot be read."""
-        content = _read(self._path, start=self._size_bytes)
+        content = read_from(self._path, start=self._size_bytes)
         whole = content[: content.rfind(b"\n") + 1]
         self._entries |= {e["id"]: e for e in _entries(whole, self._path, first=1 + self._num_lines)}
         self._num_lines += whole.count(b"\n")
@@ -193,21 +182,15 @@ class GrowingManifest:
 def _entries(content: bytes, path: Path, *, first: int) -> Iterator[ManifestLine]:
     """The valid lines of a part of a manifest that starts with line `first`."""
     for number, line in enumerate(content.split(b"\n"), start=first):
-        entry = _entry(line)
-        if entry is not None:
+        try:
+            entry = json.loads(line)
+        except ValueError:  # torn, or edited by hand
+            entry = None
+        is_ours = isinstance(entry, dict) and entry.get("version") == SCHEMA_VERSION
+        if is_ours and isinstance(entry.get("id"), str):
             yield entry
         elif line.strip():
             logger.warning("%s: line %d is not a manifest line; it is ignored", path, number)
-
-
-def _entry(line: bytes) -> ManifestLine | None:
-    """The parsed line; None if it is invalid, for example after an edit by hand."""
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    is_ours = isinstance(entry, dict) and entry.get("version") == SCHEMA_VERSION
-    return entry if is_ours and isinstance(entry.get("id"), str) else None
 
 
 def check_own(path: Path) -> None:

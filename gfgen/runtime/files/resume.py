@@ -123,13 +123,9 @@ def save(
     path = point.path
     path.parent.mkdir(exist_ok=True)
     extents = list(_extents(slab_fd, SlabPlan.of(job.trajectory).size_bytes))
-    header = {
-        **_identity(job),
-        "weights": weights,
-        "next_index": point.next_index,
-        "producer": point.producer,
-    }
-    header |= {"last_number": point.last_number, "extents": extents, "computed_with": dict(computed_with)}
+    numbers = {name: getattr(point, name) for name in ("next_index", "producer", "last_number")}
+    header = {**_identity(job), "weights": weights, **numbers}
+    header |= {"extents": extents, "computed_with": dict(computed_with)}
     if point.given_up.steps:
         header["given_up"] = [point.given_up.steps, point.given_up.why]
     partial = path.with_suffix(".partial")
@@ -163,21 +159,17 @@ def find(
         if header is None:
             continue
         if any(header.get(key) != value for key, value in _identity(job).items()):
-            logger.info("job %s starts at the beginning: it has changed since it was stopped", job.job_id)
+            changed = "it has changed since it was stopped"
+        elif header.get("weights") != weights_mark(job.checkpoint):
+            changed = "its model's weights have changed"
+        elif header.get("computed_with") != dict(computed_with):
+            changed = "it was stopped on another kind of device, or with other model options"
+        else:
+            numbers = (header["next_index"], header["producer"], header["last_number"])
+            steps, why = header.get("given_up", ((), None))
+            points[job.job_id] = ResumePoint(*numbers, path, GivenUp(tuple(steps), why))
             continue
-        if header.get("weights") != weights_mark(job.checkpoint):
-            logger.info("job %s starts at the beginning: its model's weights have changed", job.job_id)
-            continue
-        if header.get("computed_with") != dict(computed_with):
-            logger.info(
-                "job %s starts at the beginning: it was stopped on another kind of device, or with other "
-                "model options",
-                job.job_id,
-            )
-            continue
-        numbers = (header["next_index"], header["producer"], header["last_number"])
-        steps, why = header.get("given_up", ((), None))
-        points[job.job_id] = ResumePoint(*numbers, path, GivenUp(tuple(steps), why))
+        logger.info("job %s starts at the beginning: %s", job.job_id, changed)
     return points
 
 
