@@ -106,7 +106,7 @@ def run_stock(
             if (error := group.error(len(_kinds(jobs)))) is not None:
                 raise WorkerError(f"{options.text}: warming up: {error}")
         tell(f"{options.text}: {way}")
-        outcomes = _Service(jobs, groups, folder=folder, way=way).run()
+        outcomes = _Service(jobs, groups, folder, way).run()
     return outcomes, way
 
 
@@ -285,23 +285,20 @@ def _visible_devices(num_ranks: int) -> list[str]:
 # Serving ----------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class _Service:
-    def __init__(
-        self,
-        jobs: Sequence[AdmittedJob],
-        groups: Sequence[_StockGroup],
-        *,
-        folder: Path,
-        way: str,
-    ) -> None:
-        self._coming = deque(sorted(jobs, key=lambda job: job.spec.arrival_s))
+    jobs: Sequence[AdmittedJob]
+    groups: Sequence[_StockGroup]
+    folder: Path
+    way: str
+
+    def __post_init__(self) -> None:
+        self._coming = deque(sorted(self.jobs, key=lambda job: job.spec.arrival_s))
         self._waiting: deque[AdmittedJob] = deque()
-        self._open = {job.job_id: job for job in jobs}
+        self._open = {job.job_id: job for job in self.jobs}
         self._started_s: dict[str, float] = {}
         self._busy_s: dict[str, float] = {}
         self._outcomes: list[JobOutcome] = []
-        self._groups = groups
-        self._folder, self._way = folder, way
         self._began_s = time.monotonic()
 
     @property
@@ -330,17 +327,17 @@ class _Service:
                 self._end(job.job_id, f"timed out {timeout_s:g} s after its arrival")
 
     def _start(self) -> None:
-        for group in self._groups:
+        for group in self.groups:
             if group.job is None and self._waiting:
                 job = group.job = self._waiting.popleft()
                 group.started_s = self._started_s[job.job_id] = self.now_s
                 group.pending = set(range(len(group.connections)))
-                group.tell(MakeJob(job.spec, self._folder / job.info.file))
+                group.tell(MakeJob(job.spec, self.folder / job.info.file))
 
     def _listen(self) -> None:
         senders = {
             connection: (group, rank)
-            for group in self._groups
+            for group in self.groups
             for rank, connection in enumerate(group.connections)
         }
         for connection in wait(list(senders), self._patience_s()):
@@ -388,7 +385,7 @@ class _Service:
                 ended_s=self.now_s,
                 deadline_s=None if deadline_s is None else arrival_s + deadline_s,
                 busy_s=self._busy_s.get(job_id, 0.0),
-                layouts=(self._way,),
+                layouts=(self.way,),
                 error=error,
             )
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,56 +53,44 @@ class Links:
     """Asks for nodes for this number of open jobs; the names are those of nodes that have some."""
 
 
+@dataclass(kw_only=True, eq=False)
 class ClusterBackend:
-    """Hands jobs to the nodes of a cluster. An attempt has the number of its dispatch.
+    """Hands jobs to the nodes of a cluster. An attempt has the number of its dispatch."""
 
-    left_s: seconds from now to the deadline of a job; None without one.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        fleet: Fleet,
-        handout: HandOut,
-        *,
-        clock: Clock,
-        left_s: Callable[[str], float | None],
-        links: Links,
-    ) -> None:
-        self._cluster = cluster
-        self._fleet = fleet
-        self._handout = handout
-        self._clock = clock
-        self._left_s = left_s
-        self._inputs, self._watchers, self._tell = links.inputs, links.watchers, links.tell
-        self._scale = links.scale
-        self._jobs: dict[str, AdmittedJob] = {}
-        self._attempts: dict[int, Dispatch] = {}
-        """Those of living nodes; a report of any other comes too late."""
-        self._ready_slots: set[int] = set()
-        self.outcomes: dict[str, JobOutcome] = {}
-        """How jobs ended on their nodes, until the driver has concluded them."""
+    cluster: Cluster
+    fleet: Fleet
+    handout: HandOut
+    clock: Clock
+    left_s: Callable[[str], float | None]
+    """Seconds from now to the deadline of a job; None without one."""
+    links: Links
+    outcomes: dict[str, JobOutcome] = field(default_factory=dict)
+    """How jobs ended on their nodes, until the driver has concluded them."""
+    _jobs: dict[str, AdmittedJob] = field(default_factory=dict)
+    _attempts: dict[int, Dispatch] = field(default_factory=dict)
+    """Those of living nodes; a report of any other comes too late."""
+    _ready_slots: set[int] = field(default_factory=set)
 
     @property
     def num_ranks(self) -> int:
-        return self._cluster.num_ranks
+        return self.cluster.num_ranks
 
     def wait(self, until: float | None) -> list[Event]:
         """What nodes report, and what is due. Returns at once if another decision may hand out more."""
-        if self._handout.wants_turn:
-            self._handout.wants_turn = False
-            until = self._clock.now_s
-        if self._scale is not None:
-            self._scale(len(self._jobs), {self._node_of(each).name for each in self._attempts.values()})
-        found = [event for each in self._inputs for event in each.take_events(self._clock.now_s)]
-        for report in self._cluster.wait(until):
+        if self.handout.wants_turn:
+            self.handout.wants_turn = False
+            until = self.clock.now_s
+        if self.links.scale is not None:
+            self.links.scale(len(self._jobs), {self._node_of(each).name for each in self._attempts.values()})
+        found = [event for each in self.links.inputs for event in each.take_events(self.clock.now_s)]
+        for report in self.cluster.wait(until):
             found += self._events_of(report)
-        return [*found, *self._clock.due()]
+        return [*found, *self.clock.due()]
 
     def submit(self, dispatch: Dispatch) -> None:
         job_id = dispatch.task.job_id
         self._attempts[dispatch.number] = dispatch
-        job = for_node(self._jobs[job_id], left_s=self._left_s(job_id))
+        job = for_node(self._jobs[job_id], left_s=self.left_s(job_id))
         self._node_of(dispatch).start(job, attempt=dispatch.number)
 
     def stop(self, dispatches: Sequence[Dispatch]) -> None:
@@ -117,7 +105,7 @@ class ClusterBackend:
         """Let nodes follow, those that have the job and those that get it later."""
         if isinstance(event, events.PriorityChanged) and event.job_id in self._jobs:
             self._jobs[event.job_id] = self._jobs[event.job_id].with_priority(event.priority)
-        self._tell(event)
+        self.links.tell(event)
 
     def release(self, job_id: str) -> None:
         self._jobs.pop(job_id, None)
@@ -133,7 +121,7 @@ class ClusterBackend:
         return {}
 
     def _node_of(self, dispatch: Dispatch) -> Node:
-        return self._fleet.nodes[self._fleet.slot_of(dispatch.layout.ranks[0])]
+        return self.fleet.nodes[self.fleet.slot_of(dispatch.layout.ranks[0])]
 
     def _events_of(self, report: Report) -> Iterator[Event]:
         match report:
@@ -142,8 +130,8 @@ class ClusterBackend:
             case NodeLost():
                 yield from self._lost(report)
             case NodeNotes():
-                if self._watchers is not None:
-                    self._watchers.take(report)
+                if self.links.watchers is not None:
+                    self.links.watchers.take(report)
             case JobEnded():
                 dispatch = self._attempts.pop(report.attempt, None)
                 if dispatch is not None:
@@ -155,36 +143,36 @@ class ClusterBackend:
 
     def _joined(self, report: NodeJoined) -> Iterator[Event]:
         node = report.node
-        slot = self._fleet.join(node)
+        slot = self.fleet.join(node)
         if slot is None:
             logger.warning("node %s is not used: there is no place for it in this run", node.name)
             return
         logger.info("node %s joins with %s", node.name, counted(node.num_ranks, "rank"))
-        if self._watchers is not None:
-            self._watchers.join(node.name, node.num_ranks, now_s=self._clock.now_s)
+        if self.links.watchers is not None:
+            self.links.watchers.join(node.name, node.num_ranks, now_s=self.clock.now_s)
         if slot not in self._ready_slots:
             self._ready_slots.add(slot)
-            for lane in self._fleet.lanes_of(slot):
-                yield events.RankReady(self._clock.now_s, lane, 1, 0.0)
+            for lane in self.fleet.lanes_of(slot):
+                yield events.RankReady(self.clock.now_s, lane, 1, 0.0)
 
     def _lost(self, report: NodeLost) -> Iterator[Event]:
         """Its jobs go back to the queue."""
-        slot = self._fleet.lose(report.name)
+        slot = self.fleet.lose(report.name)
         if slot is None:
             return
-        lanes = self._fleet.lanes_of(slot)
+        lanes = self.fleet.lanes_of(slot)
         lost = [number for number, each in self._attempts.items() if each.layout.ranks[0] in lanes]
         jobs = f"; {counted(len(lost), 'job')} of it will start again" if lost else ""
         logger.warning("node %s is gone: %s%s", report.name, report.reason, jobs)
-        if self._watchers is not None:
-            self._watchers.lose(report.name, report.reason, now_s=self._clock.now_s)
+        if self.links.watchers is not None:
+            self.links.watchers.lose(report.name, report.reason, now_s=self.clock.now_s)
         for number in lost:
             del self._attempts[number]
             reason = f"node {report.name} is gone: {report.reason}"
-            yield events.TaskFailed(self._clock.now_s, number, reason, lost=True)
+            yield events.TaskFailed(self.clock.now_s, number, reason, lost=True)
 
     def _ended(self, dispatch: Dispatch, report: JobEnded) -> Iterator[Event]:
-        now_s, job_id, outcome = self._clock.now_s, dispatch.task.job_id, report.outcome
+        now_s, job_id, outcome = self.clock.now_s, dispatch.task.job_id, report.outcome
         if outcome.status == "cancelled":
             yield events.TaskFailed(now_s, dispatch.number, "its node gave it back", void=True)
             return
@@ -282,7 +270,9 @@ def driver_of(
         due_s = state.jobs.records[job_id].deadline_s
         return None if due_s == math.inf else due_s - clock.now_s
 
-    backend = ClusterBackend(cluster, fleet, handout, clock=clock, left_s=left_s, links=links or Links())
+    backend = ClusterBackend(
+        cluster=cluster, fleet=fleet, handout=handout, clock=clock, left_s=left_s, links=links or Links()
+    )
     backend.add(whole)
     driver = Driver(whole, state=state, backend=backend, policy=handout.named, **options)
     driver.handout = handout

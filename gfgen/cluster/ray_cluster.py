@@ -160,7 +160,8 @@ class RayCluster:
         last_s = time.monotonic()  # with a node
         with self._change:
             while not (found := [node for node in self._nodes.values() if is_fit(node)]):
-                if self._nodes or self._may_boot:
+                may_boot = self.options.scales and time.monotonic() < self._began_s + BOOT_S
+                if self._nodes or may_boot:
                     last_s = time.monotonic()
                 elif self._refused or time.monotonic() > last_s + ALONE_S:
                     reasons = dict.fromkeys(self._refused.values()) or [f"there is none since {ALONE_S:g} s"]
@@ -168,10 +169,6 @@ class RayCluster:
                     raise InputError(f"--ray {self.options.address}: no node can {what}\n{text}")
                 self._change.wait(TICK_S)
         return found
-
-    @property
-    def _may_boot(self) -> bool:
-        return self.options.scales and time.monotonic() < self._began_s + BOOT_S
 
     def begin_run(self, clock: Clock, inputs: Sequence[Requests]) -> None:
         """Tell a new driver of the nodes that there are."""

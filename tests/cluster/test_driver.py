@@ -7,6 +7,7 @@ import pytest
 from builders import STEP_S, Recorder, make_job
 from fake_cluster import FakeCluster, FaultyCluster, driver_on
 
+from gfgen.cluster.driver import Links
 from gfgen.cluster.node import LANES_PER_RANK, JobEnded
 from gfgen.cluster.simulated import LATENCY_S, simulate_nodes
 from gfgen.graph import Stage
@@ -172,7 +173,7 @@ def test_another_policy_and_priority_reach_the_nodes_and_the_driver_still_hands_
     jobs = [make_job(f"job-{n}") for n in range(12)]
     driver, _ = driver_on(FakeCluster(num_nodes=2), jobs, policy="fcfs")
     told = []
-    driver.backend._tell = told.append
+    driver.backend.links = Links(tell=told.append)
     change = PolicyChanged(0.0, "srtf", "requested")
     urgent = PriorityChanged(0.0, "job-11", 5)
     driver.clock.at(change)

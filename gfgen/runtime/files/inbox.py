@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,31 +69,23 @@ class _WatchedJob:
     status: Literal["at work", "done", "failed"] = "at work"
 
 
+@dataclass(eq=False)
 class Inbox(Observer):
-    """The job files of a folder and the status of their jobs.
+    """The job files of a folder and the status of their jobs."""
 
-    `admit` returns the jobs that can run and the problems of the others; `now` returns Unix time.
-    """
+    folder: Path
+    _: KW_ONLY
+    output_dir: Path
+    admit: AdmitSpecs
+    """Gives the jobs that can run, and the problems of the others."""
+    skip_invalid: bool = False
+    overwrite: bool = False
+    named_at: float | None = None
+    now: Callable[[], float] = time.time
+    """Unix time."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        output_dir: Path,
-        admit: AdmitSpecs,
-        skip_invalid: bool = False,
-        overwrite: bool = False,
-        named_at: float | None = None,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self.folder = folder
-        self._output_dir = output_dir
-        self._manifest = GrowingManifest(output_dir / MANIFEST_NAME)
-        self._admit = admit
-        self._skip_invalid = skip_invalid
-        self._overwrite = overwrite
-        self._named_at = named_at
-        self._now = now
+    def __post_init__(self) -> None:
+        self._manifest = GrowingManifest(self.output_dir / MANIFEST_NAME)
         self._sights: dict[str, _FileScan] = {}
         self._unreadable: set[str] = set()
         """Names of files that cannot be read, as the log says."""
@@ -102,8 +94,8 @@ class Inbox(Observer):
         """By key of an output name: the key of the job that writes it."""
         self._taken: set[tuple[str, str]] = set()
         """Name and content of the files that this process has taken."""
-        self._before = _read_taken(output_dir / WATCHED_NAME)
-        self._record = LineFile(output_dir / WATCHED_NAME)
+        self._before = _read_taken(self.output_dir / WATCHED_NAME)
+        self._record = LineFile(self.output_dir / WATCHED_NAME)
         self._is_missing = False
         self._found: queue.SimpleQueue[list[AdmittedJob] | Exception] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -113,7 +105,7 @@ class Inbox(Observer):
 
     def start(self, *, admit: AdmitSpecs) -> None:
         """Start watching; `admit` knows which models the ranks have loaded."""
-        self._admit = admit
+        self.admit = admit
         self._thread.start()
 
     def take(self) -> list[AdmittedJob]:
@@ -178,7 +170,7 @@ class Inbox(Observer):
         """Whether the rest of the last line may still come: it has no end, and does not end as JSON does."""
         sight = self._sights[name]
         has_end = not content or content.endswith((b"\n", b"\r", b"\0", b"}", b"]"))
-        if has_end or self._now() >= sight.since + UNFINISHED_S:
+        if has_end or self.now() >= sight.since + UNFINISHED_S:
             return False
         if not sight.is_cut_off:
             logger.info("%s: its last line has no end yet; waiting for it, at most %g s", name, UNFINISHED_S)
@@ -226,7 +218,7 @@ class Inbox(Observer):
 
     def _is_complete(self, name: str, seen: os.stat_result) -> bool:
         """Whether to read the file now: it no longer changes, and this version was not read before."""
-        now = self._now()
+        now = self.now()
         mark = (seen.st_size, seen.st_mtime_ns, seen.st_ino)
         sight = self._sights.get(name)
         if sight is None and seen.st_mtime <= now - SETTLED_S:
@@ -248,7 +240,7 @@ class Inbox(Observer):
         todo = self._todo(jobs, key)
         jobs, refused = self._claim(path, jobs, todo)
         problems = sorted((*problems, *refused), key=lambda problem: problem.line or 0)
-        is_refused = bool(problems) and not (self._skip_invalid and jobs)
+        is_refused = bool(problems) and not (self.skip_invalid and jobs)
         _report(path, problems, is_refused=is_refused)
         if is_refused:
             return []
@@ -264,8 +256,8 @@ class Inbox(Observer):
         parsed = read_job_stream(
             io.BytesIO(content), source=path.name, folder=self.folder, suffix=path.suffix
         )
-        admitted, refused = self._admit(parsed.specs)
-        admitted = with_names(admitted, output_dir=self._output_dir, named_at=self._named_at)
+        admitted, refused = self.admit(parsed.specs)
+        admitted = with_names(admitted, output_dir=self.output_dir, named_at=self.named_at)
         clashes = [self._clash(job, path.name) for job in admitted]
         jobs = [job for job, clash in zip(admitted, clashes, strict=True) if clash is None]
         return jobs, [*parsed.problems, *refused, *filter(None, clashes)]
@@ -298,11 +290,11 @@ class Inbox(Observer):
         at_work = [known.inputs for known in self._known.values() if known.status == "at work"]
         return claim_files(
             jobs,
-            output_dir=self._output_dir,
-            job_file=job_file_name(path, self._output_dir),
+            output_dir=self.output_dir,
+            job_file=job_file_name(path, self.output_dir),
             done={job.job_id for job in jobs}.difference(todo),
             inputs={path: f"the {name} of a job at work" for inputs in at_work for name, path in inputs},
-            overwrite=self._overwrite,
+            overwrite=self.overwrite,
         )
 
     def _todo(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> set[str]:
@@ -314,7 +306,7 @@ class Inbox(Observer):
                 if info.job_id in lines and lines[info.job_id].get("spec_hash") == info.spec_hash
             }
         else:
-            finished = set(finished_jobs(self._output_dir / MANIFEST_NAME, infos, entries=lines))
+            finished = set(finished_jobs(self.output_dir / MANIFEST_NAME, infos, entries=lines))
         return {job.job_id for job in jobs if job.job_id not in finished and not self._is_known(job)}
 
     def _is_known(self, job: AdmittedJob) -> bool:
@@ -340,7 +332,7 @@ class Inbox(Observer):
             "file": key[0],
             "sha256": key[1],
             "jobs": num_jobs,
-            "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now())),
+            "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.now())),
         }
         self._record.append(json.dumps(entry).encode() + b"\n")
 

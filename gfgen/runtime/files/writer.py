@@ -58,7 +58,10 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
         if frames_fd is None:
             raise OutputError("the request came without its frames")
         files = _write(request, frames_fd)
-        made = _size_of_each(frames_fd, len(files)) if request.shape is None else None
+        made = None
+        if request.shape is None:
+            num_frames, height, width, _ = shape_in(frames_fd).pictures
+            made = num_frames // len(files), height, width
     except OutputError as error:
         is_full = getattr(error.__cause__, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         return WriteFailed(request.job_id, reason=str(error), is_full=is_full)
@@ -101,12 +104,6 @@ def _write(request: WriteRequest, frames_fd: int) -> list[tuple[Path, Content]]:
         one = frames[idx : idx + 1]
         files.append((each, write(one, each, replaces=replaces, place=(idx + 1, len(frames)))))
     return files
-
-
-def _size_of_each(fd: int, num_files: int) -> tuple[int, int, int]:
-    """Frames, height and width of each file of an output."""
-    frames, height, width, _ = shape_in(fd).pictures
-    return frames // num_files, height, width
 
 
 def map_output(fd: int) -> tuple[Frames, Sound | None]:
