@@ -62,6 +62,10 @@ class ParsedJobs:
     num_varied: int = 0
 
 
+def _source_name(files: Sequence[str]) -> str:
+    return f"{len(files)} job files" if len(files) > 1 else _name_of(files[0]) if files else PROMPTS_NAME
+
+
 def _name_of(file: str) -> str:
     return STDIN_NAME if file == "-" else file
 
@@ -340,6 +344,10 @@ class JobSource:
             raise InputError(f"JOBS names {twice} twice; name each job file once")
 
     @property
+    def name(self) -> str:
+        return _source_name(self.files)
+
+    @property
     def paths(self) -> Sequence[Path]:
         return [Path(file) for file in self.files if file != "-"]
 
@@ -376,9 +384,10 @@ class JobSource:
                 prompts = ((number, {"prompt": text}) for number, text in enumerate(self.prompts, start=1))
                 entries = _of_file(prompts, PROMPTS_NAME, len(files)) if are_several else prompts
                 jobs.add_file(entries, PROMPTS_NAME, folder=Path())
-        name = f"{len(files)} job files" if len(files) > 1 else _name_of(files[0]) if files else PROMPTS_NAME
         specs, problems = tuple(jobs.specs), tuple(jobs.problems)
-        return ParsedJobs(name, specs, problems, tuple(kinds), tuple(defaults), jobs.num_varied)
+        return ParsedJobs(
+            _source_name(files), specs, problems, tuple(kinds), tuple(defaults), jobs.num_varied
+        )
 
     def _has(self, spec: JobSpec) -> bool:
         has_id = not self.only or any(fnmatchcase(spec.id, pattern) for pattern in self.only)
