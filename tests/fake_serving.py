@@ -43,7 +43,7 @@ from gfgen.layout import Layout
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.core.devices import Devices
-from gfgen.runtime.core.observer import skipped_outcome
+from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files import writer
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
@@ -154,7 +154,7 @@ class FakeNode:
             return
         info, attempt = message.info, message.attempt
         written = Content(len(MOVIE), hashlib.sha256(MOVIE).hexdigest())
-        outcome = replace(skipped_outcome(info), status="done", written=written, warnings=(self._name,))
+        outcome = JobOutcome(info, "done", written=written, warnings=(self._name,))
         threading.Timer(info.spec.flow_shift or 0.0, self._reports.put, [Ended(attempt, outcome)]).start()
 
     def read(self, file: str, offset: int, size: int) -> bytes:

@@ -25,6 +25,7 @@ from gfgen.bench.stock_worker import (
     JobMade,
     MakeJob,
     RankAnswer,
+    StockRanks,
     StockSettings,
     TryJob,
     serve,
@@ -51,15 +52,6 @@ class StockOptions:
     is_uneven: bool | None = None
     """Whether shards may differ in length; None: only if diffusers refuses otherwise."""
     is_compiled: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StockRanks:
-    checkpoint: Path
-    num_ranks: int
-    device: str
-    has_random_weights: bool = False
-    vae_dtype: str = "auto"
 
 
 def is_stock(text: str) -> bool:
@@ -210,16 +202,13 @@ def _started(
         for rank in range(degree):
             ours, theirs = context.Pipe()
             settings = StockSettings(
-                ranks.checkpoint,
+                ranks,
                 rank,
                 degree,
                 store=str(stores / f"store-{first}"),
-                device=ranks.device,
                 visible=None if visible is None else ",".join(visible[first : first + degree]),
                 is_uneven=is_uneven,
                 is_compiled=options.is_compiled,
-                has_random_weights=ranks.has_random_weights,
-                vae_dtype=ranks.vae_dtype,
                 num_threads=_threads_of(ranks),
             )
             process = context.Process(target=serve, args=(theirs, settings), daemon=True)

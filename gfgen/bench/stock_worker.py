@@ -27,18 +27,27 @@ TRIED_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class StockSettings:
+class StockRanks:
+    """All ranks of a run."""
+
     checkpoint: Path
+    num_ranks: int
+    device: str
+    """"cpu", or "cuda": a rank has the visible device of its number."""
+    has_random_weights: bool = False
+    vae_dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class StockSettings:
+    ranks: StockRanks
     rank: int
     num_ranks: int
+    """Of its group."""
     store: str
-    device: str
-    """"cpu", or "cuda" for visible device number `rank`."""
     visible: str | None = None
     is_uneven: bool = False
     is_compiled: bool = False
-    has_random_weights: bool = False
-    vae_dtype: str = "auto"
     num_threads: int = 1
     """Threads of torch on the host."""
 
@@ -109,17 +118,18 @@ def _pipeline(settings: StockSettings) -> Any:
     from gfgen.models.loading.stock_pipeline import StockPipeline, join_group
 
     torch.set_num_threads(settings.num_threads)
-    device = settings.device if settings.device == "cpu" else f"cuda:{settings.rank}"
+    ranks = settings.ranks
+    device = ranks.device if ranks.device == "cpu" else f"cuda:{settings.rank}"
     if settings.num_ranks > 1:
         join_group(rank=settings.rank, num_ranks=settings.num_ranks, store=settings.store, device=device)
     return StockPipeline(
-        settings.checkpoint,
+        ranks.checkpoint,
         device=device,
         num_ranks=settings.num_ranks,
         is_uneven=settings.is_uneven,
         is_compiled=settings.is_compiled,
-        has_random_weights=settings.has_random_weights,
-        vae_dtype=settings.vae_dtype,
+        has_random_weights=ranks.has_random_weights,
+        vae_dtype=ranks.vae_dtype,
     )
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import click
 
 from gfgen.bench.policy_comparison import PolicyRun, attempt
-from gfgen.bench.stock import StockRanks, is_stock, run_stock, stock_options
+from gfgen.bench.stock import is_stock, run_stock, stock_options
+from gfgen.bench.stock_worker import StockRanks
 from gfgen.bench.workloads import (
     Name,
     StandAlone,

@@ -32,7 +32,7 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.session.admission import Admission, resolved_model
 from gfgen.session.ranks import AskedRanks, Ranks, made_with
@@ -188,12 +188,12 @@ class JobFeed(Observer):
         info = replace(start.info, file=f"{attempt_folder(start.attempt)}/{start.info.file}")
         if start.attempt in self._early:
             self._early.discard(start.attempt)
-            self._send(start.attempt, replace(skipped_outcome(info), status="cancelled"))
+            self._send(start.attempt, JobOutcome(info, "cancelled"))
             return
         admitted, problems = self._admission([info.asked])
         if problems:
             reason = "; ".join(str(replace(problem, line=None)) for problem in problems)
-            self._send(start.attempt, replace(skipped_outcome(info), status="failed", error=reason))
+            self._send(start.attempt, JobOutcome(info, "failed", error=reason))
             return
         self._attempts[info.job_id] = start.attempt
         self._waiting.append(replace(admitted[0], info=info))
@@ -213,7 +213,7 @@ class JobFeed(Observer):
         for job in self._waiting:
             if job.job_id == job_id:
                 self._waiting.remove(job)
-                self.ended(replace(skipped_outcome(job.info), status="cancelled"))
+                self.ended(JobOutcome(job.info, "cancelled"))
                 return ()
         return [events.JobCancelled(now_s, job_id)]
 

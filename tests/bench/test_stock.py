@@ -150,7 +150,7 @@ def test_the_largest_degree_that_is_accepted_is_taken(monkeypatch, most, text, w
         stock, "_started", lambda *args, is_uneven, **_: picky.start(args[3], is_uneven=is_uneven)
     )
     monkeypatch.setattr(stock, "_refusal", lambda _, group, **__: picky.refusal(group))
-    ranks = stock.StockRanks(Path("."), 4, "cpu")
+    ranks = stock_worker.StockRanks(Path("."), 4, "cpu")
     with stock._accepted_groups([make_job("a")], stock_options(text), ranks, lambda line: None) as found:
         assert found[1] == way
     assert picky.started == started
@@ -217,7 +217,8 @@ def test_ranks_leave_an_interrupt_to_their_parent_and_end_without_a_word(monkeyp
     ours, theirs = multiprocessing.Pipe()
     ours.close()
     try:
-        stock_worker.serve(theirs, stock_worker.StockSettings(Path("."), 1, 2, store="", device="cpu"))
+        ranks = stock_worker.StockRanks(Path("."), 2, "cpu")
+        stock_worker.serve(theirs, stock_worker.StockSettings(ranks, 1, 2, store=""))
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == [signal.SIG_IGN]

@@ -22,7 +22,7 @@ from gfgen.cli.shown.progress import (
     make_progress,
     outcome_line,
 )
-from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome, with_view
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, with_view
 from gfgen.runtime.simulate.forecast import forecast
 
 
@@ -149,7 +149,7 @@ def test_skipped_jobs_are_counted_and_not_listed(caplog: pytest.LogCaptureFixtur
         for observer in observers:
             observer.began((job_info("a"),), num_ranks=1, policy="fcfs")
             for name in ("x", "y"):
-                observer.ended(skipped_outcome(job_info(name)))
+                observer.ended(JobOutcome(job_info(name), "skipped"))
     assert caplog.messages == ["1 job on 1 rank, policy fcfs; 2 done before and skipped"]
 
 

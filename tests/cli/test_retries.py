@@ -12,7 +12,7 @@ from builders import make_job
 from gfgen.cli.run import run_jobs
 from gfgen.errors import InterruptedRunError, OutputError
 from gfgen.runtime.core.metrics import Summary
-from gfgen.runtime.core.observer import JobOutcome, skipped_outcome
+from gfgen.runtime.core.observer import JobOutcome
 
 
 class Session:
@@ -32,9 +32,7 @@ class Session:
         self.traces.append(any(type(each).__name__ == "TraceWriter" for each in observers))
         assert len(self.runs) == 1 or all(job.spec.arrival_s == 0 for job in jobs)
         for job in jobs:
-            outcome: JobOutcome = replace(
-                skipped_outcome(job.info), status="failed" if job.job_id in failing else "done"
-            )
+            outcome: JobOutcome = JobOutcome(job.info, "failed" if job.job_id in failing else "done")
             for observer in observers:
                 observer.ended(outcome)
         for observer in observers:

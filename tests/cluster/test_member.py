@@ -1,7 +1,6 @@
 """The process of a node and the way of its files, without Ray and without a session."""
 
 import queue
-from dataclasses import replace
 from multiprocessing import Pipe
 
 import pytest
@@ -12,7 +11,7 @@ from gfgen.cluster.ray_node import FileDelivery
 from gfgen.errors import OutputError, Problem
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import JobCancelled, RankReady, StopRequested, TaskDone
-from gfgen.runtime.core.observer import skipped_outcome
+from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.ipc.content import content_of
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 
@@ -48,8 +47,8 @@ def test_jobs_come_with_their_attempts_and_end_with_them(wire):
     (taken,) = wire.feed.take()
     assert taken.info.file == "attempt-7/fox.png"
     assert taken.spec == job.spec
-    wire.feed.ended(replace(skipped_outcome(taken.info), status="done"))
-    assert wire.end.recv() == Ended(7, replace(skipped_outcome(taken.info), status="done"))
+    wire.feed.ended(JobOutcome(taken.info, "done"))
+    assert wire.end.recv() == Ended(7, JobOutcome(taken.info, "done"))
 
 
 def test_a_running_job_is_cancelled_by_an_event_and_a_waiting_one_at_once(wire):
@@ -81,7 +80,7 @@ def test_the_tasks_of_a_job_are_told_before_its_end(wire):
     wire.feed.dispatched(recorder.dispatches[0])
     for event in recorder.events:
         wire.feed.applied(event)
-    wire.feed.ended(replace(skipped_outcome(job.info), status="done"))
+    wire.feed.ended(JobOutcome(job.info, "done"))
     noted = wire.end.recv()
     assert noted.notes[0] == recorder.dispatches[0]
     assert {type(note) for note in noted.notes} == {Dispatch, RankReady, TaskDone}, "and none of jobs"
@@ -103,7 +102,7 @@ def delivery(tmp_path):
     def deliver(job, content=b"hello"):
         made = tmp_path / "node.png"
         made.write_bytes(b"hello")
-        outcome = replace(skipped_outcome(job.info), status="done", written=content_of(made))
+        outcome = JobOutcome(job.info, "done", written=content_of(made))
         found = FileDelivery(job, outcome, attempt=3, output_dir=tmp_path / "out")
         asked = queue.SimpleQueue()
 

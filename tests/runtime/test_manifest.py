@@ -11,7 +11,7 @@ import pytest
 from acted_run import ActedRun, Part, job_info
 
 from gfgen.errors import OutputError
-from gfgen.runtime.core.observer import JobInfo, JobOutcome, skipped_outcome
+from gfgen.runtime.core.observer import JobInfo, JobOutcome
 from gfgen.runtime.files.manifest import (
     GrowingManifest,
     ManifestWriter,
@@ -166,7 +166,7 @@ def test_prompt_in_any_script_stays_on_one_line(tmp_path: Path) -> None:
 def test_skipped_job_gets_no_line(tmp_path: Path) -> None:
     path = write(tmp_path, outcome(job_info("a")))
     before = path.read_bytes()
-    write(tmp_path, skipped_outcome(job_info("a")))
+    write(tmp_path, JobOutcome(job_info("a"), "skipped"))
     assert path.read_bytes() == before
 
 

@@ -12,7 +12,7 @@ from builders import make_job
 
 from gfgen.cli.run_files import FileHook, run_done_hook
 from gfgen.runtime.core.metrics import Summary
-from gfgen.runtime.core.observer import JobOutcome, skipped_outcome
+from gfgen.runtime.core.observer import JobOutcome
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def heard(caplog, monkeypatch):
 
 
 def outcome(job_id: str, status: str = "done") -> JobOutcome:
-    return replace(skipped_outcome(make_job(job_id).info), status=status)  # type: ignore[arg-type]
+    return JobOutcome(make_job(job_id).info, status)  # type: ignore[arg-type]
 
 
 def test_each_finished_file_runs_the_command_in_order(tmp_path: Path, heard) -> None:

@@ -21,7 +21,7 @@ from gfgen.runtime.core.admission import AdmittedJob, arriving_after
 from gfgen.runtime.core.dispatch import Dispatch, GivenUp
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.metrics import Metrics, Summary
-from gfgen.runtime.core.observer import JobOutcome, Observer, skipped_outcome
+from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.journal import Journal, NoJournal
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.snapshot import Decision, Snapshot
@@ -179,7 +179,7 @@ class Control:
         for observer in self.observers:
             observer.began(infos, num_ranks=len(self.state.ranks.records), policy=policy.name)
             for job in self._skipped:
-                observer.ended(skipped_outcome(job.info))
+                observer.ended(JobOutcome(job.info, "skipped"))
         for job in self._jobs:
             self.schedule(job)
         if self.state.closing.closes_s < math.inf:

@@ -65,11 +65,9 @@ class AdmittedJob:
         return 4096 + self.trajectory.frames_bytes // SHRINKS.get(Path(self.info.file).suffix.lower(), 4)
 
     def with_priority(self, priority: int) -> AdmittedJob:
-        """The same job with another priority."""
         return replace(self, info=replace(self.info, spec=replace(self.spec, priority=priority)))
 
     def warned(self, *warnings: Warned) -> AdmittedJob:
-        """The same job with more warnings."""
         if not warnings:
             return self
         return replace(self, info=replace(self.info, warnings=(*self.info.warnings, *warnings)))

@@ -35,8 +35,6 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU that ranks may use."""
-
     name: str
     memory_bytes: int
     peers: frozenset[int] | None = None

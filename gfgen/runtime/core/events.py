@@ -44,8 +44,6 @@ class JobCancelled(Event):
 
 @dataclass(frozen=True, slots=True)
 class PriorityChanged(Event):
-    """A job has another priority from now on."""
-
     job_id: str
     priority: int
 
@@ -186,8 +184,6 @@ class FramesLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class PolicyChanged(Event):
-    """Another policy decides from now on."""
-
     policy: str
     reason: str
 

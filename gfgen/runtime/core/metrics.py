@@ -272,7 +272,6 @@ class Metrics(Observer):
         self._memory = use
 
     def summary(self) -> Summary:
-        """The numbers so far."""
         num_skipped, num_ended = self._num_ended["skipped"], self._num_ended.total()
         by_tag = {tag: Attainment(self._num_met[tag], num_due) for tag, num_due in self._num_due.items()}
         ranks = range(max(self._num_ranks, *(rank + 1 for rank in self._busy_s), 0))

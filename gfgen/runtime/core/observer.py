@@ -67,18 +67,18 @@ class JobInfo:
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """How a job ended. Times are seconds since the start of the run."""
+    """How a job ended. Times are seconds since the start of the run, or 0 if it never was part of it."""
 
     info: JobInfo
     status: OutcomeStatus
-    arrival_s: float
-    started_s: float | None
+    arrival_s: float = 0.0
+    started_s: float | None = None
     """Start of its first task on a rank."""
-    ended_s: float
-    deadline_s: float | None
-    busy_s: float
+    ended_s: float = 0.0
+    deadline_s: float | None = None
+    busy_s: float = 0.0
     """Time on ranks, summed over its tasks."""
-    layouts: tuple[str, ...]
+    layouts: tuple[str, ...] = ()
     """In order of use, without consecutive repeats."""
     error: str | None = None
     warnings: tuple[str, ...] = ()
@@ -109,20 +109,6 @@ class JobOutcome:
         if self.deadline_s is None or self.status == "cancelled":
             return None
         return self.status == "done" and self.ended_s <= self.deadline_s
-
-
-def skipped_outcome(info: JobInfo) -> JobOutcome:
-    """The outcome of a job that an earlier run finished."""
-    return JobOutcome(
-        info=info,
-        status="skipped",
-        arrival_s=0.0,
-        started_s=None,
-        ended_s=0.0,
-        deadline_s=None,
-        busy_s=0.0,
-        layouts=(),
-    )
 
 
 class Observer:

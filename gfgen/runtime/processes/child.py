@@ -181,7 +181,6 @@ class Child:
         self.since_s = self.clock.now_s
 
     def enter(self, phase: Phase) -> None:
-        """Go on to another phase."""
         assert phase in TRANSITIONS[self.phase], f"{self.name} goes from {self.phase} to {phase}"
         self.has_started |= phase in (Phase.INTRODUCING, Phase.SERVING)
         self.phase, self.since_s = phase, self.clock.now_s
@@ -246,8 +245,6 @@ class Child:
 
 
 class WriterProcess(Child):
-    """A process that encodes and writes files."""
-
     __slots__ = ()
 
     def hear(self, message: Any) -> Sequence[Joined]:
@@ -258,8 +255,6 @@ class WriterProcess(Child):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RankProcess(Child):
-    """The process of a rank."""
-
     rank: int
     incarnation: int = 1
     has_arenas: bool = False
