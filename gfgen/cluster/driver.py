@@ -71,10 +71,6 @@ class ClusterBackend:
     """Those of living nodes; a report of any other comes too late."""
     _ready_slots: set[int] = field(default_factory=set)
 
-    @property
-    def num_ranks(self) -> int:
-        return self.cluster.num_ranks
-
     def wait(self, until: float | None) -> list[Event]:
         """What nodes report, and what is due. Returns at once if another decision may hand out more."""
         if self.handout.wants_turn:
@@ -206,11 +202,6 @@ class Driver(Control):
     """One run on a cluster, from the first arrival to the last file."""
 
     backend: ClusterBackend
-
-    @property
-    def num_ranks(self) -> int:
-        return self.backend.num_ranks
-
     handout: HandOut
 
     def record(self, event: Event) -> None:

@@ -90,11 +90,6 @@ Report = NodeJoined | NodeLost | JobEnded | NodeNotes
 
 
 class Cluster(Protocol):
-    @property
-    def num_ranks(self) -> int:
-        """Of the nodes that live."""
-        ...
-
     def wait(self, until_s: float | None) -> Sequence[Report]:
         """Reports in their order; returns without any when the clock reaches `until_s`, or before."""
         ...

@@ -116,10 +116,6 @@ class RayCluster:
         with self._lock:
             return [node for node in self._nodes.values() if node.ready is not None]
 
-    @property
-    def num_ranks(self) -> int:
-        return sum(node.num_ranks for node in self.joined)
-
     def find_model(self, name: str) -> ResolvedModel:
         """The model, from a node that has it. Raises: ModelError if none has."""
         reason = ""

@@ -134,10 +134,6 @@ class SimulatedCluster:
     def nodes(self) -> Sequence[SimulatedNode]:
         return tuple(self._nodes.values())
 
-    @property
-    def num_ranks(self) -> int:
-        return sum(node.num_ranks for node in self._nodes.values())
-
     def join(self, node: SimulatedNode, at_s: float = 0.0) -> None:
         self._nodes[node.name] = node
         self._post(NodeJoined(node), at_s)
