@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -101,12 +100,6 @@ class TestHash:
             assert spec is not None
             hashes.add(spec_hash(spec))
         assert len(hashes) == 2
-
-    def test_an_image_is_read_when_admission_has_not_hashed_it(self, tmp_path: Path) -> None:
-        (tmp_path / "a.png").write_bytes(b"pixels")
-        sha256 = hashlib.sha256(b"pixels").hexdigest()
-        spec = replace(FULL, image=str(tmp_path / "a.png"))
-        assert spec_hash(spec) == spec_hash(replace(spec, image_sha256=sha256))
 
     def test_the_canonical_text_is_frozen(self) -> None:
         # A change here makes every finished job of every user run again.

@@ -188,15 +188,10 @@ def spec_hash(spec: JobSpec, *, has_random_weights: bool = False) -> str:
 
 
 def canonical_spec(spec: JobSpec, *, has_random_weights: bool = False) -> str:
-    """The text that is hashed: JSON in ASCII, sorted keys, only what the job says.
-
-    Raises: OSError when an image was not hashed at admission and cannot be read now.
-    """
+    """The text that is hashed: JSON in ASCII, sorted keys, only what the job says."""
     said = {name: getattr(spec, name) for name in HASHED_FIELDS}
     if spec.seed is None and spec.id:
         said["seed"] = default_seed(spec.id)
-    if spec.image is not None and spec.image_sha256 is None:
-        said["image_sha256"] = hashlib.sha256(Path(spec.image).read_bytes()).hexdigest()
     if has_random_weights:
         said["weights"] = "random"
     return _canonical(said)
