@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import functools
 import importlib.util
 import logging
@@ -17,10 +18,12 @@ import platform
 import re
 import resource
 import sys
+import time
 import zoneinfo
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import IO
 
 from gfgen.errors import InputError
 from gfgen.system.home import home
@@ -28,6 +31,7 @@ from gfgen.system.wording import counted, size_in_words
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.05
 _SPARE_FILES = 8
 """Files that a run has open at once beside its outputs."""
 _PACKAGES = ("gfgen", "torch", "diffusers", "transformers")
@@ -93,6 +97,28 @@ def cache_dir() -> Path:
 def prepared_dirs() -> list[Path]:
     """$GFGEN_PREPARED, which is only read: a folder that `gfgen cache fill` filled, as for a container."""
     return [Path(own).expanduser()] if (own := os.environ.get("GFGEN_PREPARED")) else []
+
+
+def locked(path: Path, *, timeout_s: float) -> IO[bytes]:
+    """An open file that no other caller has until it is closed, or until the process ends.
+
+    It is for files that one process makes while others wait for it.
+
+    After the timeout it comes without the lock: what it guards is then made twice, which is harmless.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+    until_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another has it
+            if time.monotonic() < until_s:
+                time.sleep(_POLL_S)
+                continue
+        except OSError:  # the file system has no locks
+            pass
+        return file
 
 
 def file_stem(device: str) -> str:

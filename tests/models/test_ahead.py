@@ -21,7 +21,7 @@ from gfgen.models.ahead.places import compiler_dirs, pin_compilers
 from gfgen.models.ahead.pool import LIST, Compiling, Uses, all_calls, needed
 from gfgen.models.families.registry import WEIGHTS
 from gfgen.models.geometry.model import CONFIGS
-from gfgen.system.sharing import locked
+from gfgen.system.machine import locked
 
 QWEN, WAN = CONFIGS / "qwen-image", CONFIGS / "wan2.2-ti2v-5b"
 PLAIN = Uses(layers=("auto",), attention=("auto",), vae_dtypes=("auto",), has_images=False, has_patches=False)
@@ -84,7 +84,7 @@ def test_a_kernel_that_fails_does_not_end_the_others() -> None:
 
 def test_a_process_waits_for_what_another_one_makes(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from gfgen.system.sharing import locked\n"
+        "import sys, time; from pathlib import Path; from gfgen.system.machine import locked\n"
         "lock, made = map(Path, sys.argv[1:])\n"
         "with locked(lock, timeout_s=60):\n"
         "    if not made.exists():\n"

@@ -17,8 +17,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
 from gfgen.errors import RunError
-from gfgen.system.machine import cache_dir, prepared_dirs
-from gfgen.system.sharing import locked
+from gfgen.system.machine import cache_dir, locked, prepared_dirs
 
 KERNELS = "cuda/kernels.cu"
 OPTIONS = ("--std=c++17",)

@@ -26,8 +26,7 @@ from gfgen.errors import in_one_line
 from gfgen.gfc.cuda import compiler
 from gfgen.models.ahead.places import LOOKUP, STORE, pin_compilers
 from gfgen.system import lifeline
-from gfgen.system.machine import num_cores
-from gfgen.system.sharing import locked
+from gfgen.system.machine import locked, num_cores
 
 EXCHANGES = "exchanges"
 _KINDS = {"row_kernels": "denoising", "frame_kernels": "decoding", "low_rank": "LoRAs"}

@@ -15,8 +15,7 @@ from pathlib import Path
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from gfgen.system.machine import prepared_dirs
-from gfgen.system.sharing import locked
+from gfgen.system.machine import locked, prepared_dirs
 
 WAIT_S = 30.0
 """For another process to compile a kernel, which takes at most 2 s of a core."""
