@@ -22,6 +22,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.files.manifest import is_finished, read_manifest
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.runtime.predict.cost import CostModel
@@ -36,6 +37,12 @@ STEP_S = 0.1
 def read_jobs(*files: Path | str, has_bar: bool = False, **fields: Any) -> ParsedJobs:
     """All jobs of these files and of `prompts`."""
     return JobSource(files=tuple(map(str, files)), **fields).read(has_bar=has_bar)
+
+
+def finished_jobs(path: Path, infos: Sequence[JobInfo]) -> set[str]:
+    """Ids of the jobs that a manifest has as finished."""
+    lines = read_manifest(path)
+    return {info.job_id for info in infos if is_finished(info, lines.get(info.job_id), path.parent)}
 
 
 def make_job(

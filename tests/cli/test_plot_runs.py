@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from acted_run import WRITTEN, ActedRun, Part, batch, job_info
+from builders import finished_jobs
 
 from gfgen.cli.shown.picture import draw_runs, figures_of, find_traces, plot_runs
 from gfgen.cli.shown.timeline import read_timeline
 from gfgen.errors import InputError
-from gfgen.runtime.files.manifest import ManifestWriter, finished_jobs
+from gfgen.runtime.files.manifest import ManifestWriter
 from gfgen.runtime.report.trace import TraceWriter
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from acted_run import ActedRun, Part, job_info
+from builders import finished_jobs
 
 from gfgen.errors import OutputError
 from gfgen.runtime.core.observer import JobInfo, JobOutcome
 from gfgen.runtime.files.manifest import (
     GrowingManifest,
     ManifestWriter,
-    finished_jobs,
     read_files,
     read_manifest,
 )

@@ -31,7 +31,7 @@ from gfgen.job.spec import JobSpec, input_files, name_key
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome, Observer
-from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME, GrowingManifest, finished_jobs
+from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME, GrowingManifest, is_finished
 from gfgen.runtime.files.ownership import claim_files, job_file_name, with_names
 from gfgen.system.linefile import LineFile, read_from
 from gfgen.system.wording import counted
@@ -298,16 +298,15 @@ class Inbox(Observer):
         )
 
     def _todo(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> set[str]:
-        infos, lines = [job.info for job in jobs], self._manifest.read()
-        if key in self._before:  # taken before: a job with a line in the manifest has ended
-            finished = {
-                info.job_id
-                for info in infos
-                if info.job_id in lines and lines[info.job_id].get("spec_hash") == info.spec_hash
-            }
-        else:
-            finished = set(finished_jobs(self.output_dir / MANIFEST_NAME, infos, entries=lines))
-        return {job.job_id for job in jobs if job.job_id not in finished and not self._is_known(job)}
+        lines = self._manifest.read()
+
+        def has_ended(job: AdmittedJob) -> bool:
+            line = lines.get(job.job_id)
+            if key in self._before:  # taken before: a job with a line in the manifest has ended
+                return line is not None and line.get("spec_hash") == job.info.spec_hash
+            return is_finished(job.info, line, self.output_dir)
+
+        return {job.job_id for job in jobs if not self._is_known(job) and not has_ended(job)}
 
     def _is_known(self, job: AdmittedJob) -> bool:
         """Whether this very job is at work, or done."""

@@ -201,30 +201,20 @@ def check_own(path: Path) -> None:
             raise InputError(f"{path}: was not written by gfgen; name another --output")
 
 
-def finished_jobs(
-    path: Path, infos: Iterable[JobInfo], *, entries: Mapping[str, ManifestLine] | None = None
-) -> frozenset[str]:
-    """Ids of the jobs that need not run again; `entries` are the manifest's lines if they were read before.
+def is_finished(info: JobInfo, entry: ManifestLine | None, folder: Path) -> bool:
+    """Whether a job need not run again: `entry`, its latest line, says so, and its files are there.
 
-    Their latest line says done with the same spec hash and file name, and the file has its recorded size.
+    The line says done with the same spec hash and file names, and the files have their recorded sizes.
     """
-    entries = read_manifest(path) if entries is None else entries
-    return frozenset(
-        info.job_id
-        for info in infos
-        if info.job_id in entries and _is_finished(path, entries[info.job_id], info)
-    )
-
-
-def _is_finished(path: Path, entry: ManifestLine, info: JobInfo) -> bool:
-    if entry.get("status") != "done" or entry.get(SIMULATED) or entry.get("spec_hash") != info.spec_hash:
+    if entry is None or entry.get("status") != "done" or entry.get(SIMULATED):
         return False
     files = _of_each_file(entry)
     numbered = [numbered_name(info.file, number) for number in range(1, len(files) + 1)]
-    if [file.get("file") for file in files] != (numbered if "outputs" in entry else [info.file]):
+    names = [file.get("file") for file in files]
+    if entry.get("spec_hash") != info.spec_hash or names != (numbered if "outputs" in entry else [info.file]):
         return False
     try:
-        return all((path.parent / file["file"]).stat().st_size == file.get("size_bytes") for file in files)
+        return all((folder / file["file"]).stat().st_size == file.get("size_bytes") for file in files)
     except OSError:
         return False
 

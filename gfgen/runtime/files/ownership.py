@@ -33,7 +33,7 @@ from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
     SIMULATED,
     ManifestLine,
-    finished_jobs,
+    is_finished,
     read_files,
     read_manifest,
 )
@@ -149,9 +149,11 @@ class Claims:
     def done(self, jobs: Sequence[AdmittedJob]) -> Collection[str]:
         """Ids of the jobs that need not run again."""
         named = with_names(jobs, output_dir=self.output_dir, named_at=self.named_at)
-        infos, path = [job.info for job in named], self.output_dir / MANIFEST_NAME
-        entries = self._made_by_force(infos, path) if self.force else self.entries
-        self.done_ids |= finished_jobs(path, infos, entries=entries)
+        infos, folder = [job.info for job in named], self.output_dir
+        entries = self._made_by_force(infos, folder / MANIFEST_NAME) if self.force else self.entries
+        self.done_ids |= {
+            each.job_id for each in infos if is_finished(each, entries.get(each.job_id), folder)
+        }
         return self.done_ids
 
     def _made_by_force(self, infos: Sequence[JobInfo], path: Path) -> Mapping[str, ManifestLine]:
