@@ -7,14 +7,15 @@ import sys
 import textwrap
 import threading
 
-from gfgen.system import forkserver
+from gfgen.runtime.processes import launcher
 
 START = """
     import multiprocessing, os, signal, time
-    from gfgen.system import forkserver, signals
+    from gfgen.runtime.processes import launcher
+    from gfgen.system import signals
 
     def start_one():
-        forkserver.ensure_running()
+        launcher.ensure_fork_server()
         process = multiprocessing.get_context("forkserver").Process(target=time.time)
         process.start()
         process.join()
@@ -63,14 +64,14 @@ def test_signals_to_all_processes_of_a_run_end_neither_the_server_nor_what_it_fo
         numbers = signals.FOR_THE_RUN
         for number in numbers:
             signal.signal(number, lambda *_: None)
-        forkserver.ensure_running()
+        launcher.ensure_fork_server()
         process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60,))
         process.start()
         for number in numbers:
             os.killpg(0, number)
         start_one()
         assert process.is_alive()
-        for pid in (process.pid, forkserver.multiprocessing.forkserver._forkserver._forkserver_pid):
+        for pid in (process.pid, launcher.multiprocessing.forkserver._forkserver._forkserver_pid):
             os.kill(pid, signal.SIGKILL)
         process.join()
         assert process.exitcode in (-signal.SIGKILL, 255)
@@ -85,7 +86,7 @@ def test_a_signal_that_comes_while_the_server_starts_is_not_lost():
     came = []
     previous = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
-        with forkserver._signals_blocked():
+        with launcher._signals_blocked():
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # other threads would take it
             assert came == []
         assert came == [signal.SIGTERM]

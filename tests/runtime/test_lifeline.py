@@ -26,11 +26,11 @@ os.wait()
 NATIVE_CALL = """
 import ctypes, os, signal, sys
 from functools import partial
-from gfgen.system import forkserver
-forkserver.ensure_running([1])
+from gfgen.runtime.processes import launcher
+launcher.ensure_fork_server([1])
 sleep = "import ctypes, os; os.write(1, b'x'); ctypes.{}(None).sleep(600)"
 for library in ("PyDLL", "CDLL"):  # holds the interpreter's lock, and does not
-    process = forkserver.multiprocessing.get_context("forkserver").Process(
+    process = launcher.multiprocessing.get_context("forkserver").Process(
         target=exec, args=(sleep.format(library),), daemon=True
     )
     process.start()

@@ -1,23 +1,40 @@
 """Starts processes: forks them from a fork server that has only done the imports.
 
 Importing torch takes seconds, and CUDA must not be initialised before a fork.
+
+`multiprocessing` keeps the socket of its fork server in a folder under /tmp until the process exits; a killed
+process leaves both there. Here they are removed as soon as the server listens, and a descriptor serves to ask
+for new processes. An abstract socket would let any user of the machine connect (CVE-2022-42919).
+
+The kernel kills the server with the run, and the server's children with the server (`lifeline`). None of
+them gets signals meant for the run, which `timeout`, `kill -- -GROUP` and a closing terminal send to every
+process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
+import signal
 import socket
-from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess, current_process
+from typing import Any
 
 from gfgen.errors import WorkerError
 from gfgen.models.ahead.places import pin_compilers
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.system import forkserver, machine
+from gfgen.system import machine
+from gfgen.system.lifeline import PACKAGE_ROOT
+from gfgen.system.signals import FOR_THE_RUN
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +49,9 @@ PRELOADS = {
 themselves, at the same time, so no fork inherits what it asks CUDA."""
 MAX_FORKS = 3
 """Tries to start a process if it, or the fork server, is killed during its start."""
+
+
+_BY_DESCRIPTOR = "/proc/self/fd/"
 
 
 class Launcher:
@@ -66,7 +86,7 @@ class Launcher:
         """All processes keep these open until they end."""
         self._worker_main = worker_main or WORKER_MAINS[settings.device]
         self._writer_main = writer_main
-        forkserver.ensure_running(keep_fds)
+        ensure_fork_server(keep_fds)
 
     def start_worker(self, rank: int, checkpoints: tuple[str, ...]) -> tuple[BaseProcess, Channel]:
         settings = WorkerSettings(rank, checkpoints, self._settings, self._tuned_tables)
@@ -91,7 +111,7 @@ class Launcher:
         self, name: str, target: str, settings: tuple[WorkerSettings, ...]
     ) -> tuple[BaseProcess, Channel]:
         """Try once. If this fails and the process has begun, it ends with its channel."""
-        forkserver.ensure_running(self._keep_fds)  # it may have died
+        ensure_fork_server(self._keep_fds)  # it may have died
         ours, theirs = Channel.pair()
         arguments = (target, theirs, *settings)
         process = self._context.Process(target=_enter, args=arguments, name=f"gfgen {name}", daemon=True)
@@ -110,3 +130,95 @@ def _enter(target: str, *arguments: socket.socket | WorkerSettings) -> None:
     module_name, _, attribute = target.partition(":")
     main: Callable[..., None] = getattr(importlib.import_module(module_name), attribute)
     main(*arguments)
+
+
+# The fork server ---------------------------------------------------------------------------------
+
+
+def ensure_fork_server(keep_fds: Sequence[int] = ()) -> None:
+    """Start the fork server unless it runs.
+
+    It and all that it forks ignore signals for the run, die with the run and keep `keep_fds` open.
+    """
+    # The kernel would kill the server at the end of any other thread.
+    assert threading.current_thread() is threading.main_thread(), "the main thread starts processes"
+    server: Any = multiprocessing.forkserver._forkserver
+    address_before = server._forkserver_address
+    with (
+        _our_start(keep_fds),
+        tempfile.TemporaryDirectory(prefix="gfgen-") as made,
+        _socket_folder(made) as folder,
+    ):
+        with _signals_blocked():
+            multiprocessing.resource_tracker.ensure_running()
+        with _signals_blocked():  # again: the tracker's start lets some of them through
+            server.ensure_running()
+        address = server._forkserver_address
+        if address == address_before:
+            return
+        if address.startswith(folder):
+            server._forkserver_address = f"{_BY_DESCRIPTOR}{os.open(address, os.O_PATH | os.O_CLOEXEC)}"
+    if address_before and address_before.startswith(_BY_DESCRIPTOR):
+        os.close(int(address_before.removeprefix(_BY_DESCRIPTOR)))
+
+
+@contextlib.contextmanager
+def _our_start(keep_fds: Sequence[int]) -> Iterator[None]:
+    """Start processes so that they find our modules, and the fork server so that it dies with this process.
+
+    They are started with `-c`, which searches the current folder before the standard library; `-P` keeps them
+    from taking a random.py there for Python's own.
+    """
+    util: Any = multiprocessing.util
+    spawn = util.spawnv_passfds
+
+    def start(path: bytes, command: Sequence[str], fds: Sequence[int]) -> int:
+        *flags, _, code = command
+        if "forkserver" in code:  # the resource tracker ends when all others have
+            code, fds = f"{_lifeline()}; {code}", [*fds, *keep_fds]
+        pid: int = spawn(path, [*flags, "-P", "-c", code], fds)
+        return pid
+
+    util.spawnv_passfds = start
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _lifeline() -> str:
+    """Statements for a child of this process, which may not find this package."""
+    bind = f"lifeline.die_with_parent({os.getpid()}); lifeline.bind_forks(); outlet.drop_unread()"
+    found = f"import sys; sys.path.append({str(PACKAGE_ROOT)!r}); from gfgen.system import lifeline, outlet"
+    return f"{found}; {bind}"
+
+
+@contextlib.contextmanager
+def _socket_folder(folder: str) -> Iterator[str]:
+    """Let `multiprocessing` put its socket there.
+
+    Yields a short path of the folder: a socket's path has at most 107 bytes, and TMPDIR may be longer.
+    """
+    config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
+    before = config.get("tempdir")
+    fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    config["tempdir"] = path = f"{_BY_DESCRIPTOR}{fd}"
+    try:
+        yield path
+    finally:
+        config["tempdir"] = before
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Inside, processes start with the signals for the run blocked.
+
+    A child inherits blocked signals as it inherits ignored ones. This process gets signals that arrived
+    inside when the block ends.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_RUN)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
