@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gfgen.errors import InputError
@@ -49,8 +49,7 @@ class CollectivesReport:
     tuning: list[MeasuredRow] = field(default_factory=list)
 
     def as_json(self) -> str:
-        content = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps(content, indent=1) + "\n"
+        return json.dumps(asdict(self), indent=1) + "\n"
 
 
 def check_num_gpus(num_gpus: int, *, at_least: int = 1) -> None:

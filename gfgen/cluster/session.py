@@ -128,21 +128,18 @@ class ClusterSession(Session):
         return replace(super().run(jobs, **options), busy_s=(), waited_s=(), moved_s=())
 
     def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:
+        joined = self._cluster.joined
+        most = max([MAX_RANKS, *(node.num_ranks for node in joined)])
+        # A new one for each run: nodes join it again.
+        self._fleet = Fleet.of(len(joined) + SPARE_SLOTS, num_ranks=most)
         return start_of(
-            self._new_fleet(),
+            self._fleet,
             started_at=clock.started_at,
             last_number=self._last_number,
             arrived_at=first_arrivals(options.output_dir / JOURNAL_NAME) if options.keeps_records else {},
             closes_s=None if options.closes_at is None else options.closes_at - clock.started_at,
             grace_s=options.grace_s,
         )
-
-    def _new_fleet(self) -> Fleet:
-        """One for each run: nodes join it again."""
-        joined = self._cluster.joined
-        most = max([MAX_RANKS, *(node.num_ranks for node in joined)])
-        self._fleet = Fleet.of(len(joined) + SPARE_SLOTS, num_ranks=most)
-        return self._fleet
 
     def _control(
         self,
