@@ -179,20 +179,17 @@ class Costs(Protocol):
 
         num_given_up: approximate steps, of those that the policy may have approximated.
         """
-        ...
 
     def first_use_s(self, task: Task, layout: Layout) -> float:
         """Extra time of `task` if it is the run's first such step or decode on these degrees; else 0.
 
         It counts in `remaining_s`, and not in `task_s`.
         """
-        ...
 
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float: ...
 
     def spread(self, task: Task, layout: Layout) -> float:
         """How far `task_s` may be off, as a share of it."""
-        ...
 
 
 class Orders(Protocol):
@@ -200,7 +197,6 @@ class Orders(Protocol):
 
     def sorted(self, views: Mapping[str, JobView], key: Callable[[JobView], Any]) -> list[JobView] | None:
         """The views by key; None when nothing is kept of them: they are of the past, or others."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

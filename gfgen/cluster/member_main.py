@@ -5,8 +5,6 @@
 FD is its end of the connection to the actor.
 """
 
-from __future__ import annotations
-
 import sys
 
 from gfgen.cluster.member import main

@@ -27,11 +27,9 @@ class Node(Protocol):
 
     def start(self, job: AdmittedJob, *, attempt: int) -> None:
         """Hand over a job; returns at once. One `JobEnded` with this number follows, or a `NodeLost`."""
-        ...
 
     def cancel(self, attempt: int) -> None:
         """Stop a job, unless it has ended; its `JobEnded` follows in any case."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +52,9 @@ class Delivery(Protocol):
 
     def publish(self) -> JobOutcome:
         """Give them their names. Raises: OutputError when that is not possible."""
-        ...
 
     def drop(self) -> None:
         """Nobody wants them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +88,6 @@ Report = NodeJoined | NodeLost | JobEnded | NodeNotes
 class Cluster(Protocol):
     def wait(self, until_s: float | None) -> Sequence[Report]:
         """Reports in their order; returns without any when the clock reaches `until_s`, or before."""
-        ...
 
 
 LANES_PER_RANK = 4

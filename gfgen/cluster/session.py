@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +27,6 @@ from gfgen.session.admission import Admission, Models
 from gfgen.session.memory import HostMemory
 from gfgen.session.session import RunSetup, Session, SessionOptions
 from gfgen.system.signals import SignalPipe
-
-logger = logging.getLogger(__name__)
 
 SPARE_SLOTS = 16
 """For nodes that join during the run."""

@@ -162,9 +162,6 @@ class Watchers(Observer):
         self._waiting[view.job_id] = (view, shown)
         return shown
 
-    def close(self) -> None:
-        """The session closes the observers."""
-
 
 def _seen(node: _NodeRanks, view: JobView, begins_s: float) -> JobView:
     """A job on a node, as observers see it."""

@@ -30,25 +30,20 @@ class Collectives(Protocol):
     @property
     def size(self) -> int:
         """Number of ranks."""
-        ...
 
     @property
     def slot(self) -> int:
         """Position of this rank in the group."""
-        ...
 
     @property
     def room_bytes(self) -> int | None:
         """The largest results of one exchange; None: of any size."""
-        ...
 
     def beside(self, max_blocks: int) -> Collectives:
         """The same ranks. Their exchanges use at most this many of a GPU's multiprocessors."""
-        ...
 
     def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None) -> Tensor:
         """Every rank's `x`, by slot, joined along `dim`; `sizes` where they differ."""
-        ...
 
     def heads_from_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
@@ -57,7 +52,6 @@ class Collectives(Protocol):
 
         Raises: LayoutError when a rank would have no head.
         """
-        ...
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
@@ -67,11 +61,9 @@ class Collectives(Protocol):
         The own tokens come first, then those of the next slots in turn: places that do not depend on the
         slot, so a captured graph serves all slots.
         """
-        ...
 
     def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
         """[B, S, h, D] with any strides -> [B, L, H, D] contiguous."""
-        ...
 
 
 class LayoutGroup(Collectives, Protocol):
@@ -79,11 +71,9 @@ class LayoutGroup(Collectives, Protocol):
 
     def enter(self) -> None:
         """The entry barrier: once per dispatch, before anything else."""
-        ...
 
     def subgroup(self, kind: GroupKind) -> Collectives:
         """The group of this kind that this rank belongs to."""
-        ...
 
 
 class Exchanges:

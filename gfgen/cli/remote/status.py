@@ -171,10 +171,8 @@ class Submitted:
 class Target(Protocol):
     def status(self) -> RunStatus:
         """Raises: InputError if there is no run or server."""
-        ...
 
     def cancel(self, patterns: Sequence[str]) -> Cancelled:
         """Cancel the open jobs whose id is one of these, or matches a pattern."""
-        ...
 
     def submit(self, source: JobSource) -> Submitted: ...

@@ -1,7 +1,5 @@
 """csrc/gfc/cuda/context.h as ctypes, field by field."""
 
-from __future__ import annotations
-
 import ctypes
 from ctypes import Structure, c_int32, c_int64, c_uint32, c_uint64
 

@@ -7,8 +7,6 @@ this class by TRITON_CACHE_MANAGER (places.py).
 
 # mypy: ignore-errors
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

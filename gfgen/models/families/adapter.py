@@ -79,14 +79,12 @@ class Adapter(Protocol):
 
     def encode(self, spec: JobSpec) -> Fields:
         """The artifact `prompt`: embeddings of the prompt and of the negative prompt."""
-        ...
 
     def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
         """The artifacts `condition` (empty but for image to video) and `latents`.
 
         `latents` holds the noise and the solver's state.
         """
-        ...
 
     def denoise(
         self,
@@ -105,7 +103,6 @@ class Adapter(Protocol):
 
         Raises: LayoutError for degrees that this job does not allow.
         """
-        ...
 
     def approximate(
         self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
@@ -117,7 +114,6 @@ class Adapter(Protocol):
 
         Raises: ModelError for a pipeline whose outputs cannot be caught.
         """
-        ...
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
         """The artifact `frames`: uint8 [F, H, W, 3] on the adapter's device, and the sum of the pixels.
@@ -127,11 +123,9 @@ class Adapter(Protocol):
 
         Raises: LayoutError for degrees that this job does not allow.
         """
-        ...
 
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
         """How the launches of steps on this layout depend on the lengths of the prompts."""
-        ...
 
     def evaluate_by(self, forward: Evaluator) -> None: ...
 
@@ -170,8 +164,6 @@ class BatchAdapter(Adapter, Protocol):
         The jobs are equal in all but prompts and seeds, and have no condition. Results differ by rounding
         from those of `denoise`. Several jobs run without `parallel`.
         """
-        ...
 
     def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
         """As `text_shape`, for these jobs together on one rank."""
-        ...

@@ -34,7 +34,6 @@ class Evaluator(Protocol):
 
     def __call__(self, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
         """A transformer's prediction, in fresh memory; the inputs are those of its `forward`."""
-        ...
 
 
 def evaluate(transformer: Any, inputs: Mapping[str, Any]) -> Tensor:

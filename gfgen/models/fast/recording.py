@@ -74,19 +74,15 @@ class LaunchRecorder(Protocol):
 
     def record(self, function: Callable[[Parallel | None], Tensor], parallel: Parallel | None) -> Replay:
         """What the function launches on these ranks, which have not been entered. Runs nothing."""
-        ...
 
     def align(self, parallel: Parallel) -> None:
         """Before a forward that these ranks share: select the bank with which recorded forwards begin."""
-        ...
 
     def has_room(self) -> bool:
         """Whether enough memory is left for another record."""
-        ...
 
     def synchronize(self) -> None:
         """Wait for all launched work."""
-        ...
 
 
 class _ForwardCall(NamedTuple):

@@ -28,17 +28,14 @@ class Geometry(Protocol):
     @property
     def family(self) -> str:
         """wan-ti2v, wan-moe-t2v, wan-moe-i2v, wan-t2v, qwen-image, or a class of pipelines."""
-        ...
 
     @property
     def kind(self) -> str:
         """video or image."""
-        ...
 
     @property
     def has_alpha(self) -> bool:
         """Whether its pictures have four channels, those that it takes and those that it makes."""
-        ...
 
     def resolve(self, spec: JobSpec) -> JobSpec:
         """The job as run: defaults filled in, sizes and frames rounded as the pipeline rounds them.
@@ -47,40 +44,31 @@ class Geometry(Protocol):
 
         Raises: JobError with every field that this family does not support.
         """
-        ...
 
     def output_kind(self, spec: JobSpec) -> str:
         """video or image: the kind of the job's file. Also works for a job that `resolve` refuses."""
-        ...
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
         """The job's tasks and artifacts; shapes of text are upper bounds."""
-        ...
 
     def num_tokens(self, spec: JobSpec) -> int:
         """Tokens of the picture or video in the transformer's sequence."""
-        ...
 
     @property
     def num_heads(self) -> int:
         """Attention heads of the transformer: the highest ulysses degree."""
-        ...
 
     def num_latent_rows(self, spec: JobSpec) -> int:
         """Rows of the latents that the VAE decodes: the most bands of a shared decode."""
-        ...
 
     def uses_cfg(self, spec: JobSpec) -> bool:
         """Whether a step evaluates two branches of classifier-free guidance."""
-        ...
 
     def flops(self, spec: JobSpec, stage: Stage) -> float:
         """Floating-point operations of one task; for DENOISE the whole step, both branches."""
-        ...
 
     def shape_key(self, spec: JobSpec) -> str:
         """Equal for tasks of equal cost, for example "832x480x49+cfg"."""
-        ...
 
 
 _FAMILIES = {"WanPipeline": "wan", "WanImageToVideoPipeline": "wan", "QwenImagePipeline": "qwen"}

@@ -218,8 +218,6 @@ class Control:
                 self.decider.note_change()
             case events.StopRequested() | events.ClosingTime():
                 self.clock.at(events.GraceOver(event.time_s + self.state.closing.grace_s))
-            case _:
-                pass
         outcomes = self.state.apply(event)
         for tell in self._tell_applied:
             tell(event)

@@ -230,8 +230,6 @@ class Residency(Observer):
                 self._observe(self._lacked_bytes, event.load_s)
             case RankReady():
                 self._observe(self._bytes_of(self.resident), event.startup_s)
-            case _:
-                pass
 
     def _reason(self, state: _RunState, now_s: float) -> str | None:
         if state.is_at_rest:

@@ -285,8 +285,6 @@ class State:
                 self.closing.room.left_bytes = self.closing.room.left_of(event.free_bytes)
             case events.GraceOver():
                 self.flights.give_up(self.flights.values())
-            case _:
-                pass
         return ()
 
     def _task_done(self, event: events.TaskDone) -> Iterable[JobOutcome]:

@@ -6,7 +6,6 @@ it, the ranks are free again.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +26,6 @@ from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.recovery import Attempts, Cause, Recovery
 from gfgen.runtime.processes.writes import Writes
 from gfgen.system.signals import SignalPipe
-
-logger = logging.getLogger(__name__)
 
 _ANSWER_S = 1.0
 """The longest wait for the ranks' memory use at the end of a run."""
