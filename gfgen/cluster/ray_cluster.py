@@ -77,8 +77,8 @@ class RayCluster:
         """Nodes that the autoscaler is asked for."""
         self._enough_at = 0.0
         """When the open jobs last filled all of them."""
-        self._clock = Clock()
-        """The driver's."""
+        self.clock = Clock()
+        """The driver's, of the present run."""
         self._inputs: Sequence[Requests] = ()
         """Of the present run; each ends a wait."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -168,7 +168,7 @@ class RayCluster:
 
     def begin_run(self, clock: Clock, inputs: Sequence[Requests]) -> None:
         """Tell a new driver of the nodes that there are."""
-        self._clock, self._inputs = clock, inputs
+        self.clock, self._inputs = clock, inputs
         while not self._reports.empty():
             self._reports.get()
         for node in self.joined:
@@ -181,10 +181,6 @@ class RayCluster:
             self.options = replace(self.options, member=member)
         for node in self.joined:
             node.tell(event)
-
-    def second_of(self, moment: float) -> float:
-        """A Unix time as seconds of the present run."""
-        return moment - self._clock.started_at
 
     def scale(self, num_jobs: int, busy: Collection[str]) -> None:
         """Ask for as many nodes as the open jobs fill; let nodes go that have no job if fewer are enough.
@@ -234,7 +230,7 @@ class RayCluster:
 
     def wait(self, until_s: float | None) -> Sequence[Report]:
         """Reports; none after a tick without any, or if an input is readable."""
-        timeout_s = TICK_S if until_s is None else max(0.0, min(TICK_S, until_s - self._clock.now_s))
+        timeout_s = TICK_S if until_s is None else max(0.0, min(TICK_S, until_s - self.clock.now_s))
         ready = [self._wake_fd, *(each.fileno() for each in self._inputs)]
         select.select(ready, [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):

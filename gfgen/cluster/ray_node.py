@@ -27,6 +27,7 @@ from gfgen.cluster.member import (
 from gfgen.cluster.node import JobEnded, NodeNotes, Report
 from gfgen.errors import GfgenError, InputError, ModelError, OutputError, WorkerError
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
+from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.ipc.content import Content, name_file, temporary_name
@@ -70,10 +71,9 @@ class RayDriver(Protocol):
 
     options: RayOptions
     ray: Any
+    clock: Clock
 
     def report(self, report: Report) -> None: ...
-
-    def second_of(self, moment: float) -> float: ...
 
 
 class RayNode:
@@ -200,10 +200,8 @@ class RayNode:
                 if isinstance(report, Ended):
                     self._cluster.report(self._delivered(report))
                 if isinstance(report, Noted) and self.ready is not None:
-                    began_at = self.ready.began_at - self._ahead_s
-                    self._cluster.report(
-                        NodeNotes(self.name, report.notes, self._cluster.second_of(began_at))
-                    )
+                    begins_s = self.ready.began_at - self._ahead_s - self._cluster.clock.started_at
+                    self._cluster.report(NodeNotes(self.name, report.notes, begins_s))
 
     def _delivered(self, ended: Ended) -> JobEnded:
         """The end of a job, with its files in the driver's reach."""
