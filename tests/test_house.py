@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 60_959,
-    "files of the package": 310,
-    "lines of the core": 5_981,
+    "lines of the package": 60_670,
+    "files of the package": 305,
+    "lines of the core": 5_948,
     "files of the core": 27,
     "modules of one folder": 14,
     "methods of one class": 25,
