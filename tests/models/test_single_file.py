@@ -21,7 +21,6 @@ from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.weights import count_parameters, footprint
 from gfgen.models.loading.stored_weights import StoredWeights
-from gfgen.models.lora.fit import by_headers
 
 PUBLISHED = (
     ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
@@ -201,7 +200,10 @@ REFUSED = {
     "no checkpoint": (b"hello", r"its header is broken"),
     "a LoRA": ({"blocks.0.lora_A.weight": torch.ones(1)}, r"is a LoRA; give it with --lora"),
     "a VAE": ({"first_stage_model.decoder": torch.ones(1)}, r"no weights of a transformer or UNet"),
-    "fp8": ({"blocks.0": torch.ones(1, dtype=torch.float8_e4m3fn)}, r"weights of type F8_E4M3 are not supp"),
+    "int8": (
+        {"blocks.0": torch.ones(1, dtype=torch.int8)},
+        r"weights of type I8 are not supported; bf16, fp",
+    ),
 }
 
 
@@ -246,10 +248,44 @@ def test_weights_of_other_sizes_are_one_line(weights: dict[str, torch.Tensor], t
     assert "\n" not in str(caught.value)
 
 
-def test_a_gguf_model_takes_no_loras(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    checkpoint = resolve_checkpoint(f"tiny-wan:{written(tmp_path / 'b.gguf', b'GGUF and more')}")
-    lora = written(tmp_path / "lora.safetensors", {"transformer.a.lora_A.weight": torch.ones(1, 1)})
-    fit = by_headers(checkpoint, lora)
-    assert fit is not None
-    assert "cannot be merged into a GGUF model" in (fit.error or "")
+def test_a_qwen_image_in_gguf_predicts_as_in_diffusers(tmp_path: Path, monkeypatch: Any) -> None:
+    gguf = pytest.importorskip("gguf")
+    base = resolve_checkpoint("tiny-qwen-image")
+    path, kinds = tmp_path / "qwen.gguf", gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(path, "qwen_image")
+    for name, each in load_file(base / "transformer" / "diffusion_pytorch_model.safetensors").items():
+        kind = kinds.Q8_0 if each.ndim == 2 and each.shape[1] % 32 == 0 else kinds.F32
+        writer.add_tensor(name, gguf.quants.quantize(each.numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    adapter: Any = load_adapter(resolve_checkpoint(f"tiny-qwen-image:{path}"))
+    spec = adapter.geometry.resolve(JobSpec(id="x", prompt="a red fox", seed=5, steps=3, width=64, height=64))
+    prompt = adapter.encode(spec)
+    condition, latents = adapter.prepare(spec, prompt)
+    for step in range(3):
+        latents = adapter.denoise(spec, prompt, condition, latents, step=step)
+    frames = adapter.decode(spec, latents).tensors["frames"].numpy()
+    transformer = diffusers.QwenImageTransformer2DModel.from_single_file(
+        str(path),
+        config=str(base),
+        subfolder="transformer",
+        quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32),
+        dtype=torch.float32,
+        local_files_only=True,
+    )
+    pipeline = diffusers.QwenImagePipeline.from_pretrained(
+        base, transformer=transformer, local_files_only=True
+    )
+    theirs = pipeline(
+        prompt="a red fox",
+        width=64,
+        height=64,
+        num_inference_steps=3,
+        true_cfg_scale=spec.true_cfg_scale,
+        negative_prompt=spec.negative_prompt,
+        generator=torch.Generator("cpu").manual_seed(5),
+        output_type="np",
+    ).images
+    assert np.array_equal(frames, (theirs * 255).round().astype(np.uint8))

@@ -135,7 +135,10 @@ def test_of_shards_and_one_file_those_count_that_are_loaded(checkpoint: Path) ->
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("diffusion_pytorch_model.fp16.safetensors", r"a variant \(diffusion_pytorch_model\.fp16"),
+        (
+            "diffusion_pytorch_model.ema.safetensors",
+            r"of variants \(diffusion_pytorch_model\.ema.* bf16 and fp16",
+        ),
         ("diffusion_pytorch_model-00001-of-00002.safetensors", r"index\.json is missing"),
         ("wan.safetensors", r"wan\.safetensors is not read"),
     ],

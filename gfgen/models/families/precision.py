@@ -18,8 +18,7 @@ from gfgen.models.fast.kernels import Quantised
 from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
-from gfgen.models.geometry.weight_files import SINGLE_FILE
-from gfgen.models.geometry.weights import EXPERTS
+from gfgen.models.geometry.weights import EXPERTS, quantisation
 
 logger = logging.getLogger(__name__)
 
@@ -160,8 +159,8 @@ def _check_family(geometry: Geometry, checkpoint: Path, option: str) -> None:
     asked = f"{model_name(checkpoint)}: --{option} fp8"
     if isinstance(geometry, PipelineGeometry):
         raise ModelError(f"{asked} is for Wan and Qwen-Image; its pipeline has nothing in fp8")
-    if any(checkpoint.glob(f"*/{SINGLE_FILE}.gguf")):
-        raise ModelError(f"{asked} needs weights in bf16, and these are GGUF")
+    if form := quantisation(checkpoint):
+        raise ModelError(f"{asked} needs weights in bf16, and these are {form}")
 
 
 def _experts(checkpoint: Path) -> Iterator[tuple[str, Mapping[str, Any], int]]:

@@ -6,6 +6,7 @@ and what would be accepted.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 from gfgen.errors import ModelError
 from gfgen.models.geometry.call import is_folder_of_pipelines, is_pipeline
 from gfgen.models.geometry.weight_files import check_weights, refuse_pointer, weight_files
-from gfgen.models.geometry.weights import components_of, has_weights
+from gfgen.models.geometry.weights import components_of, has_weights, quantisation_of
 
 CONFIG_NAMES = {
     "scheduler": "scheduler_config.json",
@@ -28,6 +29,9 @@ VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
 
 PIPELINE_CODE = "pipeline.py"
 """The file for a pipeline class that diffusers does not have."""
+
+QUANTISERS = ("bitsandbytes", "torchao")
+"""Packages that read weights which they have quantised, through diffusers' own config."""
 
 SETTINGS_NAME = "gfgen.json"
 """Optional gfgen file in a checkpoint: {"defaults": {...}, "num_parameters": {...}}."""
@@ -116,7 +120,8 @@ def read_checkpoint(path: Path, *, with_weights: bool) -> Checkpoint:
         if name == "tokenizer":
             _check_vocabulary(path / name)
         elif has_weights(name):
-            check_weights(weight_files(path / name, index[name][0]))
+            is_quantised = _check_quantisation(path / name / "config.json", configs[name])
+            check_weights(weight_files(path / name, index[name][0]), is_quantised=is_quantised)
     return Checkpoint(path, index, configs, settings)
 
 
@@ -142,10 +147,19 @@ def _read_config(path: Path, component: str) -> Mapping[str, Any]:
     name = CONFIG_NAMES.get(component, "config.json")
     if not has_weights(component) and component != "scheduler" and not (path / component / name).exists():
         return {}
-    config = _read_object(path / component / name, purpose=f"the component {component!r} needs it")
-    if config.get("quantization_config"):
-        raise ModelError(f"{path / component / name}: quantized weights are not supported; bf16 and fp32 are")
-    return config
+    return _read_object(path / component / name, purpose=f"the component {component!r} needs it")
+
+
+def _check_quantisation(path: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a component is quantised. Raises: ModelError if nothing here reads it."""
+    if (package := quantisation_of(config)) is None:
+        return False
+    if package not in QUANTISERS:
+        accepted = " and ".join(QUANTISERS)
+        raise ModelError(f"{path}: is quantised with {package}, which is not read; {accepted} are")
+    if importlib.util.find_spec(package) is None:
+        raise ModelError(f"{path}: is quantised, and reading it needs a package: pip install {package}")
+    return True
 
 
 def _read_object(path: Path, *, purpose: str) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 A folder may hold the same weights more than once: as safetensors and as .bin, in another precision
 (`*.fp16.safetensors`), in one file and in shards of an older download. The files that `from_pretrained`
-reads count.
+reads count. A variant counts where there are no others.
+
+Weights in fp8 may have a scale: a tensor beside the weight, with one number, or one for each row. The weight
+is the product of both.
 
 A safetensors file begins with the length of a JSON header (8 bytes, little endian), the header
 (name -> dtype, shape, data_offsets), then the tensors. So the file's size shows an incomplete download.
@@ -16,8 +19,9 @@ import functools
 import hashlib
 import json
 import math
+import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +39,11 @@ EDGE_BYTES = 2**16
 _POINTER = b"version https://git-lfs"
 """First bytes of the file that git leaves in place of a large one if git-lfs is not set up."""
 
+VARIANTS = ("bf16", "fp16")
+"""Variants that are read; the first that is there counts."""
+
 SINGLE_FILE = "single_file"
-"""Stem of a link to a published file with the weights of several components (single_file.py)."""
+"""How links to a published file with the weights of several components begin (single_file.py)."""
 SINGLE_SUFFIXES = (".safetensors", ".gguf")
 PART_OF_KEY = {
     "first_stage_model": "vae",
@@ -54,6 +61,24 @@ _STEMS = {
 }
 """By library: the stem of *.safetensors, and that of *.bin."""
 
+_SCALE = re.compile(r"\.(scale_weight|weight_scale)$")
+"""The ends of names of scales: those of ComfyUI's older files, and those of its newer and of other tools."""
+_BESIDE_SCALE = re.compile(r"(\.(scale_input|input_scale|comfy_quant)|(^|\.)scaled_fp8)$")
+"""Names of tensors that only files with scales have. Results in fp32 and bf16 do not depend on them.
+Source: ComfyUI comfy/ops.py, comfy/quant_ops.py."""
+FLOAT8 = ("F8_E4M3", "F8_E5M2")
+_EXPONENTS = {"F32": ("<I", 0x7F800000), "F16": ("<H", 0x7C00), "BF16": ("<H", 0x7F80)}
+"""By type of a scale: how to read its bits, and those that are all 1 in NaN and infinity."""
+_UNREAD = {
+    r"\.quant_state\.bitsandbytes__|\.absmax$|\.SCB$": "is quantised with bitsandbytes (nf4, fp4, int8)",
+    r"\.(wscales|wcscales|smooth_factor(_orig)?)$": "is quantised for nunchaku (SVDQuant)",
+    r"\.(qweight|qzeros)$": "has weights in 4 bits (AWQ or GPTQ)",
+    r"\.weight_scale_2$": "has weights in nvfp4",
+    r"\.weight_scale_inv$": "has fp8 weights with a scale for each block",
+}
+"""By names in a file: what is not read. Source: the savers of these tools."""
+READ = "bf16, fp16, fp32, fp8 (with scales or without) and GGUF are read"
+
 
 def weight_files(folder: Path, library: str) -> tuple[Path, ...]:
     """The files that `from_pretrained` of this library reads a component's weights from.
@@ -62,20 +87,44 @@ def weight_files(folder: Path, library: str) -> tuple[Path, ...]:
             the files that are there.
     Source: diffusers 0.42 ModelMixin.from_pretrained, transformers 5 _get_resolved_checkpoint_files.
     """
-    for suffix in SINGLE_SUFFIXES:
-        if (path := folder / f"{SINGLE_FILE}{suffix}").is_file():
-            return (path,)
+    links = (path for path in folder.glob(f"{SINGLE_FILE}*") if path.is_file())
+    if published := sorted(path for path in links if path.suffix in SINGLE_SUFFIXES):
+        return tuple(published)
     safe, pickled = _STEMS.get(library, _STEMS["diffusers"])
     if library not in _STEMS and not list(folder.glob(f"{safe}*")):  # code of its own, for transformers
         safe, pickled = _STEMS["transformers"]
-    single, index = folder / f"{safe}.safetensors", folder / f"{safe}.safetensors.index.json"
-    candidates = (index, single) if library != "transformers" else (single, index)
-    for path in (*candidates, folder / f"{pickled}.bin", folder / f"{pickled}.bin.index.json"):
+    names = [f"{safe}.safetensors.index.json", f"{safe}.safetensors"]
+    if library == "transformers":
+        names.reverse()
+    names += [f"{pickled}.bin", f"{pickled}.bin.index.json"]
+    for variant in VARIANTS:
+        names += [f"{safe}.safetensors.index.{variant}.json", f"{safe}.{variant}.safetensors"]
+    for path in (folder / name for name in names):
         if path.is_file():
-            return _shards(path) if path.suffix == ".json" else (path,)
+            return files_of_index(path) if path.suffix == ".json" else (path,)
         if path.is_symlink():
             raise ModelError(f"{path}: is a link to a file that does not exist; {_AGAIN}")
     raise ModelError(f"{folder}: {_what_is_wrong(folder, safe)}")
+
+
+def files_of_index(index: Path) -> tuple[Path, ...]:
+    """The files that an index names. Raises: ModelError if one is missing."""
+    files = tuple(index.with_name(shard) for shard in sorted(set(_weight_map(index).values())))
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{file}: missing, but {index.name} names it; {_AGAIN}")
+    return files
+
+
+def variant_of(file: Path) -> str | None:
+    """The variant that `from_pretrained` has to be asked for to read a file."""
+    found = re.search(rf"\.({'|'.join(VARIANTS)})(-\d+-of-\d+)?\.safetensors$", file.name)
+    return found and found[1]
+
+
+def is_published(file: Path) -> bool:
+    """Whether a component's file is a link to one in a published layout, or in GGUF."""
+    return file.stem.startswith(SINGLE_FILE)
 
 
 def part_of(component: str) -> str | None:
@@ -90,8 +139,8 @@ def own_tensors(path: Path) -> Mapping[str, Any]:
 
     The first text encoder counts for all that are in a published file.
     """
-    header = read_header(path)
-    if path.stem != SINGLE_FILE:
+    header = {name: entry for name, entry in read_header(path).items() if not is_scale(name)}
+    if not is_published(path):
         return header
     part = None if path.parent.name.startswith("text_encoder_") else part_of(path.parent.name)
     return {
@@ -101,16 +150,28 @@ def own_tensors(path: Path) -> Mapping[str, Any]:
     }
 
 
-def check_weights(files: Sequence[Path]) -> None:
+def check_weights(files: Sequence[Path], *, is_quantised: bool = False) -> None:
     """Check the files that `weight_files` found.
 
-    Raises: ModelError if one is truncated or lacks tensors.
+    Raises: ModelError if one is truncated, lacks tensors, or has weights in a form that is not read.
     """
     headers = {path: read_header(path) for path in files if path.suffix == ".safetensors"}
-    for index in {index for path in headers for index in path.parent.glob("*.safetensors.index.json")}:
+    for index in {index for path in headers for index in path.parent.glob("*.safetensors.index*.json")}:
         for tensor, shard in _weight_map(index).items():
             if tensor not in headers.get(path := index.with_name(shard), {tensor}):
                 raise ModelError(f"{path}: no {tensor!r}, which {index.name} expects; {_AGAIN}")
+    if not is_quantised:
+        _check_forms(headers)
+
+
+def scales_of(names: Iterable[str]) -> Mapping[str, str]:
+    """Of the tensors of a component: by weight, the name of its scale."""
+    return {_SCALE.sub(".weight", name): name for name in names if _SCALE.search(name)}
+
+
+def is_scale(name: str) -> bool:
+    """Whether a tensor is no weight: a scale, or what files with scales have besides."""
+    return bool(_SCALE.search(name) or _BESIDE_SCALE.search(name))
 
 
 def weights_mark(checkpoint: Path) -> str:
@@ -179,12 +240,55 @@ def refuse_pointer(path: Path) -> None:
         )
 
 
-def _shards(index: Path) -> tuple[Path, ...]:
-    files = tuple(index.with_name(shard) for shard in sorted(set(_weight_map(index).values())))
-    for file in files:
-        if not file.is_file():
-            raise ModelError(f"{file}: missing, but {index.name} names it; {_AGAIN}")
-    return files
+def _check_forms(headers: Mapping[Path, Mapping[str, Any]]) -> None:
+    """Raises: ModelError for a form that is not read, and for scales that are missing, broken or not read."""
+    places = {name: path for path, header in headers.items() for name in header}
+    entries = {name: entry for header in headers.values() for name, entry in header.items()}
+    for path, header in headers.items():
+        for pattern, what in _UNREAD.items():
+            if any(re.search(pattern, name) for name in header):
+                raise ModelError(f"{_shown(path)}: {what}; {READ}")
+    scales = scales_of(entries)
+    for weight, scale in scales.items():
+        path, entry, of_weight = _shown(places[scale]), entries[scale], entries.get(weight)
+        if of_weight is None:
+            raise ModelError(f"{path}: has {scale}, but no {weight}; {_AGAIN}")
+        if of_weight["dtype"] not in FLOAT8:
+            raise ModelError(f"{path}: {weight} has a scale and the type {of_weight['dtype']}; {READ}")
+        if entry["dtype"] not in _EXPONENTS or math.prod(entry["shape"]) not in (1, *of_weight["shape"][:1]):
+            raise ModelError(
+                f"{path}: {scale} has the type {entry['dtype']} and the shape {entry['shape']}; one number, "
+                "or one for each row, in fp32, fp16 or bf16 is read"
+            )
+    for path, header in headers.items():
+        _check_finite(path, {name: header[name] for name in header if _SCALE.search(name)}, header)
+    has_scales = scales or any(_BESIDE_SCALE.search(name) for name in entries)
+    if has_scales or any(re.search(r"fp8.*scaled", _shown(path).name) for path in headers):
+        weights = {name for name in entries if not is_scale(name)}
+        for name in sorted(weights - scales.keys()):
+            if entries[name]["dtype"] in FLOAT8 and len(entries[name]["shape"]) > 1:
+                raise ModelError(
+                    f"{_shown(places[name])}: {name} is in fp8 and lacks its scale, which other names imply; "
+                    f"{_AGAIN}"
+                )
+
+
+def _check_finite(path: Path, scales: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+    """Raises: ModelError for scales of this file that are no numbers."""
+    start = path.stat().st_size - max(_ends(header), default=0)
+    with path.open("rb") as file:
+        for name, entry in scales.items():
+            form, exponent = _EXPONENTS[entry["dtype"]]
+            first, last = entry["data_offsets"]
+            file.seek(start + first)
+            values = struct.iter_unpack(form, file.read(last - first))
+            if any(bits & exponent == exponent for (bits,) in values):
+                raise ModelError(f"{_shown(path)}: {name} is not a number (NaN or infinite); {_AGAIN}")
+
+
+def _shown(path: Path) -> Path:
+    """The name for people: of a published file its own, in place of the link's."""
+    return path.resolve() if is_published(path) else path
 
 
 def _what_is_wrong(folder: Path, stem: str) -> str:
@@ -195,7 +299,8 @@ def _what_is_wrong(folder: Path, stem: str) -> str:
     if any(name.startswith(f"{stem}-") for name in there):
         return f"{stem}.safetensors.index.json is missing; it lists the contents of {there[0]}; {_AGAIN}"
     if any(name.startswith(f"{stem}.") for name in there):
-        return f"{stem}.safetensors is missing, and a variant ({there[0]}) is not read; download that, too"
+        variants = " and ".join(VARIANTS)
+        return f"{stem}.safetensors is missing, and of variants ({there[0]}) {variants} are read; {_AGAIN}"
     return f"{stem}.safetensors is missing, and {there[0]} is not read; {_AGAIN}"
 
 

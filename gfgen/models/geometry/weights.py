@@ -1,4 +1,8 @@
-"""The memory that a checkpoint's weights take, from the headers of its files alone."""
+"""The memory that a checkpoint's weights take, from the headers of its files alone.
+
+Weights in fp8 are loaded as fp32 or bf16. GGUF stays as it is, and so does what diffusers' own config says is
+quantised.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gfgen.models.geometry.weight_files import own_tensors, weight_files
+from gfgen.models.geometry.weight_files import SINGLE_FILE, own_tensors, weight_files
 
 _WEIGHTLESS = re.compile(
     r"(^|_)(scheduler|tokenizer(_\d)?|processor|image_processor|feature_extractor|guider)$"
@@ -73,6 +77,10 @@ class ComponentFiles:
     class_name: str
     files: tuple[Path, ...]
 
+    @property
+    def quantisation(self) -> str | None:
+        return quantisation_in(self.folder)
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -94,7 +102,7 @@ def footprint(checkpoint: Path) -> Footprint:
     shared = private = 0
     for component in component_files(checkpoint).values():
         for path in component.files:
-            if path.suffix != ".safetensors":
+            if path.suffix != ".safetensors" or component.quantisation:
                 private += path.stat().st_size
                 continue
             for entry in own_tensors(path).values():
@@ -127,7 +135,7 @@ def count_parameters(checkpoint: Path) -> Mapping[str, int]:
 
     Raises: ModelError like `weight_files`.
     """
-    return {name: sum(map(_count, each.files)) for name, each in component_files(checkpoint).items()}
+    return {name: _count(each) for name, each in component_files(checkpoint).items()}
 
 
 def component_files(checkpoint: Path) -> Mapping[str, ComponentFiles]:
@@ -140,6 +148,26 @@ def component_files(checkpoint: Path) -> Mapping[str, ComponentFiles]:
         for name, entry in components_of(_model_index(checkpoint)).items()
         if has_weights(name)
     }
+
+
+def quantisation_of(config: Mapping[str, Any]) -> str | None:
+    """The package that quantised a component's weights, from diffusers' own config."""
+    if not (found := config.get("quantization_config")):
+        return None
+    return str(found.get("quant_method", "bitsandbytes")) if isinstance(found, dict) else "an unknown package"
+
+
+def quantisation_in(folder: Path) -> str | None:
+    """What a component's weights stay in after loading: "GGUF", or the format of a package; None if plain."""
+    if any(folder.glob(f"{SINGLE_FILE}*.gguf")):
+        return "GGUF"
+    config = folder / "config.json"
+    return quantisation_of(json.loads(config.read_text(encoding="utf-8"))) if config.is_file() else None
+
+
+def quantisation(checkpoint: Path) -> str | None:
+    """`quantisation_in` the models that steps call, which fp8 and LoRAs would change."""
+    return next(filter(None, (quantisation_in(checkpoint / name) for name in (*EXPERTS, "unet"))), None)
 
 
 def has_weights(component: str) -> bool:
@@ -158,10 +186,12 @@ def components_of(index: Mapping[str, Any]) -> Mapping[str, list[str]]:
     }
 
 
-def _count(path: Path) -> int:
-    if path.suffix != ".safetensors":
-        return path.stat().st_size // _BF16_BYTES
-    return sum(math.prod(entry["shape"]) for entry in own_tensors(path).values())
+def _count(component: ComponentFiles) -> int:
+    """Parameters; for files of other forms, as many as take their bytes in bf16."""
+    if component.quantisation or component.files[0].suffix != ".safetensors":
+        return sum(path.stat().st_size for path in component.files) // _BF16_BYTES
+    tensors = (entry for path in component.files for entry in own_tensors(path).values())
+    return sum(math.prod(entry["shape"]) for entry in tensors)
 
 
 def _model_index(checkpoint: Path) -> Mapping[str, Any]:

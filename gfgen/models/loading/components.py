@@ -8,8 +8,8 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from diffusers import GGUFQuantizationConfig, pipelines
 from diffusers.loaders.single_file import load_single_file_sub_model
 from diffusers.loaders.single_file_utils import load_single_file_checkpoint
 from diffusers.utils import logging as diffusers_logging
+from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from gfgen.errors import ModelError, in_one_line
 from gfgen.models.geometry.checkpoint import Checkpoint, OwnClass, read_checkpoint
-from gfgen.models.geometry.weight_files import SINGLE_FILE
+from gfgen.models.geometry.weight_files import is_published, is_scale, scales_of, variant_of
 from gfgen.models.geometry.weights import (
     EXPERTS,
     ComponentFiles,
@@ -166,17 +168,19 @@ def _load_model(component: ComponentFiles, kind: Any, *, device: str, dtype: tor
 
     Raises: ModelError for missing weights, which libraries would leave out or draw at random.
     """
-    if component.files[0].stem == SINGLE_FILE:
-        return _from_single_file(component, dtype=dtype).to(device)
-    place = {} if device == "cpu" else {"device_map": {"": torch.device(device)}}
-    model, report = kind.from_pretrained(
-        str(component.folder),
-        dtype=dtype,
-        use_safetensors=component.files[0].suffix == ".safetensors",
-        local_files_only=True,
-        output_loading_info=True,
-        **place,
-    )
+    if is_published(component.files[0]):
+        return _from_published(component, dtype=dtype).to(device)
+    options: dict[str, Any] = {"use_safetensors": component.files[0].suffix == ".safetensors"}
+    if device != "cpu":
+        options["device_map"] = {"": torch.device(device)}
+    if variant := variant_of(component.files[0]):
+        options["variant"] = variant
+    scales = read_scales(component.files)
+    with _without_warnings() if scales else nullcontext():  # that files have scales
+        model, report = kind.from_pretrained(
+            str(component.folder), dtype=dtype, local_files_only=True, output_loading_info=True, **options
+        )
+    _scale(model, scales, component.folder)
     tied = getattr(model, "all_tied_weights_keys", {})
     missing = [name for name in sorted(report["missing_keys"]) if name not in tied and name not in _UNUSED]
     if missing:
@@ -185,11 +189,77 @@ def _load_model(component: ComponentFiles, kind: Any, *, device: str, dtype: tor
             f"{component.folder}: its files lack {missing[0]!r}{others}, which its config.json asks for; "
             "download the model again"
         )
+    if component.quantisation:
+        return model  # bitsandbytes refuses a move, even to where the model is
     return model.to(device)  # tables of positions, which are in no file
 
 
-def _from_single_file(component: ComponentFiles, *, dtype: torch.dtype) -> Any:
-    """A component from a file in a published layout, as diffusers' `from_single_file` converts it.
+def read_scales(files: Collection[Path]) -> dict[str, Tensor]:
+    """The scales of weights in fp8, by the weight's name; in fp32, one number or one for each row."""
+    found = {}
+    for path in files:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                for weight, scale in scales_of(file.keys()).items():
+                    found[weight] = file.get_tensor(scale).float().flatten()
+    return found
+
+
+def scaled(weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """A weight in fp8, or its exact value in another type, times its scale.
+
+    The product is made in fp32 and rounded once, so all devices make the same bits.
+    """
+    rows = scale.to(weight.device).view(-1, *(1,) * (weight.ndim - 1))
+    return (weight.float() * rows).to(dtype)
+
+
+def _scale(model: Any, scales: Mapping[str, Tensor], folder: Path) -> None:
+    """Multiply weights that were loaded without their scales; fp32 and bf16 hold all values of fp8."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if unknown := sorted(scales.keys() - parameters.keys()):
+        raise ModelError(f"{folder}: has a scale for {unknown[0]!r}, which {type(model).__name__} lacks")
+    distinct = {id(parameters[name]): name for name in scales}  # tied weights have several names
+    for name in distinct.values():
+        parameter, scale = parameters[name], scales[name]
+        parameter.data = scaled(parameter.data, scale, dtype=parameter.dtype)
+
+
+def _published_tensors(component: ComponentFiles, *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of files in a published layout, without fp8, for diffusers' converters.
+
+    A product with a scale is in fp32 outside of blocks, where diffusers may keep it so.
+    """
+    found: dict[str, Tensor] = {}
+    for path in component.files:
+        found |= load_single_file_checkpoint(str(path))
+    scales = {weight: found[scale].float().flatten() for weight, scale in scales_of(found).items()}
+    for name in list(found):
+        tensor = found.pop(name)
+        if is_scale(name):
+            continue
+        if name in scales:
+            wide = torch.float32 if "blocks." not in name else dtype
+            tensor = scaled(tensor, scales[name], dtype=wide)
+        elif tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            tensor = tensor.to(dtype)
+        elif getattr(getattr(tensor, "quant_type", None), "name", None) == "BF16":
+            tensor = _plain_bf16(tensor)
+        is_transformer = component.folder.name.startswith("transformer")
+        found[name.removeprefix("model.diffusion_model.") if is_transformer else name] = tensor
+    return found
+
+
+def _plain_bf16(tensor: Any) -> Tensor:
+    """A tensor that GGUF has in bf16, which diffusers leaves as bytes if its layer is not linear."""
+    from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor
+
+    plain: Tensor = dequantize_gguf_tensor(tensor)
+    return plain.bfloat16()
+
+
+def _from_published(component: ComponentFiles, *, dtype: torch.dtype) -> Any:
+    """A component from files in a published layout, as diffusers' `from_single_file` converts it.
 
     Parameters that diffusers keeps in fp32 stay so, as with `from_pretrained`; `from_single_file` casts them.
 
@@ -205,7 +275,7 @@ def _from_single_file(component: ComponentFiles, *, dtype: torch.dtype) -> Any:
             component.library,
             component.class_name,
             component.folder.name,
-            load_single_file_checkpoint(str(path)),
+            _published_tensors(component, dtype=dtype),
             pipelines,
             hasattr(pipelines, component.library),
             str(component.folder.parent),
@@ -235,6 +305,19 @@ def weightless(files: Checkpoint, name: str) -> Any:
         if hasattr(kind, "load_config"):
             return kind.from_config(kind.load_config(folder))
         return kind(AutoConfig.from_pretrained(folder))
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Inside, diffusers and transformers log errors only."""
+    levels = {library: library.get_verbosity() for library in (diffusers_logging, transformers_logging)}
+    for library in levels:
+        library.set_verbosity_error()
+    try:
+        yield
+    finally:
+        for library, level in levels.items():
+            library.set_verbosity(level)
 
 
 @contextmanager

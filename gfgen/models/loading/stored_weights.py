@@ -12,9 +12,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry.weight_files import SINGLE_FILE
+from gfgen.models.geometry.weight_files import is_published
 from gfgen.models.geometry.weights import component_files
-from gfgen.models.loading.components import load_component
+from gfgen.models.loading.components import load_component, read_scales, scaled
 from gfgen.models.loading.random_weights import draw_weight
 from gfgen.system.wording import first_of
 
@@ -43,18 +43,20 @@ class StoredWeights:
                 yield name, weight
             return
         files = component_files(self.checkpoint)[component].files
-        if files[0].suffix != ".safetensors" or files[0].stem == SINGLE_FILE:
+        if files[0].suffix != ".safetensors" or is_published(files[0]):
             dtype = next(iter(wanted.values())).dtype
             weights = dict(load_component(self.checkpoint, component, dtype=dtype).named_parameters())
             _check_there(f"{files[0]}", wanted.keys() - weights.keys())
-            yield from ((name, weights[name].data) for name in wanted)
+            yield from ((name, weights[name].data.to(like.dtype)) for name, like in wanted.items())
             return
-        left = set(wanted)
+        left, scales = set(wanted), read_scales(files)
         for path in files:
             with safe_open(path, framework="pt") as file:
                 for name in sorted(left & set(file.keys())):
                     left.discard(name)
-                    yield name, file.get_tensor(name).to(wanted[name].dtype)
+                    weight, dtype = file.get_tensor(name), wanted[name].dtype
+                    scale = scales.get(name)
+                    yield name, weight.to(dtype) if scale is None else scaled(weight, scale, dtype=dtype)
         _check_there(f"{files[0].parent}", left)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gfgen.errors import ModelError
 from gfgen.models.geometry.weight_files import read_header
-from gfgen.models.geometry.weights import component_files
+from gfgen.models.geometry.weights import component_files, quantisation
 from gfgen.models.lora.accounting import SECOND, Settings, compare
 from gfgen.system.lifeline import ask_child
 
@@ -78,8 +78,8 @@ def by_headers(checkpoint: Path, path: Path) -> LoraFit | None:
     try:
         entries = read_header(path)
         files = component_files(checkpoint)
-        if any(file.suffix == ".gguf" for each in files.values() for file in each.files):
-            return LoraFit(error=f"{path}: cannot be merged into a GGUF model; give bf16 or fp16 weights")
+        if form := quantisation(checkpoint):
+            return LoraFit(error=f"{path}: cannot be merged into a {form} model; give bf16 or fp16 weights")
         components = tuple(name for name in ("transformer", "unet", SECOND) if name in files)
         weights = {
             f"{component}.{name}": entry["shape"]
