@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 60_670,
+    "lines of the package": 60_969,
     "files of the package": 305,
     "lines of the core": 5_948,
     "files of the core": 27,

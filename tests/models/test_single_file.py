@@ -17,7 +17,7 @@ from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families import registry
 from gfgen.models.families.precision import Precision
-from gfgen.models.families.registry import load_adapter, resolve_checkpoint
+from gfgen.models.families.registry import check_name, find_configs, load_adapter, resolve_checkpoint
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.weights import count_parameters, footprint
 from gfgen.models.loading.stored_weights import StoredWeights
@@ -221,8 +221,49 @@ def test_a_file_without_a_config_and_a_missing_file_are_refused(file: Path, tmp_
         resolve_checkpoint(str(file))
     with pytest.raises(ModelError, match=r"there is no such file"):
         resolve_checkpoint(f"tiny-wan:{tmp_path / 'gone.safetensors'}")
-    with pytest.raises(ModelError, match=r"has two experts"):
+    with pytest.raises(ModelError, match=r"has two experts; 'high' or 'low' in the name of the file"):
         resolve_checkpoint(f"tiny-wan-moe:{file}")
+
+
+def test_files_of_experts_take_the_place_that_their_names_say(tmp_path: Path) -> None:
+    base = resolve_checkpoint("tiny-wan-moe")
+    made = {}
+    for seed, noise in enumerate(("high", "low")):
+        torch.manual_seed(seed)
+        shapes = load_file(base / "transformer" / "diffusion_pytorch_model.safetensors")
+        made[noise] = {name: torch.randn_like(each) for name, each in shapes.items()}
+        tensors = {published(name): each for name, each in made[noise].items()}
+        save_file(tensors, tmp_path / f"wan2.2_{noise}_noise.safetensors")
+    high, low = (tmp_path / f"wan2.2_{noise}_noise.safetensors" for noise in ("high", "low"))
+    for files in (f"{high}:{low}", f"{low}:{high}"):
+        pipeline = load_adapter(resolve_checkpoint(f"tiny-wan-moe:{files}"))._text  # type: ignore[attr-defined]
+        for noise, model in (("high", pipeline.transformer), ("low", pipeline.transformer_2)):
+            found = model.state_dict()
+            assert all(torch.equal(found[name], each) for name, each in made[noise].items())
+    (tmp_path / "low_noise_model").mkdir()
+    low = low.rename(tmp_path / "low_noise_model" / "wan.safetensors")
+    alone = load_adapter(resolve_checkpoint(f"tiny-wan-moe:{low}"))._text  # type: ignore[attr-defined]
+    (own,) = (base / "transformer").glob("*.safetensors")
+    found = alone.transformer_2.state_dict()
+    assert all(torch.equal(found[name], each) for name, each in made["low"].items())
+    found = alone.transformer.state_dict()
+    assert all(torch.equal(found[name], each) for name, each in load_file(own).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("models/sd.ckpt", "is a pickle, which can run code"),
+        ("tiny-wan:flux.pth", "is a pickle, which can run code"),
+        ("./engines/unet.engine", "is compiled for another runtime"),
+        ("sdxl/unet.plan", "is compiled for another runtime"),
+        ("tiny-wan:model.onnx", "is compiled for another runtime"),
+    ],
+)
+def test_files_that_are_no_weights_say_what_they_are(name: str, reason: str) -> None:
+    for resolve in (resolve_checkpoint, check_name, find_configs):
+        with pytest.raises(ModelError, match=reason):
+            resolve(name)
 
 
 def test_gguf_needs_its_package_and_the_right_content(tmp_path: Path, monkeypatch: Any) -> None:

@@ -464,6 +464,26 @@ def test_a_quantised_component_needs_the_package_that_it_names(
     assert f"cannot be merged into a {package} model" in (fit.error or "")
 
 
+def test_weights_of_torchao_load_as_by_diffusers(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    model = MODELS[1]
+    checkpoint = model.base(tmp_path / "model")
+    folder = checkpoint / "transformer"
+    write_folder(folder, stored_as(torch.float32, model.weights(0)))
+    config = diffusers.TorchAoConfig(Int8WeightOnlyConfig())
+    made = model.kind.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    made.save_pretrained(folder)
+    read_checkpoint(checkpoint, with_weights=True)
+    ours = load_component(checkpoint, "transformer", dtype=torch.bfloat16)
+    theirs = dict(model.kind.from_pretrained(folder, dtype=torch.bfloat16).named_parameters())
+    for name, x in ours.named_parameters():
+        both = [each.dequantize() if hasattr(each, "qdata") else each for each in (x, theirs[name])]
+        assert torch.equal(*both), name
+
+
 def test_other_quantisers_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"quantised with nunchaku_lite, which is not read; bitsandbytes and"

@@ -47,6 +47,10 @@ DEFAULT_MODEL = "shapes"
 
 TINY_TIMEOUT_S = 300.0
 
+_COMPILED = "is compiled for another runtime (TensorRT or ONNX); give the weights that it was made from"
+_UNREAD = dict.fromkeys(PICKLES, NO_PICKLE) | dict.fromkeys((".engine", ".plan", ".trt", ".onnx"), _COMPILED)
+"""By suffix: why a file is no model here."""
+
 HUB_TIMEOUT_S = 10.0
 """For the first answer of the hub: a firewall that drops packets is no reason to wait for minutes."""
 HUB_PATTERNS = ("model_index.json", "gfgen.json", "*.py", "*/*")
@@ -233,7 +237,8 @@ def _assembled(name: str) -> Path:
 
 
 def _is_hub_id(name: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and name[0] not in "./"
+    is_file = Path(name).suffix.lower() in _UNREAD
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and name[0] not in "./" and not is_file
 
 
 def _tiny_checkpoint(name: str) -> Path:
@@ -299,8 +304,8 @@ def _check_format(hub_id: str) -> None:
 
 
 def _unknown(name: str) -> str:
-    if Path(name).suffix.lower() in PICKLES:
-        return f"model {name}: {NO_PICKLE}"
+    if reason := _UNREAD.get(Path(name).suffix.lower()):
+        return f"model {name}: {reason}"
     if name[0] in "./~" or name.endswith("/") or name.count("/") > 1:
         there = "is a file" if Path(name).expanduser().exists() else "there is no such directory"
         return f"model {name}: {there}; {_accepted()} is accepted"

@@ -34,7 +34,7 @@ from gfgen.models.geometry.weight_files import (
     read_header,
     refuse_pointer,
 )
-from gfgen.models.geometry.weights import components_of
+from gfgen.models.geometry.weights import EXPERTS, components_of
 
 _CONFIGS = (".json", ".txt", ".model", ".py", ".jinja")
 _INDEX = ".safetensors.index.json"
@@ -45,7 +45,10 @@ _GGUF_TYPES = re.compile(r"F32|F16|BF16|Q8_0|Q[45]_[01]|Q[2-6]_K|IQ4_(NL|XS)")
 
 
 def is_single_file(name: str) -> bool:
-    """Whether a model's name means a file: FILE, or MODEL:FILE with the model that has its other parts."""
+    """Whether a model's name means a file: FILE, or MODEL:FILE with the model that has its other parts.
+
+    That model may be a file, too: MODEL:FILE:FILE has both experts from files.
+    """
     return name.endswith((*SINGLE_SUFFIXES, _INDEX))
 
 
@@ -88,8 +91,15 @@ def assemble(file: Path, base: Path, folder: Path) -> Path:
     parts = _parts(files)
     own = [name for name in components_of(index) if part_of(name) in parts]
     denoisers = [name for name in own if part_of(name) == "denoiser"]
-    if "transformer_2" in denoisers:
-        raise ModelError(f"model {file}: {base.name} has two experts, and this file has one of them")
+    if set(EXPERTS) <= set(denoisers):
+        where, words = f"{file.absolute().parent.name}/{file.name}".lower(), ("high", "low")
+        others = [name for name, word in zip(EXPERTS, words, strict=True) if word not in where]
+        if len(others) != 1:
+            raise ModelError(
+                f"model {file}: {base.name} has two experts; 'high' or 'low' in the name of the file or its "
+                "folder has to say which one it has (MODEL:HIGH:LOW takes both from files)"
+            )
+        own.remove(others[0])
     if not denoisers:
         raise ModelError(f"model {file}: {base.name} has no component 'transformer' or 'unet'")
     _link(made, files, base, sources, own=own)

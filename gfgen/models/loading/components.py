@@ -25,7 +25,14 @@ from transformers.utils import logging as transformers_logging
 
 from gfgen.errors import ModelError, in_one_line
 from gfgen.models.geometry.checkpoint import Checkpoint, OwnClass, read_checkpoint
-from gfgen.models.geometry.weight_files import is_published, is_scale, scales_of, variant_of
+from gfgen.models.geometry.weight_files import (
+    PART_OF_KEY,
+    is_published,
+    is_scale,
+    part_of,
+    scales_of,
+    variant_of,
+)
 from gfgen.models.geometry.weights import (
     EXPERTS,
     ComponentFiles,
@@ -226,7 +233,7 @@ def _scale(model: Any, scales: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def _published_tensors(component: ComponentFiles, *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of files in a published layout, without fp8, for diffusers' converters.
+    """The tensors of files in a published layout for diffusers' converters; the component's without fp8.
 
     A product with a scale is in fp32 outside of blocks, where diffusers may keep it so.
     """
@@ -234,7 +241,8 @@ def _published_tensors(component: ComponentFiles, *, dtype: torch.dtype) -> dict
     for path in component.files:
         found |= load_single_file_checkpoint(str(path))
     scales = {weight: found[scale].float().flatten() for weight, scale in scales_of(found).items()}
-    for name in list(found):
+    part, has_unet = part_of(component.folder.name), component.folder.name == "unet"
+    for name in [name for name in found if PART_OF_KEY.get(name.partition(".")[0], "denoiser") == part]:
         tensor = found.pop(name)
         if is_scale(name):
             continue
@@ -245,8 +253,7 @@ def _published_tensors(component: ComponentFiles, *, dtype: torch.dtype) -> dict
             tensor = tensor.to(dtype)
         elif getattr(getattr(tensor, "quant_type", None), "name", None) == "BF16":
             tensor = _plain_bf16(tensor)
-        is_transformer = component.folder.name.startswith("transformer")
-        found[name.removeprefix("model.diffusion_model.") if is_transformer else name] = tensor
+        found[name if has_unet else name.removeprefix("model.diffusion_model.")] = tensor
     return found
 
 
