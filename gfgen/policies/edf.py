@@ -44,7 +44,8 @@ def _queue(snapshot: Snapshot, number: int, *, rescue: bool) -> list[tuple[JobVi
     known = lost.known if rescue else {}
     while start < len(in_order) and len(queue) < number:
         end = bisect_right(in_order, in_order[start].precedence, start, key=_precedence)
-        hopeful = (job for job in in_order[start:end] if known.get(job.job_id) is not job)
+        waiting = itertools.islice(in_order, start, end)
+        hopeful = (job for job in waiting if known.get(job.job_id) is not job)
         hopeful = (job for job in hopeful if not (rescue and job in lost))
         queue += [(job, False) for job in itertools.islice(hopeful, number - len(queue))]
         if known and number > len(queue):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from operator import attrgetter
 
 from gfgen.graph import Task
@@ -82,8 +83,8 @@ class _Queue:
         for hopeful, others in self._by_priority():
             due = self._cases_of(hopeful)
             saved, given_up, end_s = _most_in_time(now_s, due, self._waits_s, end_s=end_s)
-            room = _Room(now_s, saved, before_s=before_s)
             rest = [*given_up, *self._cases_of(others)]
+            room = _Room(now_s, saved, rest, before_s=before_s)
             self._not_saved.update([job.job_id for job, _, _ in rest])
             yield from self._shortest_first(room, saved, rest)
             before_s += math.fsum([work_s for _, work_s, _ in (*saved, *rest)])
@@ -130,9 +131,8 @@ class _Queue:
         lost, known = self._lost, self._lost.known
         hopeful = (
             job
-            for job in by_deadline[:num_due]
-            if known.get(job.job_id) is not job
-            if now_s + job.remaining_s <= job.due_s or job not in lost
+            for job in itertools.islice(by_deadline, num_due)
+            if now_s + job.remaining_s <= job.due_s or (known.get(job.job_id) is not job and job not in lost)
         )
         return list(itertools.islice(hopeful, most))
 
@@ -161,21 +161,20 @@ class _Queue:
         """
         waiting = sorted([job for job, _, _ in (*saved, *others)], key=_arrival)
         waiting.sort(key=_remaining)  # two sorts by floats take a third of the time of one by pairs
-        taken: set[str] = set()
+        gone: set[str] = set()
+        num_left = len(saved)
         for _ in range(NUM_FIRST):
-            if len(taken) == len(saved):
+            if not num_left:
                 break
-            place = 0
-            if not room.is_enough_for(self._work_s(waiting[0])):
-                room_of = room.by_job()
-                place = next(at for at, job in enumerate(waiting) if self._work_s(job) <= room_of(job.job_id))
-            job = waiting.pop(place)
+            job = next(job for job in waiting if job.job_id not in gone)
+            if not room.is_enough_for(self._work_s(job)):
+                job = room.shortest(gone)
             yield job
+            gone.add(job.job_id)
             room.take(job.job_id, self._work_s(job))
-            if job.job_id not in self._not_saved:
-                taken.add(job.job_id)
-        yield from (job for job, _, _ in saved if job.job_id not in taken)
-        yield from (job for job in waiting if job.job_id in self._not_saved)
+            num_left -= job.job_id not in self._not_saved
+        yield from (job for job, _, _ in saved if job.job_id not in gone)
+        yield from (job for job in waiting if job.job_id in self._not_saved and job.job_id not in gone)
 
     def _work_s(self, job: JobView) -> float:
         return self._cases[job.job_id][1]
@@ -243,10 +242,10 @@ class _Room:
     As much as would leave it in time even if everything took ROOM times as long as predicted.
     """
 
-    def __init__(self, now_s: float, saved: list[_Case], *, before_s: float) -> None:
+    def __init__(self, now_s: float, saved: list[_Case], others: list[_Case], *, before_s: float) -> None:
         ends_s = itertools.accumulate([work_s for _, work_s, _ in saved], initial=before_s)
         next(ends_s)
-        self._places = {job.job_id: place for place, (job, _, _) in enumerate(saved)}
+        self._saved, self._others = saved, others
         self._room_s = [
             (job.due_s - now_s) / ROOM - end_s for (job, _, _), end_s in zip(saved, ends_s, strict=True)
         ]
@@ -263,11 +262,30 @@ class _Room:
             self._subtract()
         return work_s <= self.least_s
 
-    def by_job(self) -> Callable[[str], float]:
-        """The room for each job before the saved jobs due earlier; before all of them if it is not saved."""
-        least_s = list(itertools.accumulate(self._room_s, min, initial=math.inf))
-        places, last = self._places, len(self._room_s)
-        return lambda job_id: least_s[places.get(job_id, last)]
+    def shortest(self, gone: Set[str]) -> JobView:
+        """The shortest job that may go before the saved jobs due earlier, or before all if it is not saved.
+
+        After `is_enough_for`. The first of the saved jobs that are not `gone` always may.
+        """
+        least_s, found = math.inf, list[JobView]()
+        for (job, work_s, _), room_s in zip(self._saved, self._room_s, strict=True):
+            if work_s <= least_s and job.job_id not in gone:
+                found.append(job)
+            if room_s < least_s:
+                least_s = room_s
+                if least_s < self._least_work_s:
+                    break
+        else:
+            found += [job for job, work_s, _ in self._others if work_s <= least_s and job.job_id not in gone]
+        return min(found, key=_short)
+
+    @functools.cached_property
+    def _least_work_s(self) -> float:
+        return min([work_s for _, work_s, _ in (*self._saved, *self._others)])
+
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        return {job.job_id: place for place, (job, _, _) in enumerate(self._saved)}
 
     def take(self, job_id: str, work_s: float) -> None:
         """A job goes next."""

@@ -369,6 +369,8 @@ class CostModel:
 
     def arrangement(self, cost_class: CostClass) -> Arrangement:
         """The best predicted use of ranks by tasks of this class; changes only with its version."""
+        if cost_class.arrangement is not None:
+            return cost_class.arrangement
 
         def known_s(stage: Stage, degrees: Degrees) -> float:
             """An estimate from tasks of the same degrees; infinite if there are none."""
@@ -377,11 +379,10 @@ class CostModel:
                 return self.estimate(cost_class, stage, degrees).loaded_s
             return math.inf
 
-        if cost_class.arrangement is None:
-            limits, numbers = cost_class.limits, range(1, MAX_RANKS + 1)
-            steps = tuple([_best_way(limits.ways(number), known_s) for number in numbers])
-            decodes = tuple(_best_numbers(limits.max_decode_degree, known_s))
-            cost_class.arrangement = Arrangement(steps, decodes)
+        limits, numbers = cost_class.limits, range(1, MAX_RANKS + 1)
+        steps = tuple([_best_way(limits.ways(number), known_s) for number in numbers])
+        decodes = tuple(_best_numbers(limits.max_decode_degree, known_s))
+        cost_class.arrangement = Arrangement(steps, decodes)
         return cost_class.arrangement
 
     def move_s(self, cost_class: CostClass, source: Layout | None, layout: Layout) -> float:

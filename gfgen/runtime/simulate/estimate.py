@@ -125,12 +125,13 @@ def estimate(
     snapshot: Snapshot,
     policy: Policy,
     *,
+    is_built_in: bool = False,
     ended: Callable[[], None] = lambda: None,
 ) -> Sequence[JobOutcome] | None:
     """The outcomes of a run from `everything_open`, in a tenth of the time that `simulate` takes, or less.
 
     The policy is called only when jobs arrive or end. Every task takes its median time; moves between ranks
-    take no time. `ended` is called for each job that ends.
+    take no time. `ended` is called for each job that ends. A policy that `is_built_in` always returns.
 
     None if the policy fails or leaves jobs waiting; a simulation shows the details.
     Raises: DecisionTimeout if the policy does not return.
@@ -141,7 +142,7 @@ def estimate(
         return within(DECISION_LIMIT_S, lambda now: list(policy(now)), now)
 
     try:
-        ends_s = rollout_ends(snapshot, in_time, ended=ended)
+        ends_s = rollout_ends(snapshot, policy if is_built_in else in_time, ended=ended)
     except (KeyboardInterrupt, DecisionTimeout):
         raise
     except BaseException:  # a policy may be the user's own, and call sys.exit()

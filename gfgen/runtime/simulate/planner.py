@@ -322,12 +322,14 @@ class RankPlanner(Planner):
         return option_of_run(run, policy, self.window.by_s)
 
     def estimated(self, policy: str, number: int) -> PlanOption | None:
-        snapshot = self._snapshot(number)
-        decide = decides_first(load_policy(policy), snapshot)
+        snapshot, named = self._snapshot(number), load_policy(policy)
+        decide = decides_first(named, snapshot)
         key = (number, *_as_called(decide))
         if key not in self._estimates:
             note = self.note(policy, number, share=ESTIMATE_SHARE)
-            self._estimates[key] = estimate(self.jobs, snapshot, decide, ended=note)
+            self._estimates[key] = estimate(
+                self.jobs, snapshot, decide, is_built_in=named.is_built_in, ended=note
+            )
         outcomes = self._estimates[key]
         if outcomes is None:
             return None

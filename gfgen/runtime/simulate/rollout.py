@@ -12,7 +12,8 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any
 
 from gfgen.graph import STEPS, Stage, Task
@@ -28,6 +29,12 @@ MAX_TURNS = 1000
 _SAME_S = 1e-9
 _NUM_BEFORE_STEPS = 2
 """Encode and prepare, which take milliseconds and count as one."""
+_ONE_RANK = Layout.single(0)
+
+_names = [each.name for each in fields(JobView) if each.init]
+_place = _names.index("next_task")
+_before, _after = attrgetter(*_names[:_place]), attrgetter(*_names[_place + 4 :])
+"""The fields of a job before and after `next_task`, `num_tasks`, `remaining_s` and `last_layout`."""
 
 
 def rollout_ends(
@@ -281,12 +288,14 @@ class _Rollout:
         if index >= job.num_tasks:
             self._note_end(job, self._now_s)
             return True
-        self._open.put(replace(self._at(job, index), last_layout=segment.layout))
+        self._open.put(self._at(job, index, segment.layout))
         return index == job.num_tasks - 1 and segment.layout.degree > 1  # it may leave ranks to others
 
-    def _at(self, job: JobView, index: int) -> JobView:
+    def _at(self, job: JobView, index: int, last_layout: Layout | None) -> JobView:
         task = task_at(job, index)
-        return replace(job, next_task=task, remaining_s=self._costs.remaining_s(task, Layout.single(0)))
+        remaining_s = self._costs.remaining_s(task, _ONE_RANK)
+        # Twice as fast as `replace`, for each segment of each job.
+        return JobView(*_before(job), task, job.num_tasks, remaining_s, last_layout, *_after(job))
 
     def _cut(self) -> None:
         """Cut every segment at its next boundary, so that the policy decides again."""
@@ -352,7 +361,7 @@ class _Rollout:
             end_s, index = segment.begun_s + num_done * segment.task_s, job.next_task.index + num_done
             if index < job.num_tasks:
                 if segment.seen is None or segment.seen.next_task.index != index:
-                    segment.seen = self._at(job, index)
+                    segment.seen = self._at(job, index, job.last_layout)
                 busy[job_id] = segment.seen
             running.append(RunningTask(segment.job.next_task, segment.layout, end_s))
             taken.update(dict.fromkeys(segment.layout.ranks, end_s))
@@ -385,7 +394,7 @@ class _Rollout:
         self._ended()
         self._latencies_s.append(end_s - job.arrival_s)
         self._num_late += end_s > job.deadline_s
-        ahead_s, spread = end_s - self._start.now_s, self._costs.spread(job.next_task, Layout.single(0))
+        ahead_s, spread = end_s - self._start.now_s, self._costs.spread(job.next_task, _ONE_RANK)
         self._spreads.append(spread)
         if job.job_id.endswith(" again"):  # it may as well come at another time, or not at all
             self._late_variance += end_s > job.deadline_s
@@ -516,15 +525,15 @@ def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
 
     def step_s(layout: Layout) -> float:
         most = speed_up(layout.degree) if snapshot.shares_cores else layout.degree
-        full_s = max(task_s(2, layout), task_s(2, Layout.single(0)) / most)
+        full_s = max(task_s(2, layout), task_s(2, _ONE_RANK) / most)
         return full_s + share * (approximate_s - full_s)
 
     steps = [job.step_layout(ranks) for ranks in rank_sets(job.step_degree)]
     share, approximate_s = job.num_approximate / max(1, job.num_tasks - 3), 0.0
     if job.num_approximate or job.num_approximable:
-        approximate_s = snapshot.costs.task_s(task_at(job, 2).as_approximate, Layout.single(0))
+        approximate_s = snapshot.costs.task_s(task_at(job, 2).as_approximate, _ONE_RANK)
     return KindCosts(
-        {stage: task_s(index, Layout.single(0)) for index, stage in enumerate((Stage.ENCODE, Stage.PREPARE))},
+        {stage: task_s(index, _ONE_RANK) for index, stage in enumerate((Stage.ENCODE, Stage.PREPARE))},
         {layout.degrees: step_s(layout) for layout in steps},
         {
             len(ranks): task_s(job.num_tasks - 1, job.decode_layout(ranks))
