@@ -109,12 +109,13 @@ class _Queue:
         while levels := [*busy, *map(_precedence, by_deadline[start : start + 1])]:
             precedence = min(levels)
             end = bisect_right(by_deadline, precedence, start, key=_precedence)
-            hopeful = self._hopeful(by_deadline[start:end], num_hopeful)
+            hopeful = self._hopeful(by_deadline, start, end, most=num_hopeful)
             num_hopeful -= len(hopeful)
             others: list[JobView] = []
             if len(hopeful) < end - start:
                 known = {job.job_id for job in hopeful}
-                waiting = (job for job in snapshot.in_order(_short)[start:end] if job.job_id not in known)
+                by_length = itertools.islice(snapshot.in_order(_short), start, end)
+                waiting = (job for job in by_length if job.job_id not in known)
                 others += itertools.islice(waiting, num_others)
                 num_others -= len(others)
             for job in busy.pop(precedence, ()):
@@ -125,13 +126,13 @@ class _Queue:
             yield hopeful, others
             start = end
 
-    def _hopeful(self, by_deadline: Sequence[JobView], most: int) -> list[JobView]:
+    def _hopeful(self, by_deadline: Sequence[JobView], start: int, end: int, *, most: int) -> list[JobView]:
         """The first of these jobs that have a deadline and may meet it."""
-        now_s, num_due = self._snapshot.now_s, bisect_left(by_deadline, math.inf, key=_deadline)
+        now_s, end = self._snapshot.now_s, bisect_left(by_deadline, math.inf, start, end, key=_deadline)
         lost, known = self._lost, self._lost.known
         hopeful = (
             job
-            for job in itertools.islice(by_deadline, num_due)
+            for job in itertools.islice(by_deadline, start, end)
             if now_s + job.remaining_s <= job.due_s or (known.get(job.job_id) is not job and job not in lost)
         )
         return list(itertools.islice(hopeful, most))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -137,10 +138,7 @@ def estimate(
     Raises: DecisionTimeout if the policy does not return.
     """
 
-    def in_time(now: Snapshot) -> Sequence[Decision]:
-        """The policy's decisions; it is interrupted if it does not return."""
-        return within(DECISION_LIMIT_S, lambda now: list(policy(now)), now)
-
+    in_time = functools.partial(within, DECISION_LIMIT_S, lambda now: list(policy(now)))
     try:
         ends_s = rollout_ends(snapshot, policy if is_built_in else in_time, ended=ended)
     except (KeyboardInterrupt, DecisionTimeout):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
@@ -47,7 +47,9 @@ def rollout_ends(
     """
     arrivals = sorted(snapshot.open.values(), key=lambda job: job.arrival_s)
     start = replace(snapshot, open={}, costs=RolloutCosts(snapshot), orders=None, recent=())
-    return _Rollout(start, policy, arrivals, ended=ended).ends_s()
+    rollout = _Rollout(start, policy, arrivals, ended=ended)
+    rollout.pass_turns()
+    return rollout.ends_s
 
 
 def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] = lambda: None) -> Snapshot:
@@ -182,7 +184,7 @@ class _Rollout:
         """Until then the policy starts single tasks, because other jobs reach their boundaries."""
         self._latencies_s: list[float] = []
         self._spreads: list[float] = []
-        self._ends_s: dict[str, float] = {}
+        self.ends_s: dict[str, float] = {}
         self._num_ended = 0
         """Jobs that have ended, or begun a decode, since the policy was last asked for all."""
         self._parked = list(snapshot.parked.values())
@@ -209,7 +211,7 @@ class _Rollout:
 
         num_unseen: present jobs beyond MAX_JOBS.
         """
-        self._pass_turns(MAX_TURNS)
+        self.pass_turns(MAX_TURNS)
         left = [
             *self._open.frozen().values(),
             *self._parked,
@@ -230,12 +232,8 @@ class _Rollout:
             late_spread=math.sqrt(self._late_variance),
         )
 
-    def ends_s(self) -> Mapping[str, float]:
-        """Simulate until all jobs that the policy starts have ended; their ends by job."""
-        self._pass_turns(None)
-        return self._ends_s
-
-    def _pass_turns(self, most: int | None) -> None:
+    def pass_turns(self, most: int | None = None) -> None:
+        """Simulate until all jobs that the policy starts have ended, or `most` turns have passed."""
         self._settle()
         for _ in itertools.count() if most is None else range(most):
             self._decide()
@@ -331,7 +329,9 @@ class _Rollout:
             num_left = job.num_tasks - 1 - decision.task.index
             if job.may_approximate and decision.task.stage is Stage.APPROXIMATE:
                 task_s -= self._given_up_s(decision, job) / num_left
-            settled_s = max([self._settled_s, *self._other_ends_s()])
+            segments = self._segments.values()  # the ranks of other tasks than steps may join a step
+            others_s = [each.end_s for each in segments if each.job.next_task.stage not in STEPS]
+            settled_s = max([self._settled_s, *others_s])
             until_settled = math.floor((settled_s - self._now_s) / task_s) if task_s > 0 else 1
             is_settled = settled_s <= self._now_s + _SAME_S
             num_tasks = num_left if is_settled else min(num_left, max(1, until_settled))
@@ -339,12 +339,6 @@ class _Rollout:
             num_tasks = _NUM_BEFORE_STEPS
             task_s = (task_s + self._costs.task_s(task_at(job, 1), decision.layout)) / num_tasks
         self._segments[job.job_id] = _Segment(job, None, decision.layout, self._now_s, task_s, num_tasks)
-
-    def _other_ends_s(self) -> Iterator[float]:
-        """When tasks end that are no steps: their ranks may then join a step."""
-        for segment in self._segments.values():
-            if segment.job.next_task.stage not in STEPS:
-                yield segment.end_s
 
     def _given_up_s(self, decision: Decision, job: JobView) -> float:
         """What a job saves by giving up as many of its steps as its deadline takes."""
@@ -390,7 +384,7 @@ class _Rollout:
         """A decode has ended; its file waits for a writer."""
         writer = self._writers_free_s.index(min(self._writers_free_s))
         end_s = self._writers_free_s[writer] = max(end_s, self._writers_free_s[writer]) + job.write_s
-        self._ends_s[job.job_id] = end_s
+        self.ends_s[job.job_id] = end_s
         self._ended()
         self._latencies_s.append(end_s - job.arrival_s)
         self._num_late += end_s > job.deadline_s
