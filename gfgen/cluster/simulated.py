@@ -28,7 +28,6 @@ from gfgen.runtime.simulate.choosers import ImmediateChooser
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
 from gfgen.runtime.simulate.planner import (
     ESTIMATE_SHARE,
-    EndCounter,
     Plan,
     Planner,
     PlanOption,
@@ -285,7 +284,7 @@ class NodePlanner(Planner):
             num_ranks=self.nodes.num_ranks,
             profile=self.profile,
             started_at=self.window.started_at,
-            observers=[EndCounter(self.note(policy, number))],
+            observers=[OutcomeRecorder(self.note(policy, number))],
             max_degree=self._max_degree,
         )
         return option_of_run(run, policy, self.window.by_s)

@@ -246,7 +246,7 @@ class _Room:
     def __init__(self, now_s: float, saved: list[_Case], others: list[_Case], *, before_s: float) -> None:
         ends_s = itertools.accumulate([work_s for _, work_s, _ in saved], initial=before_s)
         next(ends_s)
-        self._saved, self._others = saved, others
+        self._cases = [*saved, *others]
         self._room_s = [
             (job.due_s - now_s) / ROOM - end_s for (job, _, _), end_s in zip(saved, ends_s, strict=True)
         ]
@@ -269,24 +269,23 @@ class _Room:
         After `is_enough_for`. The first of the saved jobs that are not `gone` always may.
         """
         least_s, found = math.inf, list[JobView]()
-        for (job, work_s, _), room_s in zip(self._saved, self._room_s, strict=True):
+        rooms_s = itertools.chain(self._room_s, itertools.repeat(math.inf))
+        for (job, work_s, _), room_s in zip(self._cases, rooms_s, strict=False):
             if work_s <= least_s and job.job_id not in gone:
                 found.append(job)
             if room_s < least_s:
                 least_s = room_s
                 if least_s < self._least_work_s:
                     break
-        else:
-            found += [job for job, work_s, _ in self._others if work_s <= least_s and job.job_id not in gone]
         return min(found, key=_short)
 
     @functools.cached_property
     def _least_work_s(self) -> float:
-        return min([work_s for _, work_s, _ in (*self._saved, *self._others)])
+        return min([work_s for _, work_s, _ in self._cases])
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
-        return {job.job_id: place for place, (job, _, _) in enumerate(self._saved)}
+        return {job.job_id: place for place, (job, _, _) in enumerate(self._cases)}
 
     def take(self, job_id: str, work_s: float) -> None:
         """A job goes next."""
@@ -297,7 +296,7 @@ class _Room:
         """Subtract each taken job's work from the room of the saved jobs that it overtook."""
         room_s = self._room_s
         for job_id, work_s in self._taken:
-            num_delayed = self._places.get(job_id, len(room_s))
+            num_delayed = self._places[job_id]
             room_s[:num_delayed] = [each_s - work_s for each_s in room_s[:num_delayed]]
             room_s[num_delayed : num_delayed + 1] = [math.inf] * (num_delayed < len(room_s))
         self._taken.clear()

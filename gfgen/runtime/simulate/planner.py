@@ -20,11 +20,11 @@ from gfgen.policies.catalog import load_policy
 from gfgen.policies.speed import rest_s, widest
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import UncertainEstimate
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open, seldom_asked
-from gfgen.runtime.simulate.simulation import Simulated, simulate
+from gfgen.runtime.simulate.simulation import OutcomeRecorder, Simulated, simulate
 from gfgen.snapshot import Policy, Snapshot
 from gfgen.system.signals import DecisionTimeout
 from gfgen.system.wording import counted
@@ -317,7 +317,7 @@ class RankPlanner(Planner):
             started_at=self.window.started_at,
             batch=self.window.batch,
             residency=self.residency(number),
-            observers=[EndCounter(self.note(policy, number))],
+            observers=[OutcomeRecorder(self.note(policy, number))],
         )
         return option_of_run(run, policy, self.window.by_s)
 
@@ -330,8 +330,7 @@ class RankPlanner(Planner):
             self._estimates[key] = estimate(
                 self.jobs, snapshot, decide, is_built_in=named.is_built_in, ended=note
             )
-        outcomes = self._estimates[key]
-        if outcomes is None:
+        if (outcomes := self._estimates[key]) is None:
             return None
         return option_of(outcomes, policy, number, self.window.by_s, is_estimated=True)
 
@@ -355,14 +354,6 @@ class RankPlanner(Planner):
                 batch=self.window.batch,
             )
         return self._snapshots[num_ranks]
-
-
-class EndCounter(Observer):
-    def __init__(self, note: Callable[[], None]) -> None:
-        self._note = note
-
-    def ended(self, outcome: JobOutcome) -> None:
-        self._note()
 
 
 def _as_called(policy: Policy) -> tuple[object, ...]:

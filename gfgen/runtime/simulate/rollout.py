@@ -293,7 +293,7 @@ class _Rollout:
         task = task_at(job, index)
         remaining_s = self._costs.remaining_s(task, _ONE_RANK)
         # Twice as fast as `replace`, for each segment of each job.
-        return JobView(*_before(job), task, job.num_tasks, remaining_s, last_layout, *_after(job))
+        return JobView(*(*_before(job), task, job.num_tasks, remaining_s, last_layout, *_after(job)))
 
     def _cut(self) -> None:
         """Cut every segment at its next boundary, so that the policy decides again."""

@@ -109,11 +109,14 @@ def simulate(
 
 
 class OutcomeRecorder(Observer):
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[], None] = lambda: None) -> None:
+        """note: called for each job that ends."""
         self.outcomes: list[JobOutcome] = []
+        self._note = note
 
     def ended(self, outcome: JobOutcome) -> None:
         self.outcomes.append(outcome)
+        self._note()
 
 
 # Simulated ranks ----------------------------------------------------------------------
