@@ -45,8 +45,7 @@ def _queue(snapshot: Snapshot, number: int, *, rescue: bool) -> list[tuple[JobVi
     while start < len(in_order) and len(queue) < number:
         end = bisect_right(in_order, in_order[start].precedence, start, key=_precedence)
         waiting = itertools.islice(in_order, start, end)
-        hopeful = (job for job in waiting if known.get(job.job_id) is not job)
-        hopeful = (job for job in hopeful if not (rescue and job in lost))
+        hopeful = (x for x in waiting if known.get(x.job_id) is not x and not (rescue and x in lost))
         queue += [(job, False) for job in itertools.islice(hopeful, number - len(queue))]
         if known and number > len(queue):
             late = (job for job in snapshot.in_order(_rest)[start:end] if known.get(job.job_id) is job)

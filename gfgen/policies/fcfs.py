@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gfgen.policies.groups import Degree, RankGroup, groups_by_rank, home_group
+from gfgen.policies.groups import Degree, RankGroup, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 
@@ -15,7 +15,7 @@ def fcfs(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     groups = snapshot.groups(degree)
     free = set(snapshot.free_ranks)
     idle = [group for group in groups if free.issuperset(group)]
-    by_rank = groups_by_rank(groups) if idle else {}
+    by_rank = {rank: group for group in groups for rank in group}
     if idle and snapshot.busy:
         running = {home_group(job, by_rank) for job in snapshot.busy.values()}
         idle = [group for group in idle if group not in running]

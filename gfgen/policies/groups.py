@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated
 
 from gfgen.layout import MAX_RANKS
@@ -16,11 +16,6 @@ DegreeOrAll = Annotated[int, range(MAX_RANKS + 1)]
 """0 means all ranks."""
 
 RankGroup = tuple[int, ...]
-
-
-def groups_by_rank(groups: Iterable[RankGroup]) -> dict[int, RankGroup]:
-    """The group of each rank; ranks without a group are missing."""
-    return {rank: group for group in groups for rank in group}
 
 
 def home_group(job: JobView, by_rank: Mapping[int, RankGroup]) -> RankGroup | None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from gfgen.policies.groups import Degree, RankGroup, groups_by_rank, home_group
+from gfgen.policies.groups import Degree, RankGroup, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _urgency = attrgetter("precedence", "remaining_s", "arrival_s")
@@ -20,7 +20,7 @@ def srtf(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     takes a job that waits for another group.
     """
     groups = snapshot.groups(degree)
-    by_rank = groups_by_rank(groups)
+    by_rank = {rank: group for group in groups for rank in group}
     idle = _idle_groups(snapshot, groups, by_rank)
     if not idle:
         return []

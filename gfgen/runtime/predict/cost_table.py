@@ -100,8 +100,9 @@ class CostTable:
         found = _below(rows, alone, shape, work) or _over_shapes(rows, shape, work)
         if base == degrees:
             return found
-        factor = self._time_ratio(model, stage, math.prod(degrees), math.prod(base))
-        return found.scaled(factor, Provenance.EXTRAPOLATED)
+        serial = self._serial_share(model, stage)
+        time_ratio = _amdahl(math.prod(degrees), serial) / _amdahl(math.prod(base), serial)
+        return found.scaled(time_ratio, Provenance.EXTRAPOLATED)
 
     def pace(self, model: str) -> float | None:
         """Seconds per operation of the model's steps on one rank; None if that is unknown."""
@@ -119,11 +120,6 @@ class CostTable:
         if not rows:
             return self._write_s
         return _value_over_shapes(rows, shape, work, value=lambda row: row.write_s or 0.0)[0]
-
-    def _time_ratio(self, model: str, stage: Stage, num_ranks: int, num_base: int) -> float:
-        """Time on `num_ranks` over time on `num_base`."""
-        serial = self._serial_share(model, stage)
-        return _amdahl(num_ranks, serial) / _amdahl(num_base, serial)
 
     def _serial_share(self, model: str, stage: Stage) -> float | None:
         """The share of a task that more ranks do not speed up, from this model or else from the others."""

@@ -77,7 +77,9 @@ def find_profile(device: str | None = None, *, calibrate: bool = False) -> tuple
     unknown.
     """
     device = device or cpu_name()
-    measured = _readable(default_path(device)) or _shipped(device)
+    shipped = filter(None, map(_readable, sorted(SHIPPED.glob("*.json"))))
+    own = _readable(default_path(device))
+    measured = own or next((each for each in shipped if each[1].device == device), None)
     by_runs = _readable(runs_path(device))
     found = [each for each in (measured, by_runs) if each is not None]
     if device == cpu_name():
@@ -122,11 +124,6 @@ def _readable(path: Path) -> tuple[Path, Profile] | None:
     except InputError as error:
         logger.warning("%s", error)
         return None
-
-
-def _shipped(device: str) -> tuple[Path, Profile] | None:
-    found = [_readable(path) for path in sorted(SHIPPED.glob("*.json"))]
-    return next((each for each in found if each is not None and each[1].device == device), None)
 
 
 def _scaled(known: Sequence[tuple[Path, Profile]], *, may_measure: bool) -> list[tuple[Path, Profile]]:

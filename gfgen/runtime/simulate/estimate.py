@@ -55,16 +55,16 @@ def everything_open(
     return state.snapshot_of_traffic()
 
 
-def decides_first(policy: NamedPolicy, snapshot: Snapshot) -> Policy:
+def decides_first(policy: NamedPolicy, snapshot: Snapshot) -> NamedPolicy:
     """The policy itself, or its first choice if it chooses between policies."""
     if policy.choose is None:
-        return policy.decide
+        return policy
     chooser = ImmediateChooser(policy.choose)
     chooser.consider(snapshot)
     choice = chooser.take()
     with contextlib.suppress(PolicyError):  # the chosen policy may not exist
-        return policy.decide if choice is None else load_policy(choice.policy).decide
-    return policy.decide
+        return policy if choice is None else load_policy(choice.policy)
+    return policy
 
 
 def seldom_asked(text: str) -> NamedPolicy:
@@ -124,23 +124,21 @@ class SeldomAsked:
 def estimate(
     jobs: Sequence[AdmittedJob],
     snapshot: Snapshot,
-    policy: Policy,
+    policy: NamedPolicy,
     *,
-    is_built_in: bool = False,
     ended: Callable[[], None] = lambda: None,
 ) -> Sequence[JobOutcome] | None:
     """The outcomes of a run from `everything_open`, in a tenth of the time that `simulate` takes, or less.
 
     The policy is called only when jobs arrive or end. Every task takes its median time; moves between ranks
-    take no time. `ended` is called for each job that ends. A policy that `is_built_in` always returns.
+    take no time. `ended` is called for each job that ends.
 
     None if the policy fails or leaves jobs waiting; a simulation shows the details.
     Raises: DecisionTimeout if the policy does not return.
     """
-
-    in_time = functools.partial(within, DECISION_LIMIT_S, lambda now: list(policy(now)))
+    in_time = functools.partial(within, DECISION_LIMIT_S, lambda now: list(policy.decide(now)))
     try:
-        ends_s = rollout_ends(snapshot, policy if is_built_in else in_time, ended=ended)
+        ends_s = rollout_ends(snapshot, policy.decide if policy.is_built_in else in_time, ended=ended)
     except (KeyboardInterrupt, DecisionTimeout):
         raise
     except BaseException:  # a policy may be the user's own, and call sys.exit()

@@ -322,14 +322,12 @@ class RankPlanner(Planner):
         return option_of_run(run, policy, self.window.by_s)
 
     def estimated(self, policy: str, number: int) -> PlanOption | None:
-        snapshot, named = self._snapshot(number), load_policy(policy)
-        decide = decides_first(named, snapshot)
-        key = (number, *_as_called(decide))
+        snapshot = self._snapshot(number)
+        first = decides_first(load_policy(policy), snapshot)
+        key = (number, *_as_called(first.decide))
         if key not in self._estimates:
             note = self.note(policy, number, share=ESTIMATE_SHARE)
-            self._estimates[key] = estimate(
-                self.jobs, snapshot, decide, is_built_in=named.is_built_in, ended=note
-            )
+            self._estimates[key] = estimate(self.jobs, snapshot, first, ended=note)
         if (outcomes := self._estimates[key]) is None:
             return None
         return option_of(outcomes, policy, number, self.window.by_s, is_estimated=True)
