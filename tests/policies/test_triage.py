@@ -1,5 +1,6 @@
 """triage, makespan and edf's rescue, as functions of a snapshot."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.policies.edf import edf
 from gfgen.policies.makespan import makespan
-from gfgen.policies.triage import triage
+from gfgen.policies.triage import ROOM, _Room, triage
 from gfgen.snapshot import Arrangement, RunningTask
 
 
@@ -256,3 +257,29 @@ def test_no_decision_depends_on_which_jobs_were_found_to_be_lost(policy, jobs, l
     for picture in (first, replace(fewer, costs=first.costs), first):
         now = replace(picture, now_s=later_s)
         assert placed(policy(replace(now, kept=first.kept))) == placed(policy(replace(now, kept={})))
+
+
+@given(
+    saved=st.lists(st.tuples(seconds, seconds, seconds), min_size=1, max_size=9),
+    others=st.lists(seconds, max_size=4),
+)
+def test_the_next_job_is_the_first_that_fits_of_all_by_length(saved, others):
+    """Room before a saved job is half of its time, less the work up to its end and what overtook it."""
+    saved = [(view(f"saved-{n}", remaining_s=s, deadline_s=due), w, s) for n, (s, w, due) in enumerate(saved)]
+    others = [(view(f"other-{n}", remaining_s=s), s, s) for n, s in enumerate(others)]
+    ends_s = itertools.accumulate(work_s for _, work_s, _ in saved)
+    rooms_s = [job.due_s / ROOM - end_s for (job, _, _), end_s in zip(saved, ends_s, strict=True)]
+    places = {job.job_id: place for place, (job, _, _) in enumerate([*saved, *others])}
+    works_s = {job.job_id: work_s for job, work_s, _ in (*saved, *others)}
+    left = sorted([job for job, _, _ in (*saved, *others)], key=lambda job: job.remaining_s)
+    room, gone = _Room(0.0, saved, others, before_s=0.0), set()
+    while any(job.job_id.startswith("saved") for job in left):
+        fitting = (x for x in left if works_s[x.job_id] <= min(rooms_s[: places[x.job_id]], default=math.inf))
+        right, work_s = next(fitting), works_s[left[0].job_id]
+        assert right is (left[0] if room.is_enough_for(work_s) else room.shortest(gone))
+        left.remove(right)
+        gone.add(right.job_id)
+        room.take(right.job_id, works_s[right.job_id])
+        place = places[right.job_id]
+        rooms_s[:place] = [each_s - works_s[right.job_id] for each_s in rooms_s[:place]]
+        rooms_s[place : place + 1] = [math.inf] * (place < len(rooms_s))
