@@ -265,8 +265,11 @@ def test_no_decision_depends_on_which_jobs_were_found_to_be_lost(policy, jobs, l
 )
 def test_the_next_job_is_the_first_that_fits_of_all_by_length(saved, others):
     """Room before a saved job is half of its time, less the work up to its end and what overtook it."""
-    saved = [(view(f"saved-{n}", remaining_s=s, deadline_s=due), w, s) for n, (s, w, due) in enumerate(saved)]
-    others = [(view(f"other-{n}", remaining_s=s), s, s) for n, s in enumerate(others)]
+    saved = [
+        (view(f"saved-{n}", remaining_s=s, deadline_s=2 * due_s), work_s / 8, s)
+        for n, (s, work_s, due_s) in enumerate(saved)
+    ]
+    others = [(view(f"other-{n}", remaining_s=s), s / 8, s) for n, s in enumerate(others)]
     ends_s = itertools.accumulate(work_s for _, work_s, _ in saved)
     rooms_s = [job.due_s / ROOM - end_s for (job, _, _), end_s in zip(saved, ends_s, strict=True)]
     places = {job.job_id: place for place, (job, _, _) in enumerate([*saved, *others])}
