@@ -32,6 +32,7 @@ from gfgen.cli.run_files import (
 from gfgen.errors import GfgenError, InputError, InterruptedRunError, LockedError, Problem
 from gfgen.job.shared import closing_at
 from gfgen.policies.catalog import load_policy
+from gfgen.runtime.control.closing import check_room
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
@@ -206,6 +207,11 @@ def run_jobs(
     check_trace(options.trace)
     skipped = [job for job in admitted if job.job_id in done]
     fitting, num_left = with_time(todo, options.ranks.step_times, closes_at=options.closes_at)
+    try:
+        check_room(fitting, options.output_dir)
+    except GfgenError:
+        _end_hooks(Summary(num_unfinished=len(todo)), options, status="failed")
+        raise
     session.load(fitting)
     failed = _FailedJobs()
     summary = _run(session, fitting, options, skipped=skipped, watchers=[failed])

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gfgen.errors import InputError, JobFileError, ModelError
+from gfgen.errors import InputError, JobFileError, ModelError, OutputError
 from gfgen.job.reader import read_job_stream
 from gfgen.layout import Degrees
 from gfgen.models.families.registry import DEFAULT_MODEL
@@ -50,6 +50,7 @@ from gfgen.session.admission import Admission, warn_of_passed_deadlines
 from gfgen.session.live import LiveRun
 from gfgen.session.ranks import Ranks, made_with, ready_pool
 from gfgen.session.warming import choose_kernels, warm_up, warm_ups_of
+from gfgen.system.linefile import FULL
 from gfgen.system.machine import free_bytes
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
@@ -403,7 +404,8 @@ def _held_folder(folder: Path) -> Iterator[int]:
         try_to_write(folder)
     except OSError as error:
         reason = "this is a file" if folder.is_file() else f"cannot write there ({error.strerror})"
-        raise InputError(f"--output {folder}: {reason}; name another folder") from None
+        kind = OutputError if error.errno in FULL else InputError
+        raise kind(f"--output {folder}: {reason}; name another folder") from None
     try:
         with hold_folder(folder) as lock:
             _find_temporary(folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gfgen.errors import InputError, OutputError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -84,7 +84,7 @@ def check_appendable(path: Path) -> None:
 
 def _explain(path: Path, error: OSError) -> str:
     reason = f"cannot write {path}: {error.strerror}"
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return f"{reason}; make room, then run the same command again to go on"
     if error.errno in _READ_ONLY:
         return f"{reason}; make it writable and run again, or choose another --output"

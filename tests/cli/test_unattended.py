@@ -1,5 +1,6 @@
 """Runs and servers where nobody looks on: output that nobody reads, no home, group folders, limits."""
 
+import errno
 import json
 import os
 import pty
@@ -19,6 +20,8 @@ import pytest
 from serving import free_port
 
 from gfgen.cli.main import main
+from gfgen.runtime.control import closing
+from gfgen.session import session
 from gfgen.system import machine
 from gfgen.system.home import home
 
@@ -248,6 +251,32 @@ def test_records_that_another_user_wrote_are_refused_before_ranks_start(capsys, 
             "out/journal.jsonl: you may not write it (its owner can, chmod g+w); name another --output" in err
         )
         assert os.listdir(night / "out") == ["journal.jsonl"]
+
+
+def test_a_disk_that_is_full_from_the_start_is_found_before_ranks_start(capsys, monkeypatch, night):
+    monkeypatch.chdir(night)
+    monkeypatch.setattr(closing, "free_bytes", lambda folder: 7_000)
+    arguments = ("run", "night.jsonl", "--on-done", "echo $GFGEN_STATUS $GFGEN_UNFINISHED > hook")
+    code, err = refusal(capsys, *arguments)
+    assert code == 1
+    assert err.startswith(
+        "gfgen: the disk of the output folder has 7.0 kB left for the files of 2 jobs, which"
+    )
+    assert err.endswith(" kB is missing; make room, then run the same command again\n")
+    assert (night / "hook").read_text() == "failed 2\n"
+    assert not (night / "outputs").exists()
+
+
+def test_a_disk_without_room_for_names_is_full_not_wrong(capsys, monkeypatch, night):
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.chdir(night)
+    monkeypatch.setattr(session, "try_to_write", full)
+    expected = (
+        "gfgen: --output outputs/night: cannot write there (No space left on device); name another folder"
+    )
+    assert refusal(capsys, "run", "night.jsonl") == (1, f"{expected}\n")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from builders import STEP_S, make_job, simulate, simulated_control
 from gfgen.errors import InputError, InterruptedRunError, OutputError, StalledError
 from gfgen.job.shared import closing_at
 from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime.control import closing
 from gfgen.runtime.core.events import ClosingTime, SpaceLeft, StopRequested
 from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.runtime.files.resume import resume_path
 
 NOW = datetime(2026, 11, 20, 22, 0, 0).timestamp()
 
@@ -244,6 +246,16 @@ def test_a_run_that_goes_on_waits_for_room(caplog):
     while not recorder.outcomes:
         control.turn()
     assert recorder.end_order == ["a"]
+
+
+def test_with_room_for_no_file_only_a_stopped_job_goes_on(monkeypatch, tmp_path):
+    monkeypatch.setattr(closing, "free_bytes", lambda folder: SIZE - 1)
+    jobs = [make_job("fox"), make_job("owl")]
+    with pytest.raises(OutputError, match=r"the files of 2 jobs, .* is missing; make room, then run"):
+        closing.check_room(jobs, tmp_path)
+    resume_path(tmp_path, "owl").parent.mkdir()
+    resume_path(tmp_path, "owl").touch()
+    closing.check_room(jobs, tmp_path)
 
 
 class NoMore:

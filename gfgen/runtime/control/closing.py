@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from gfgen.errors import InterruptedRunError, OutputError
 from gfgen.graph import Stage, Task
 from gfgen.layout import ALONE, Degrees
 from gfgen.runtime.control.job_record import JobRecord
+from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.events import ClosingTime, Event, SpaceLeft
 from gfgen.runtime.core.openjobs import JobKind, OpenJobs, kind_of
-from gfgen.runtime.files.resume import RunStart
+from gfgen.runtime.files.resume import RunStart, resume_path
 from gfgen.runtime.predict.cost import CostClass, CostModel
 from gfgen.snapshot import JobView
+from gfgen.system.machine import free_bytes
 from gfgen.system.wording import counted, size_in_words
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,21 @@ SPACE_S = 2.0
 """Between two looks at the room on the disk."""
 _FIRST_TASK = Task("", 0, Stage.ENCODE)
 """Of any job: predictions depend on its index alone."""
+
+
+def check_room(jobs: Sequence[AdmittedJob], output_dir: Path) -> None:
+    """Raises OutputError if no job could begin for lack of room; one that was stopped may go on."""
+    sizes, left_bytes = [job.file_bytes for job in jobs], free_bytes(output_dir)
+    if min(sizes) > left_bytes and not any(resume_path(output_dir, job.job_id).exists() for job in jobs):
+        raise OutputError(f"{_lack(sizes, left_bytes)}, then run the same command again")
+
+
+def _lack(sizes: Sequence[int], left_bytes: int) -> str:
+    return (
+        f"the disk of the output folder has {size_in_words(max(0, left_bytes))} left for the files of "
+        f"{counted(len(sizes), 'job')}, which may take {size_in_words(sum(sizes))}: "
+        f"{size_in_words(sum(sizes) - left_bytes)} is missing; make room"
+    )
 
 
 class Room:
@@ -44,12 +62,7 @@ class Room:
     @property
     def lack(self) -> str:
         """What the jobs lack that have not begun."""
-        sizes, left_bytes = self._sizes(begun=False), int(self.left_bytes)
-        return (
-            f"the disk of the output folder has {size_in_words(max(0, left_bytes))} left for the files of "
-            f"{counted(len(sizes), 'job')}, which may take {size_in_words(sum(sizes))}: "
-            f"{size_in_words(sum(sizes) - left_bytes)} is missing; make room"
-        )
+        return _lack(self._sizes(begun=False), int(self.left_bytes))
 
     def look(self, free_bytes: Callable[[], int], *, now_s: float) -> SpaceLeft | None:
         """What is free on the disk, if that is to be noted: while it may not hold the files of all jobs."""

@@ -31,6 +31,7 @@ from gfgen.runtime.ipc.content import (
     temporary_name,
 )
 from gfgen.system.lifeline import die_with_parent
+from gfgen.system.linefile import FULL
 from gfgen.system.machine import free_bytes, num_cores
 from gfgen.system.wording import size_in_words
 
@@ -306,7 +307,7 @@ def _memory_file(content: bytes = b"") -> Iterator[IO[bytes]]:
 
 
 def _explain(error: OSError, path: Path, frames: Frames) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in FULL:
         shrinks = SHRINKS.get(path.suffix.lower(), 1)
         free = ""
         with suppress(OSError):
