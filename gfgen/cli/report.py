@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,8 +21,9 @@ from gfgen.cli.shown.picture import find_traces, plot_runs
 from gfgen.cli.shown.plot_timeline import plot_timeline
 from gfgen.errors import InputError
 from gfgen.job.images import ImageError, thumbnail
+from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids
 from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestLine, read_manifest
-from gfgen.system.wording import counted, in_words, size_in_words
+from gfgen.system.wording import counted, first_of, in_words, size_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ PAUSE_S = 300.0
 """A longer time without jobs parts two timelines."""
 BAR_WIDTH, CHAR_WIDTH, TICK_WIDTH, MAX_WIDTH = 64, 7, 120, 60_000
 """Pixels of an average bar, a character of its name, the axis between two ticks, and of a timeline."""
-STATUSES = ("failed", "cancelled", "done")
+STATUSES = ("left", "failed", "cancelled", "done")
 
 
 @click.command()
@@ -138,18 +139,26 @@ class JobReport:
 class FolderReport:
     folder: Path
     jobs: Sequence[JobReport]
+    left: Collection[str]
+    """Jobs that have not ended in the last run that had them, although an earlier one may have a line."""
 
     @classmethod
     def read(cls, folder: Path) -> FolderReport:
-        lines = read_manifest(folder / MANIFEST_NAME).values()
-        jobs = [JobReport(line, _time_of(line)) for line in lines if not line.get(SIMULATED)]
-        if not jobs:
+        lines = read_manifest(folder / MANIFEST_NAME)
+        left = left_ids(folder / JOURNAL_NAME, lines)
+        jobs = [
+            JobReport(line | {"status": "left"} if name in left else line, _time_of(line))
+            for name, line in lines.items()
+            if not line.get(SIMULATED)
+        ]
+        if not jobs and not left:
             raise InputError(f"{folder}: no jobs in {MANIFEST_NAME} there; name the output folder of a run")
-        return cls(folder, sorted(jobs, key=lambda job: (STATUSES.index(job.status), job.started_at)))
+        jobs.sort(key=lambda job: (STATUSES.index(job.status), job.started_at))
+        return cls(folder, jobs, left)
 
     @property
-    def counts(self) -> Mapping[str, int]:
-        return Counter(job.status for job in self.jobs)
+    def counts(self) -> Counter[str]:
+        return Counter(job.status for job in self.jobs) | Counter(left=len(self.left))
 
     @property
     def failed(self) -> Sequence[JobReport]:
@@ -162,14 +171,20 @@ class FolderReport:
         paths = [(self.folder / file) for file in sorted(files - {"None", "-"})]
         named = [_short(path) for path in paths if path.is_file()]
         named += ["..."] if "-" in files else []  # prompts, or standard input
-        return f"gfgen run {' '.join(named)} -o {self.folder} --failed" if named else None
+        failed = "" if self.left else " --failed"
+        return f"gfgen run {' '.join(named)} -o {self.folder}{failed}" if named else None
 
     def lines(self) -> Iterator[str]:
         done = [job for job in self.jobs if job.status == "done"]
         counts = ", ".join(
             f"{self.counts[status]} {status}" for status in reversed(STATUSES) if self.counts[status]
         )
-        yield f"{self.folder}: {counted(len(self.jobs), 'job')}: {counts}"
+        yield f"{self.folder}: {counted(self.counts.total(), 'job')}: {counts}"
+        if self.left:
+            names = ", ".join(first_of(sorted(self.left), "job"))
+            yield f"left      {names}: run the same command again to go on"
+        if not self.jobs:
+            return
         first, last = min(job.started_at for job in self.jobs), max(job.ended_at for job in self.jobs)
         busy = in_words(sum(job.busy_s for job in self.jobs))
         yield f"made      {_clock(first)} to {_clock(last)}, with {busy} of rank time"
@@ -195,6 +210,7 @@ class FolderReport:
             "counts": {status: self.counts[status] for status in STATUSES},
             "busy_s": round(sum(job.busy_s for job in self.jobs), 6),
             "again": self.again,
+            "left": sorted(self.left),
             "jobs": [
                 {**job.line, "started_at": round(job.started_at, 3), "ended_at": round(job.ended_at, 3)}
                 for job in self.jobs
@@ -208,7 +224,7 @@ class FolderReport:
         pages = Environment(loader=PackageLoader(__package__, "shown"), autoescape=True)
         pages.filters |= {"clock": _clock, "in_words": in_words}
         return pages.get_template("report.html").render(
-            title=f"{self.folder.name or self.folder}: {counted(len(self.jobs), 'job')}",
+            title=f"{self.folder.name or self.folder}: {counted(self.counts.total(), 'job')}",
             summary="\n".join(self.lines()),
             timelines=list(_timelines(self.jobs)),
             cards=[

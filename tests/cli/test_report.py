@@ -82,7 +82,8 @@ def test_json_has_every_line_of_the_manifest(capsys, folder):
     assert code == 0
     assert [job["id"] for job in found["jobs"]] == ["owl", "fox", "<b>"]
     assert found["jobs"][1]["ended_at"] - found["jobs"][1]["started_at"] == 3
-    assert found["counts"] == {"failed": 1, "cancelled": 0, "done": 2}
+    assert found["counts"] == {"left": 0, "failed": 1, "cancelled": 0, "done": 2}
+    assert found["left"] == []
 
 
 def test_the_time_of_first_uses_is_named(capsys, folder):
@@ -91,6 +92,40 @@ def test_the_time_of_first_uses_is_named(capsys, folder):
     (folder / "manifest.jsonl").write_text(json.dumps(first) + "\n")
     out = gfgen(capsys, "report", "out")[1]
     assert "first use 1.5 s of it in tasks that were the first of their kind" in out.splitlines()
+
+
+def run_in_journal(started: str, *ids: str) -> str:
+    """A run that began at this time, and in which these jobs arrived."""
+    started_at = datetime.fromisoformat(started).timestamp() + 0.1234
+    header = {"gfgen_journal": 2, "started_at": started_at, "job_file": "../jobs.jsonl"}
+    arrivals = [{"event": "JobArrived", "time_s": 0.0, "job_id": name, "spec_hash": "x"} for name in ids]
+    return "".join(json.dumps(each) + "\n" for each in (header, *arrivals))
+
+
+def test_what_a_killed_run_left_is_counted(capsys, folder):
+    """The first run ended fox and owl, the second one only <b>: it was to make owl again."""
+    runs = [("2026-11-23T13:00:00Z", "fox", "owl"), ("2026-11-23T14:30:00Z", "owl", "<b>", "elk", "hen")]
+    (folder / "journal.jsonl").write_text("".join(run_in_journal(*each) for each in runs))
+    with (folder / "manifest.jsonl").open("a") as manifest:
+        manifest.write(json.dumps(line("<b>", written_at="2026-11-23T14:30:09Z")) + "\n")
+    lines = gfgen(capsys, "report", "out")[1].splitlines()
+    assert lines[0] == "out: 5 jobs: 2 done, 3 left"
+    assert lines[1] == "left      elk, hen, owl: run the same command again to go on"
+    assert not [each for each in lines if each.startswith(("failed", "again"))]
+    found = json.loads(gfgen(capsys, "report", "out", "--json")[1])
+    assert found["counts"] == {"left": 3, "failed": 0, "cancelled": 0, "done": 2}
+    assert found["left"] == ["elk", "hen", "owl"]
+    assert gfgen(capsys, "report", "out", "--html")[0] == 0
+
+
+def test_a_run_that_was_killed_before_a_job_ended_has_a_report(capsys, folder):
+    (folder / "manifest.jsonl").unlink()
+    (folder / "journal.jsonl").write_text(run_in_journal("2026-11-23T13:00:00Z", "fox", "owl"))
+    assert gfgen(capsys, "report", "out")[1].splitlines() == [
+        "out: 2 jobs: 2 left",
+        "left      fox, owl: run the same command again to go on",
+    ]
+    assert gfgen(capsys, "report", "out", "--html")[0] == 0
 
 
 class Page(HTMLParser):

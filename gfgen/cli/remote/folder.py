@@ -19,11 +19,11 @@ from gfgen.cli.remote.status import Cancelled, RunStatus, Submitted
 from gfgen.errors import InputError, JobFileError, RunError
 from gfgen.job.reader import JobSource, ParsedJobs, to_mapping
 from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S
-from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals
+from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids
 from gfgen.runtime.files.lock import Holder, holder_of
 from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, WATCHED_NAME, read_manifest
 from gfgen.session.live import read_live, send_request
-from gfgen.system.wording import counted
+from gfgen.system.wording import counted, in_utc
 
 ANSWER_S = 10.0
 """How long a run may take to answer; its loop turns several times a second."""
@@ -52,15 +52,14 @@ class RunFolder:
         lines = read_manifest(self._folder / MANIFEST_NAME)
         last: Mapping[str, Any] = record or {"state": "ended"}
         of_run, begun_at = last.get("counts", {}), float(last.get("started_at", math.inf))
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(min(begun_at, time.time())))
-        ended = {job_id for job_id, line in lines.items() if str(line.get("written_at")) >= since}
-        journal = self._folder / JOURNAL_NAME
-        left_ids = {each["job_id"] for at, each in arrivals(journal) if at > begun_at - 0.01} - ended
-        left = max(len(left_ids), of_run.get("jobs", 0) - of_run.get("skipped", 0) - len(ended))
+        since, journal = in_utc(min(begun_at, time.time())), self._folder / JOURNAL_NAME
+        num_ended = sum(str(line.get("written_at")) >= since for line in lines.values())
+        left_here = left_ids(journal, lines, since=begun_at)
+        left = max(len(left_here), of_run.get("jobs", 0) - of_run.get("skipped", 0) - num_ended)
         counts = Counter(
             str(line.get("status"))
             for job_id, line in lines.items()
-            if not line.get(SIMULATED) and job_id not in left_ids
+            if not line.get(SIMULATED) and job_id not in left_here
         )
         if record is None and not counts:
             if journal.exists():

@@ -29,6 +29,7 @@ from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.files.resume import RunStart
 from gfgen.system.linefile import LineFile
+from gfgen.system.wording import in_utc
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +167,12 @@ def arrivals(path: Path) -> Iterator[tuple[float, dict[str, Any]]]:
             started_at = float(found) if isinstance(found, (int, float)) else started_at
         elif entry.keys() >= {"job_id", "spec_hash", "time_s"}:
             yield started_at, entry
+
+
+def left_ids(path: Path, lines: Mapping[str, Mapping[str, Any]], *, since: float = 0.0) -> set[str]:
+    """Jobs of a journal's runs, from this Unix time on, that have not ended; `lines` are the manifest's."""
+    arrived = {each["job_id"]: in_utc(at) for at, each in arrivals(path) if at > since - 0.01}
+    return {each for each, at in arrived.items() if str(lines.get(each, {}).get("written_at", "")) < at}
 
 
 def first_job_file(path: Path) -> str | None:

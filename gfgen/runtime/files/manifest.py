@@ -18,6 +18,7 @@ from gfgen.job.spec import PIPELINE_FIELDS, SCALE_FIELDS, JobSpec, numbered_name
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.content import remove_mark
 from gfgen.system.linefile import LineFile, read_from
+from gfgen.system.wording import in_utc
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         "layouts": list(outcome.layouts),
         "error": outcome.error,
         "warnings": list(outcome.warnings),
-        "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written_at)),
+        "written_at": in_utc(written_at),
     }
     if outcome.peak_bytes is not None:
         entry["peak_memory_mb"] = round(outcome.peak_bytes / 2**20, 1)
