@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -481,6 +482,28 @@ class TestTimes:
 
     def test_a_date_is_due_whenever_the_job_arrives(self) -> None:
         assert due_at(job(deadline="2026-11-20T18:00Z"), arrived_at=5.0) == 1_795_197_600.0
+
+    @pytest.mark.parametrize("clock", ["06:00", "6am", "6:00 AM", "06:00 UTC", "06:00 -05:00"])
+    def test_a_time_of_day_is_the_next_one_after_the_first_arrival(self, clock: str) -> None:
+        read = job(deadline=clock)
+        assert read.deadline_at is not None
+        night_before = read.deadline_at - 86_400 - 8 * 3_600
+        assert due_at(read, arrived_at=night_before) == read.deadline_at - 86_400
+        assert due_at(read, arrived_at=night_before - 10 * 86_400) == read.deadline_at - 11 * 86_400
+        # It was read before, and ranks loaded over that time.
+        assert due_at(read, arrived_at=read.deadline_at + 60) == read.deadline_at
+        assert due_at(read, arrived_at=0.0) == read.deadline_at, "the journal does not tell"
+
+    def test_a_night_with_another_hour_ends_at_the_same_time_of_day(self) -> None:
+        began_at, due, next_due = (
+            datetime(2026, 10, day, hour, tzinfo=ZoneInfo("Europe/Berlin")).timestamp()
+            for day, hour in ((24, 22), (25, 6), (26, 6))
+        )
+        spec = replace(job(), deadline_at=next_due, deadline_clock="06:00 Europe/Berlin")
+        assert due_at(spec, arrived_at=began_at) == due == began_at + 9 * 3_600
+
+    def test_a_date_has_no_time_of_day(self) -> None:
+        assert job(deadline="2026-11-20 06:00").deadline_clock is None
 
     def test_a_date_that_has_passed_is_a_warning(self) -> None:
         late = passed_deadlines([job(id="fox", deadline="2026-11-20T18:00Z")], now=1_795_197_601.0)

@@ -22,6 +22,7 @@ from gfgen.job.reader import JobSource
 from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
 from gfgen.runtime.files.ownership import STATUSES, Claims
 from gfgen.runtime.predict.profile_file import Profile, check_profile
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open, seldom_asked
@@ -50,7 +51,8 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
         tell_of_warnings(job.info for job in found.jobs)
         todo = [job for job in found.jobs if job.job_id not in claims.done_ids]
         check_batch(options.batch, families_of(todo))
-        warn_of_passed_deadlines(todo, now=now)
+        arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME, forced_from=claims.forced_from)
+        warn_of_passed_deadlines(todo, now=now, arrived_at=arrived_at)
         memory = _memory(todo, admission.memory) if cluster is None else None
         prediction = _prediction(todo, options, now=now)
         sizes = sum(job.file_bytes for job in todo), free_bytes(options.output_dir)

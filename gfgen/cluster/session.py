@@ -21,7 +21,6 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event, StopRequested
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
-from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
 from gfgen.runtime.files.resume import RunStart
 from gfgen.session.admission import Admission, Models
 from gfgen.session.memory import HostMemory
@@ -133,7 +132,7 @@ class ClusterSession(Session):
             self._fleet,
             started_at=clock.started_at,
             last_number=self._last_number,
-            arrived_at=first_arrivals(options.output_dir / JOURNAL_NAME) if options.keeps_records else {},
+            arrived_at=self._first_arrivals(options),
             closes_s=None if options.closes_at is None else options.closes_at - clock.started_at,
             grace_s=options.grace_s,
         )

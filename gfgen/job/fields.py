@@ -66,6 +66,7 @@ NUMBER_ALONE = re.compile(rf" *-?{NUMBER} *")
 UNITS_S = {"d(?:ays?)?": 86_400, "h(?:(?:ou)?rs?)?": 3_600, "m(?:in(?:ute)?s?)?": 60, "s(?:ec(?:ond)?s?)?": 1}
 DURATION = re.compile(",? *".join(f"(?:{NUMBER} *{unit})?" for unit in UNITS_S))
 CLOCK_FORMATS = ("%H:%M", "%H:%M:%S", "%I:%M %p", "%I:%M%p", "%I %p", "%I%p")
+OF_DAY = re.compile(r"\s*[0-9]{1,2}(?![0-9])")
 ZONED = re.compile(r"(.*[0-9]) *([+-][0-9]{2}:?[0-9]{2}|[A-Za-z][A-Za-z0-9_/+-]*)")
 MAX_TIME_CHARS = 80
 FRACTION = re.compile(r" *([0-9]{1,9}) */ *([1-9][0-9]{0,8}) *")
@@ -522,7 +523,7 @@ def parse_fields(mapping: Mapping[str, Any], *, images: ImageReader) -> tuple[di
     problems += _join_files(values, images)
     problems += _join_lora(values, images)
     problems += _join_sigmas(values)
-    _rename_times(values)
+    _rename_times(values, mapping)
     return values, problems
 
 
@@ -661,7 +662,7 @@ def _join_sigmas(values: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(None, "steps", shown(values["steps"]), accepted)
 
 
-def _rename_times(values: dict[str, Any]) -> None:
+def _rename_times(values: dict[str, Any], mapping: Mapping[str, Any]) -> None:
     """Rename times from the names in the job file to those in the spec, which carry the unit."""
     for name in ("arrival", "timeout"):
         if name in values:
@@ -669,6 +670,7 @@ def _rename_times(values: dict[str, Any]) -> None:
     deadline = values.pop("deadline", None)
     if isinstance(deadline, datetime):
         values["deadline_at"] = deadline.timestamp()
+        values |= {"deadline_clock": mapping["deadline"]} if OF_DAY.match(mapping["deadline"]) else {}
     elif deadline is not None:
         values["deadline_s"] = deadline
 

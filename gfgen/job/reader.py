@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, TypeVar
 
 from gfgen.errors import InputError, JobError, Problem, at
-from gfgen.job.fields import FIELDS, MAX_OUTPUT_BYTES, parse_fields, shown
+from gfgen.job.fields import FIELDS, MAX_OUTPUT_BYTES, Refused, parse_fields, parse_moment, shown
 from gfgen.job.images import ImageReader
 from gfgen.job.inputs import (
     EXAMPLE,
@@ -38,6 +38,7 @@ from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over, variat
 from gfgen.job.spec import JobSpec, default_id, file_names, filled, name_key, numbered_names, with_own_name
 
 MAX_PROBLEMS = 1_000
+SHORT_DAY_S = 23 * 3_600
 BAR_FROM = 10_000
 """Lines that are read, or jobs that are admitted, without a progress bar."""
 
@@ -151,9 +152,15 @@ def to_mapping(spec: JobSpec) -> dict[str, Any]:
 
 
 def due_at(spec: JobSpec, *, arrived_at: float) -> float | None:
-    if spec.deadline_at is not None:
-        return spec.deadline_at
-    return None if spec.deadline_s is None else arrived_at + spec.deadline_s
+    """Unix time of the deadline of a job that first arrived then."""
+    due = spec.deadline_at
+    if due is None:
+        return None if spec.deadline_s is None else arrived_at + spec.deadline_s
+    if spec.deadline_clock and due - arrived_at > SHORT_DAY_S:
+        with contextlib.suppress(Refused):  # of a journal that does not tell the year
+            clock = parse_moment(spec.deadline_clock, now=arrived_at)
+            due = min(due, due if clock is None else clock.timestamp())
+    return due
 
 
 def passed_deadlines(

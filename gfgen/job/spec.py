@@ -132,7 +132,9 @@ class JobSpec:
     deadline_s: float | None = None
     """Seconds after the arrival."""
     deadline_at: float | None = None
-    """Unix time, where the job gave a date."""
+    """Unix time, where the job gave a date or a time of day."""
+    deadline_clock: str | None = None
+    """That time of day: it is the next one after the job's first arrival."""
     arrival_s: float = 0.0
     """Seconds after the start of the run."""
     timeout_s: float | None = None

@@ -337,6 +337,10 @@ class Session:
         except (ModelError, OSError):
             return None
 
+    def _first_arrivals(self, options: SessionOptions) -> Mapping[tuple[str, str], float]:
+        journal = options.output_dir / JOURNAL_NAME
+        return first_arrivals(journal, forced_from=options.forced_from) if options.keeps_records else {}
+
     def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:
         pool, folder = self.pool, options.output_dir
         return RunStart(
@@ -345,7 +349,7 @@ class Session:
             lookahead_s=options.lookahead_s,
             started_at=clock.started_at,
             last_number=pool.last_number,
-            arrived_at=first_arrivals(folder / JOURNAL_NAME) if options.keeps_records else {},
+            arrived_at=self._first_arrivals(options),
             resume=resume.find(
                 folder,
                 jobs,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,28 @@ def test_more_than_twenty_problems_are_listed_and_what_is_accepted_once(capsys, 
         "  line 1: steps = 0: a whole number from 1 to 1,000",
         *(f"  line {idx + 1}: steps = {-idx}: as above" for idx in range(1, 50)),
     ]
+
+
+def test_a_time_of_day_that_has_passed_since_the_first_arrival_is_late(capsys, folder, monkeypatch):
+    an_hour_ago = (datetime.now(UTC) - timedelta(hours=1)).strftime("%H:%M UTC")
+    finished(folder, monkeypatch, capsys, FOX | {"deadline": an_hour_ago}, status="failed")
+    (line,) = (folder / "outputs/jobs/manifest.jsonl").read_text().splitlines()
+    arrival = {
+        "event": "JobArrived",
+        "time_s": 0,
+        "job_id": "fox",
+        "spec_hash": json.loads(line)["spec_hash"],
+    }
+    for hours, is_late in ((0, False), (8, True)):
+        header = {
+            "gfgen_journal": 2,
+            "started_at": time.time() - hours * 3600,
+            "job_file": "../../jobs.jsonl",
+        }
+        put(folder / "outputs/jobs/journal.jsonl", header, arrival)
+        told = checked(capsys, "jobs.jsonl")["warnings"]
+        assert ["has passed; fox runs anyway and counts as late" in text for text in told] == [True] * is_late
+    assert not checked(capsys, "jobs.jsonl", "--force")["warnings"]
 
 
 def test_the_space_of_files_is_estimated(capsys, folder, monkeypatch):

@@ -3,8 +3,8 @@ from builders import make_job, simulated_control
 from journal_reader import read_journal, read_runs
 
 from gfgen.errors import InputError
-from gfgen.runtime.core.events import Event, RankTimes, TaskDone, Wakeup
-from gfgen.runtime.files.journal import Journal, journal_header
+from gfgen.runtime.core.events import Event, JobArrived, RankTimes, TaskDone, Wakeup
+from gfgen.runtime.files.journal import Journal, first_arrivals, journal_header
 from gfgen.runtime.files.resume import RunStart
 
 HEADER = {"policy": "srtf", "ranks": 2}
@@ -124,6 +124,16 @@ def test_a_foreign_journal_is_moved_aside_and_a_new_one_begins(tmp_path, caplog,
         assert (tmp_path / f"journal.{number}.old").read_text() == content
         assert [entry["policy"] for entry in read_journal(path)] == ["srtf"]
     assert "renamed to journal.1.old" in caplog.text
+
+
+def test_arrivals_of_a_force_are_those_of_its_own_runs(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    for started_at, forced_from in ((100.0, None), (200.0, 0), (300.0, 0), (400.0, 90)):
+        journal = Journal(path, header={"started_at": started_at, "forced_from": forced_from})
+        journal.append(JobArrived(1.0, "fox", "hash"))
+        journal.close()
+    found = {each: first_arrivals(path, forced_from=each)["fox", "hash"] for each in (None, 0, 90)}
+    assert found == {None: 101.0, 0: 201.0, 90: 401.0}
 
 
 def test_an_unfinished_turn_is_kept_when_the_run_breaks_off(tmp_path):

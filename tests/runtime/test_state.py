@@ -72,6 +72,16 @@ def test_a_running_job_is_busy_and_its_rank_is_taken():
     assert snapshot.free_ranks == (0,)
 
 
+def test_a_time_of_day_is_that_after_the_first_arrival():
+    """The job arrived the evening before at 22:00; it goes on at 7:00, when 6:00 has passed."""
+    evening, morning, next_due = (20_000 * 86_400.0 + hours * 3600 for hours in (22, 31, 54))
+    job = make_job("a", deadline_at=next_due, deadline_clock="06:00 UTC")
+    for arrived_at, deadline_s in (({}, 23 * 3600), ({("a", "hash of a"): evening}, -3600)):
+        start = RunStart(num_ranks=1, started_at=morning, arrived_at=arrived_at)
+        state = State([job], start, clock=Clock(virtual=True), costs=CostModel())
+        assert state.jobs.records["a"].deadline_s == deadline_s
+
+
 def test_a_run_is_not_stuck_while_a_file_is_being_written():
     """Its writer would answer a run that is over, or the next one on the same pool."""
     cluster = Cluster(make_job("a", steps=1), make_job("poor"))

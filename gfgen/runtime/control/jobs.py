@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from gfgen.job.reader import due_at
 from gfgen.runtime.control.batches import Forming, is_to_wait, takes_steps_together
 from gfgen.runtime.control.job_record import JobRecord, Progress
 from gfgen.runtime.control.ranks import Flight, RankRecord
@@ -59,13 +60,9 @@ class Jobs:
         """One more job, which arrives by its event."""
         assert job.job_id not in self.records, f"job {job.job_id} is at work"
         spec, start = job.spec, self._start
-        deadline_s = math.inf
-        if spec.deadline_s is not None:
-            now = start.started_at + spec.arrival_s
-            arrived_at = start.arrived_at.get((job.job_id, job.info.spec_hash), now)
-            deadline_s = arrived_at + spec.deadline_s - start.started_at
-        elif spec.deadline_at is not None:
-            deadline_s = spec.deadline_at - start.started_at
+        now = start.started_at + spec.arrival_s
+        due = due_at(spec, arrived_at=start.arrived_at.get((job.job_id, job.info.spec_hash), now))
+        deadline_s = math.inf if due is None else due - start.started_at
         record = JobRecord(job, self._costs.class_of(job), spec.arrival_s, deadline_s)
         record.trouble.warnings += map(str, job.info.warnings)
         if (point := self._resume.pop(job.job_id, None)) is not None:

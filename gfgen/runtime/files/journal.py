@@ -147,25 +147,26 @@ def jobs_hash(jobs: Sequence[JobInfo]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
+def first_arrivals(path: Path, *, forced_from: int | None = None) -> dict[tuple[str, str], float]:
     """Unix time at which each job, by (id, spec hash), first arrived, in any run of this journal.
 
-    Skips lines that it cannot read.
+    With `forced_from`, in the runs of this --force. Skips lines that it cannot read.
     """
     found: dict[tuple[str, str], float] = {}
-    for started_at, entry in arrivals(path):
+    for started_at, entry in arrivals(path, forced_from=forced_from):
         found.setdefault((entry["job_id"], entry["spec_hash"]), started_at + entry["time_s"])
     return found
 
 
-def arrivals(path: Path) -> Iterator[tuple[float, dict[str, Any]]]:
+def arrivals(path: Path, *, forced_from: int | None = None) -> Iterator[tuple[float, dict[str, Any]]]:
     """The arrivals in a journal, each with the Unix time at which its run started."""
-    started_at = 0.0
+    started_at, is_asked = 0.0, True
     for entry in _entries(path, "gfgen_journal", "JobArrived"):
         if "gfgen_journal" in entry:
             found = entry.get("started_at")
             started_at = float(found) if isinstance(found, (int, float)) else started_at
-        elif entry.keys() >= {"job_id", "spec_hash", "time_s"}:
+            is_asked = forced_from in (None, entry.get("forced_from"))
+        elif is_asked and entry.keys() >= {"job_id", "spec_hash", "time_s"}:
             yield started_at, entry
 
 

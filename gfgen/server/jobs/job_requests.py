@@ -404,9 +404,8 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         owner=run.owner,
         warnings=tuple(without_folders(str(warned)) for warned in job.info.warnings),
     )
-    stored = replace(
-        spec, owner=run.owner, deadline_s=None, deadline_at=deadline_at, seed=run.seed, line=None, image=None
-    )
+    due: dict[str, Any] = {"deadline_s": None, "deadline_at": deadline_at, "deadline_clock": None}
+    stored = replace(spec, owner=run.owner, seed=run.seed, line=None, image=None, **due)
     if spec.files is not None:  # the folder may move
         stored = replace(stored, files=_each_path(spec.files, lambda path: Path(path).name))
     return NewJob(facts, {name: value for name, value in asdict(stored).items() if value is not None})
