@@ -116,17 +116,32 @@ def test_cells_are_numbers_texts_and_variations_and_empty_ones_say_nothing(tmp_p
     assert parsed.specs[-1].width is None
 
 
+@pytest.mark.parametrize("field", ["seed", "num_images"])
 @pytest.mark.parametrize("text", ["1.23457E+11", "1e3", "1E+16", "-2.0e1"])
-def test_a_whole_number_with_an_exponent_has_lost_digits(tmp_path, text):
+def test_a_whole_number_with_an_exponent_has_lost_digits(tmp_path, field, text):
     for name, content in (
-        ("a.csv", f"prompt,seed\na,{text}\n"),
-        ("a.jsonl", f'{{"prompt": "a", "seed": {text}}}'),
+        ("a.csv", f"prompt,{field}\na,{text}\n"),
+        ("a.jsonl", f'{{"prompt": "a", "{field}": {text}}}'),
     ):
         (problem,) = read(tmp_path, name, content).problems
         assert "write all digits; an exponent leaves some out (in Excel, format the column as text)" in str(
             problem
         )
     assert read(tmp_path, "b.csv", "prompt,guidance_scale\na,1.5e1\n").specs[0].guidance_scale == 15
+
+
+def test_problems_of_a_table_show_the_text_of_the_cell(tmp_path):
+    cells = {
+        "seed": ("1.23457E+11", "-0007", "12345678901234567890123", "1_0.5"),
+        "steps": ("1e2", "+2000", "nan", "0.50", "true", "x"),
+        "num_images": ("1e1", "0010e0", "000", "1.50"),
+        "deadline": ("00.0", "-1"),
+    }
+    for name, texts in cells.items():
+        rows = "".join(f"a fox,{text}\n" for text in texts)
+        problems = read(tmp_path, "a.csv", f"prompt,{name}\n{rows}").problems
+        assert [each.value for each in problems] == [text if text != "x" else '"x"' for text in texts]
+        assert [(each.field, each.line) for each in problems] == [(name, 2 + n) for n in range(len(texts))]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])

@@ -121,6 +121,8 @@ def test_defaults_may_vary(tmp_path):
         ({"seeds": [-2]}, "line 1: seed = -2: a whole number"),
         ({"seeds": [1], "seed": 2}, "give only one of"),
         ({"num_images": 0}, "line 1: num_images = 0: a whole number"),
+        ({"num_images": True}, "line 1: num_images = true: a whole number"),
+        ({"num_images": "3"}, "a whole number from 1 to 100,000; write it without quotes"),
         ({"vary": {"stpes": [1]}}, "vary.stpes: not a field that can vary; did you mean steps?"),
         ({"vary": {"id": ["a"]}}, "vary.id: not a field that can vary; each job needs its own"),
         ({"vary": {"steps": 4}}, "vary.steps = 4: a list"),

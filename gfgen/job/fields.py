@@ -169,7 +169,7 @@ def _label(name: str, max_chars: int, what: str) -> Field:
     return Field(name, accepted, parse, {"type": "string", "minLength": 1, "maxLength": max_chars})
 
 
-def _range(name: str, low: float, high: float, *, is_whole: bool = False) -> Field:
+def in_range(name: str, low: float, high: float, *, is_whole: bool = False) -> Field:
     """A number, or a whole one; 5.0 is one, since many tools write whole numbers so."""
 
     def parse(value: object) -> int | float:
@@ -462,17 +462,17 @@ FIELDS: dict[str, Field] = {
         _text("negative_prompt", MAX_PROMPT_CHARS, may_be_blank=True),
         _label("model", 1024, "a name, a folder or a hub id"),
         Field("size", SIZE_ACCEPTED, _parse_size, {**STRING, "pattern": f"^{SIZE.pattern}$"}),
-        _range("width", MIN_SIDE, MAX_SIDE, is_whole=True),
-        _range("height", MIN_SIDE, MAX_SIDE, is_whole=True),
-        _range("frames", 1, MAX_FRAMES, is_whole=True),
+        in_range("width", MIN_SIDE, MAX_SIDE, is_whole=True),
+        in_range("height", MIN_SIDE, MAX_SIDE, is_whole=True),
+        in_range("frames", 1, MAX_FRAMES, is_whole=True),
         Field("fps", FPS_ACCEPTED, _parse_fps, {"type": "number", "minimum": MIN_FPS, "maximum": MAX_FPS}),
-        _range("steps", 1, MAX_STEPS, is_whole=True),
-        _range("guidance_scale", 0, MAX_SCALE),
-        _range("guidance_scale_2", 0, MAX_SCALE),
-        _range("boundary_ratio", 0, 1),
-        _range("flow_shift", 0.01, MAX_SHIFT),
-        _range("true_cfg_scale", 0, MAX_SCALE),
-        _range("seed", RANDOM_SEED, NUM_SEEDS - 1, is_whole=True),
+        in_range("steps", 1, MAX_STEPS, is_whole=True),
+        in_range("guidance_scale", 0, MAX_SCALE),
+        in_range("guidance_scale_2", 0, MAX_SCALE),
+        in_range("boundary_ratio", 0, 1),
+        in_range("flow_shift", 0.01, MAX_SHIFT),
+        in_range("true_cfg_scale", 0, MAX_SCALE),
+        in_range("seed", RANDOM_SEED, NUM_SEEDS - 1, is_whole=True),
         _label("image", MAX_PATH_CHARS, f"the path of a picture ({', '.join(IMAGE_FORMATS)})"),
         Field("background", 'a colour, such as "white" or "#ff8800"', _parse_colour, STRING),
         _object("args", ARGS_ACCEPTED, _parse_plain),
@@ -484,11 +484,11 @@ FIELDS: dict[str, Field] = {
         Field("deadline", DEADLINE_ACCEPTED, _parse_deadline, TIME),
         _duration("arrival", may_be_zero=True),
         _duration("timeout", may_be_zero=False),
-        _range("priority", -1_000_000, 1_000_000, is_whole=True),
+        in_range("priority", -1_000_000, 1_000_000, is_whole=True),
         _label("tag", 64, "a class for reports"),
         Field("output", OUTPUT_ACCEPTED, _parse_output, STRING),
         Field("format", f"one of {', '.join(FORMAT_NAMES)}", _parse_format, {**STRING, "enum": FORMAT_NAMES}),
-        _range("quality", 1, 100, is_whole=True),
+        in_range("quality", 1, 100, is_whole=True),
     )
 }
 """Every field that a job may have; the order is that of docs/job-file.md."""

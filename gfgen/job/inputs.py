@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from gfgen.errors import Problem
@@ -39,6 +40,21 @@ _COMMENTS = re.compile(r"(?:[^\S\n]*(?:#[^\n]*)?\n)*")
 """Comments and blank lines before the first entry."""
 
 Entry = tuple[int, Mapping[str, object] | Problem]
+
+
+class Row(dict[str, Any]):
+    """The values of a row of a table."""
+
+    def __init__(self, cells: Mapping[str, str]) -> None:
+        super().__init__({name: value_of(name, text) for name, text in cells.items()})
+        self._cells = cells
+
+    def as_written(self, problem: Problem) -> Problem:
+        """The problem with the text of a cell in place of the number that was read from it."""
+        value = self.get(name := problem.field or "")
+        if isinstance(value, str) or shown(value) != problem.value:
+            return problem
+        return replace(problem, value=printable(self._cells[name]))
 
 
 class ReadingEnded(Exception):
@@ -243,7 +259,7 @@ def _table(text: str) -> Iterator[Entry]:
                 count = f"{len(cells)} cell{'s'[: len(cells) - 1]}, but the header has {len(names)}"
                 yield number, Problem(number, None, None, f"{count}; {cure}")
             elif given:
-                yield number, {name: value_of(name, text) for name, text in given.items()}
+                yield number, Row(given)
     except csv.Error as error:
         raise ReadingEnded(num_before + rows.reader.line_num, f"not CSV ({error})") from None
 

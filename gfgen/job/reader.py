@@ -32,6 +32,7 @@ from gfgen.job.inputs import (
     Entry,
     FileLine,
     ReadingEnded,
+    Row,
     entries_of,
 )
 from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over, variations
@@ -238,8 +239,10 @@ class _JobList:
         elif is_first and is_defaults(entry):
             self._take_defaults(line, entry["defaults"])
         else:
-            given = over(over(self.fallbacks, self.defaults), entry)
+            given, num_before = over(over(self.fallbacks, self.defaults), entry), len(self.problems)
             self._add_line_of_jobs(line, over(given, self._overrides_of(entry)))
+            if isinstance(entry, Row):
+                self.problems[num_before:] = map(entry.as_written, self.problems[num_before:])
 
     def _take_defaults(self, line: int, defaults: Any) -> None:
         if problems := check_defaults(defaults):

@@ -23,6 +23,7 @@ from gfgen.job.fields import (
     FIELDS,
     Exponential,
     Refused,
+    in_range,
     parse_duration,
     parse_fields,
     parse_moment,
@@ -43,6 +44,7 @@ SEEDS = {"seed", "seeds"}
 MAX_JOBS = 100_000
 """Of a file, and of a line with variations."""
 MAX_LIST_BYTES = 2**24
+_NUM_IMAGES = in_range("num_images", 1, MAX_JOBS, is_whole=True)
 CHOICE = re.compile(r"\{([^{}]*)\}")
 SEED_RANGE = re.compile(r" *([0-9]{1,20}) *\.\. *([0-9]{1,20}) *")
 TEXTS = ("prompt", "negative_prompt")
@@ -254,13 +256,10 @@ def _seeds(seeds: object) -> Sequence[Any]:
 
 
 def _number_of_images(number: object) -> int:
-    if number is None:
-        return 1
-    if isinstance(number, float) and number.is_integer():
-        number = int(number)
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_JOBS:
-        raise _refused("num_images", number, f"a whole number from 1 to {MAX_JOBS:,}")
-    return number
+    try:
+        return 1 if number is None else _NUM_IMAGES.parse(number)  # type: ignore[return-value]
+    except Refused as refused:
+        raise JobError(_NUM_IMAGES.refusal(number, str(refused))) from None
 
 
 def _expanded(name: str, text: object, folder: Path | None) -> list[Any]:
