@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import socket
@@ -16,12 +17,13 @@ import pytest
 import torch
 from builders import make_job
 
-from gfgen.errors import AbortedError, JobError, ModelError, Problem
+from gfgen.errors import REFUSALS, AbortedError, JobError, ModelError, Problem
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
+from gfgen.runtime.control import job_record
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import (
     Abandon,
@@ -305,6 +307,23 @@ def test_what_the_user_can_mend_is_told_without_our_places() -> None:
     with pytest.raises(JobError) as caught:
         raise JobError(Problem.of("image", "fox.png", "cannot be read as a picture"))
     assert preparing.reason_of(caught.value) == "image = fox.png: cannot be read as a picture"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ModuleNotFoundError("No module named 'torchsde'"), "ImportError: No module named 'torchsde'"),
+        (UnicodeEncodeError("ascii", "\u00e4", 0, 1, "no"), "ValueError: 'ascii' codec can't encode"),
+        (json.JSONDecodeError("Expecting value", "a fox", 0), "ValueError: Expecting value: line 1 column 1"),
+        (type("OfOther", (TypeError,), {})("no"), "TypeError: no"),
+        (KeyError("size"), "KeyError: 'size'"),
+        (IndexError("out of range"), "IndexError: out of range"),
+    ],
+)
+def test_a_reason_begins_with_the_kind_of_refusal(error: Exception, reason: str) -> None:
+    found = preparing.reason_of(error)
+    assert found.startswith(reason)
+    assert found.startswith(job_record._REFUSED) is isinstance(error, REFUSALS)
 
 
 def test_a_task_that_raises_is_a_fault_with_its_reason_and_the_worker_goes_on(rank: Rank) -> None:

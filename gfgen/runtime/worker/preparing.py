@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from gfgen.errors import JobError, ModelError
+from gfgen.errors import REFUSALS, JobError, ModelError
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.worker.device import Device
@@ -100,10 +100,14 @@ def resign(channel: Channel, rank: int, error: Exception) -> NoReturn:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line with the exception and its place; errors that users can mend have no place."""
+    """One line with the exception and its place; errors that users can mend have no place.
+
+    It begins with the kind of REFUSALS that the exception is one of, if any: these are not tried again.
+    """
     text = " ".join(str(error).split())[:500] or "no message"
     if isinstance(error, JobError | ModelError):
         return text
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text}{place}"
+    kind = next((kind for kind in REFUSALS if isinstance(error, kind)), type(error))
+    return f"{kind.__name__}: {text}{place}"
