@@ -735,6 +735,38 @@ def test_equal_jobs_that_have_passed_the_refused_task_go_on():
     assert outcome.info.job_id == "a"
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "ValueError: The prompt has 600 tokens, at most 512 are accepted (pipeline.py:3)",
+        "ValueError: Sequence length 600 is too long (modeling.py:9)",
+        "ValueError: 'ascii' codec can't encode character '\\xe4' (encodings.py:1)",
+        "ValueError: Expecting value: line 1 column 1 (char 0) (decoder.py:355)",
+        "KeyError: 'subject' (pipeline.py:4)",
+    ],
+)
+def test_what_is_refused_for_its_texts_settles_jobs_with_the_same_texts_alone(reason):
+    others = make_job("good"), make_job("not so", prompt="long", negative_prompt="long, too")
+    cluster = Cluster(make_job("a", prompt="long"), make_job("b", prompt="long", seed=3), *others)
+    outcomes = cluster.failed(cluster.begin("a", 0, 1), reason)
+    assert [each.info.job_id for each in outcomes] == ["a", "b"]
+
+
+def test_what_is_refused_settles_no_job_with_other_loras():
+    style = [{"sha256": "x", "scale": 1.0}]
+    jobs = [make_job("a", lora=style), make_job("b", lora=style), make_job("c"), make_job("d", lora=[])]
+    cluster = Cluster(*jobs)
+    outcomes = cluster.failed(cluster.begin("a", 0, 1), REFUSED)
+    assert [each.info.job_id for each in outcomes] == ["a", "b"]
+
+
+def test_a_job_that_has_come_further_with_another_text_shows_that_arguments_are_right():
+    cluster = Cluster(make_job("a"), make_job("b"), make_job("c"))
+    cluster.done(cluster.begin("b", 0, 0))
+    (outcome,) = cluster.failed(cluster.begin("a", 0, 1), REFUSED)
+    assert outcome.info.job_id == "a"
+
+
 def test_other_failures_and_those_of_steps_are_tried_again():
     cluster = Cluster(make_job("a"))
     assert not cluster.failed(cluster.begin("a", 0, 1), "RuntimeError: boom")

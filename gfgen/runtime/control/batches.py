@@ -9,6 +9,7 @@ far.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,8 @@ from gfgen.runtime.core.admission import AdmittedJob
 _OF_ONE_JOB: dict[str, Any] = dict.fromkeys(
     ("negative_prompt", "seed", "tag", "output", "format", "quality", "fps", "line", "place")
 )
+_OF_TEXTS = re.compile("prompt|text|token|caption|char|length|string|word|json|KeyError", re.IGNORECASE)
+"""In reasons that may depend on what a job's texts are."""
 
 
 @dataclass(slots=True)
@@ -67,16 +70,25 @@ def batch_peers(record: JobRecord) -> Sequence[JobRecord]:
 
 
 def with_equal_calls(record: JobRecord, records: Iterable[JobRecord]) -> list[JobRecord]:
-    """The other jobs of its owner whose calls have equal arguments, if the pipeline refuses these."""
+    """The other jobs of its owner whose calls have equal arguments, if the pipeline refuses these.
+
+    Their texts differ only if the reason is none of texts, and no such job has come further.
+    """
     if (task := record.trouble.refused) is None:
         return []
-    behind = [each for each in records if each is not record and each.first_open_index <= task.index]
-    return [each for each in behind if _call(each) == _call(record)]
+    equals = [each for each in records if each is not record and _call(each) == _call(record)]
+    behind = [each for each in equals if each.first_open_index <= task.index]
+    is_of_texts = len(behind) < len(equals) or _OF_TEXTS.search(record.trouble.doom or "")
+    return [each for each in behind if _texts(each) == _texts(record)] if is_of_texts else behind
 
 
 def _call(record: JobRecord) -> object:
     spec = record.job.spec
-    return record.owner, call_key(spec), spec.image_sha256, spec.files_sha256
+    return record.owner, call_key(spec), spec.image_sha256, spec.files_sha256, spec.lora
+
+
+def _texts(record: JobRecord) -> object:
+    return record.job.spec.prompt, record.job.spec.negative_prompt
 
 
 def _are_alike(record: JobRecord, other: JobRecord) -> bool:
