@@ -451,3 +451,29 @@ def test_decodes_wait_for_writers_that_are_slow(policy):
     control.run()
     assert len(recorder.end_order) == 60
     assert max(most) == MIN_FILES
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.6, 1.8, 20])
+@pytest.mark.parametrize("steps", [5, 12])
+def test_after_its_first_step_a_job_of_a_new_class_has_no_first_estimate_left(ratio, steps):
+    """However long the server has run: renewals of views are rare then. All tasks take as long, so first
+    estimates are `ratio` times too long. That of the decode stays: nothing was measured of it."""
+    seen = []
+
+    class Look(Observer):
+        refresh_s = 0.0
+
+        def refreshed(self, snapshot):
+            for view in [*snapshot.busy.values(), *snapshot.open.values()]:
+                if view.shape == "new" and 4 <= view.next_task.index < view.num_tasks:
+                    seen.append(view.remaining_s / STEP_S - (view.num_tasks - view.next_task.index))
+
+    usual = [make_job(f"old-{idx}", arrival_s=idx * 5.0) for idx in range(200)]
+    new = make_job("new", steps=steps, shape="new", arrival_s=902.0)
+    new = replace(new, flops=dict.fromkeys(Stage, ratio * 1e9))
+    control, _ = simulated_control([*usual, new], num_ranks=1)
+    control.observers = (*control.observers, Look())
+    control._refresh_s = 0.0
+    control.run()
+    assert len(seen) >= steps - 3
+    assert all(abs(off - (ratio - 1)) < 0.1 * steps for off in seen[1:]), seen
