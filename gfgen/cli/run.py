@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -265,7 +266,7 @@ def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary
     inbox = Inbox(
         folder,
         output_dir=options.output_dir,
-        admit=session.admission,
+        admit=partial(session.admission, may_ask=True),
         skip_invalid=options.skip_invalid,
         overwrite=options.overwrite,
         named_at=options.named_at,
@@ -276,7 +277,7 @@ def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary
         session.admission.models.precision.tell_of_other_models(session.checkpoints)
         with contextlib.suppress(OSError):  # a folder that others own: gfgen status needs the output folder
             write_live(folder, {"output": str(options.output_dir.absolute())})
-        inbox.start(admit=session.admission.of_loaded(session.checkpoints))
+        inbox.start(admit=partial(session.admission.of_loaded(session.checkpoints), may_ask=True))
         return _run(session, first, options, inbox=inbox)
 
 

@@ -46,7 +46,7 @@ class NodeModels(Models):
             raise ModelError(f"model {name!r} is not loaded; {self.help_}")
         return self.cluster.find_model(name)
 
-    def try_calls(self, jobs: Sequence[AdmittedJob]) -> Judged:
+    def try_calls(self, jobs: Sequence[AdmittedJob], *, may_ask: bool = True) -> Judged:
         return jobs, ()  # this machine may lack the files of models
 
 

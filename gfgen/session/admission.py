@@ -216,9 +216,11 @@ class Models:
         self.precision.check_model(model.geometry, model.checkpoint)
         return model
 
-    def try_calls(self, jobs: Sequence[AdmittedJob]) -> Judged:
+    def try_calls(self, jobs: Sequence[AdmittedJob], *, may_ask: bool = True) -> Judged:
         """The jobs whose calls their pipelines do not refuse (calls.py)."""
-        return (jobs, ()) if self.has_random_weights else try_calls(jobs, trusts_code=self.trusts_code)
+        if self.has_random_weights:
+            return jobs, ()
+        return try_calls(jobs, trusts_code=self.trusts_code, may_ask=may_ask)
 
 
 @dataclass(kw_only=True)
@@ -231,11 +233,12 @@ class Admission:
     step_times: StepTimes | None = None
     """For the bound of a step."""
 
-    def __call__(self, specs: Sequence[JobSpec]) -> Judged:
-        """Resolve and fit. Raises: as `fit`."""
+    def __call__(self, specs: Sequence[JobSpec], *, may_ask: bool = False) -> Judged:
+        """Resolve, try calls (`may_ask` as there) and fit. Raises: as `fit`."""
         jobs, refused = self.resolve(specs)
+        jobs, unlike = self.models.try_calls(jobs, may_ask=may_ask)
         jobs, unfit = self.fit(jobs)
-        return jobs, (*refused, *unfit)
+        return jobs, (*refused, *unlike, *unfit)
 
     def again(self, specs: Sequence[JobSpec]) -> Judged:
         """The same for jobs that were admitted before and may be running (`HostMemory.fit`)."""

@@ -33,8 +33,11 @@ Answers = dict[str, dict[str, Any]]
 _SHOWN_WORDS = 8
 
 
-def try_calls(jobs: Sequence[AdmittedJob], *, trusts_code: bool) -> Judged:
-    """The jobs whose calls their pipelines do not refuse, with warnings for texts that are cut."""
+def try_calls(jobs: Sequence[AdmittedJob], *, trusts_code: bool, may_ask: bool = True) -> Judged:
+    """The jobs whose calls their pipelines do not refuse, with warnings for texts that are cut.
+
+    may_ask: a child process may be asked, which takes seconds; otherwise kept answers count alone.
+    """
     groups: dict[Path, list[tuple[str, AdmittedJob]]] = defaultdict(list)
     for job in jobs:
         if job.has_nominal_flops or any(_long_texts(job.spec, TEXT_TOKENS - 2)):
@@ -43,7 +46,7 @@ def try_calls(jobs: Sequence[AdmittedJob], *, trusts_code: bool) -> Judged:
     questions = [
         {"checkpoint": str(path), "trusts_code": trusts_code, **asked}
         for path, own in groups.items()
-        if (asked := _asked(own, known[path]))["calls"]
+        if may_ask and (asked := _asked(own, known[path]))["calls"]
     ]
     try:
         found = ask_child("gfgen.models.stepping.outlined", questions, "calls") if questions else ()
@@ -62,7 +65,7 @@ def try_calls(jobs: Sequence[AdmittedJob], *, trusts_code: bool) -> Judged:
         calls = known[path]["calls"]
         judged |= {job.job_id: _judged(job, known[path], key) for key, job in own if key in calls}
         unknown = [why for key, _ in own if (why := calls.get(key, {}).get("unknown"))]
-        if why := unchecked.get(path) or next(iter(unknown), None):
+        if may_ask and (why := unchecked.get(path) or next(iter(unknown), None)):
             logger.info("%s: calls are not checked before they run: %s", own[0][1].spec.model, why)
     all_jobs = [judged.get(job.job_id, job) for job in jobs]
     kept = [each for each in all_jobs if isinstance(each, AdmittedJob)]

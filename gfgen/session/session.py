@@ -166,7 +166,7 @@ class Session:
         parsed = read_job_stream(io.BytesIO(text.encode()), source="the jobs", folder=Path())
         options = self.options
         claims = Claims(output_dir=options.output_dir, job_file=options.job_file, named_at=options.named_at)
-        admitted, problems = self.admission(parsed.specs)
+        admitted, problems = self.admission(parsed.specs, may_ask=True)
         claimed, taken = claims.claim(admitted)
         if found := (*parsed.problems, *problems, *taken):
             raise JobFileError(parsed.source, found)

@@ -41,7 +41,7 @@ def asked(monkeypatch, tmp_path):
     return found
 
 
-def judged(tmp_path, *specs):
+def judged(tmp_path, *specs, **options):
     geometry = geometry_of("FluxPipeline", transformer={}, scheduler={})
     model = ResolvedModel("flux", tmp_path / "model", geometry)
     specs = [
@@ -49,7 +49,7 @@ def judged(tmp_path, *specs):
     ]
     jobs, problems = admit(specs, default_model="flux", find_model=lambda name: model)
     assert not problems
-    return calls.try_calls(jobs, trusts_code=False)
+    return calls.try_calls(jobs, trusts_code=False, **options)
 
 
 def test_a_call_is_asked_about_once_for_equal_arguments(asked, tmp_path):
@@ -72,6 +72,19 @@ def test_a_refused_call_is_a_problem_of_each_of_its_jobs(asked, tmp_path):
         "line 1: FluxPipeline refuses it: no",
         "line 3: FluxPipeline refuses it: no",
     ]
+
+
+def test_a_request_gets_kept_answers_and_asks_nobody(asked, tmp_path, caplog):
+    wrong = {"scheduler": {"class": "LCMScheduler"}}
+    kept, problems = judged(tmp_path, wrong, {}, {"prompt": LONG}, may_ask=False)
+    assert (len(kept), problems, asked) == (3, [], [])
+    judged(tmp_path, wrong, {"prompt": LONG})
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        kept, problems = judged(tmp_path, wrong, {}, {"prompt": LONG}, may_ask=False)
+    assert [str(problem) for problem in problems] == ["line 1: FluxPipeline refuses it: no"]
+    assert [len(job.info.warnings) for job in kept] == [0, 1]
+    assert (len(asked), caplog.text) == (1, "")
 
 
 def test_words_that_no_encoder_reads_are_a_warning(asked, tmp_path):

@@ -3,20 +3,25 @@
 import contextlib
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from gfgen.errors import InputError, JobFileError
+from gfgen.cli import run
+from gfgen.errors import InputError, JobFileError, Problem
+from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.weights import Placement
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.devices import CUDA, Devices, Gpu, choose_devices
-from gfgen.session import memory, session
+from gfgen.session import admission, memory, session
 from gfgen.session.ranks import Ranks
 from gfgen.session.session import Session, SessionOptions
 
@@ -45,6 +50,32 @@ def test_admission_names_every_problem_and_line(tmp_path: Path) -> None:
         session.admit([{"prompt": "a fox", "stpes": 4}, {"frames": 3}])
     assert "line 1: stpes: not a field; did you mean steps?" in str(error.value)
     assert "line 2: prompt" in str(error.value)
+
+
+def test_jobs_of_python_and_watched_files_may_ask_about_calls_and_those_of_requests_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways: list[bool] = []
+
+    def try_calls(jobs: Any, *, trusts_code: bool, may_ask: bool) -> Any:
+        ways.append(may_ask)
+        return jobs[1:], [Problem(1, None, None, "no")] if may_ask else []
+
+    monkeypatch.setattr(admission, "try_calls", try_calls)
+    with Session(options_in(tmp_path / "out")) as session:
+        with pytest.raises(JobFileError, match="line 1: no"):
+            session.admit([{"prompt": "a fox", "frames": 1}])
+        (tmp_path / "in").mkdir()
+        (tmp_path / "in/a.jsonl").write_text('{"prompt": "a fox", "frames": 1}\n')
+        os.utime(tmp_path / "in/a.jsonl", (0, 0))
+        named = {"output_dir": tmp_path / "out", "trace": None, "named_at": None}
+        options = mock.Mock(**named, skip_invalid=False, overwrite=False)
+        monkeypatch.setattr(Session, "load", mock.Mock(side_effect=StopIteration))
+        with pytest.raises(StopIteration):
+            run.watch_folder(session, tmp_path / "in", options)
+        assert "line 1: no" in (tmp_path / "in/a.jsonl.errors.txt").read_text()
+        session.admission([JobSpec(id="fox", prompt="a fox", frames=1)])
+    assert ways == [True, True, False]
 
 
 def test_a_session_that_made_nothing_leaves_no_folder(tmp_path: Path) -> None:
