@@ -11,6 +11,7 @@ import pytest
 
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
+from gfgen.models.geometry import call
 from gfgen.models.geometry.call import signature_of
 
 
@@ -218,3 +219,11 @@ class TestScheduler:
         assert problems("CogVideoXPipeline", sigmas=[1.0])[0].startswith(
             "sigmas = [1.0]: CogVideoXPipeline takes no"
         )
+
+
+def test_annotations_are_read_once_for_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    signature = signature_of("LTXImageToVideoPipeline")
+    spec = JobSpec(id="a", prompt="a fox", args={"max_sequence_length": 8})
+    first = list(signature.problems(spec))
+    monkeypatch.setattr(call.ast, "unparse", None)
+    assert list(signature.problems(spec)) == first

@@ -82,7 +82,7 @@ _BY_NAME = {"str": TEXT, "int": WHOLE, "float": NUMBER, "bool": FLAG, "None": NU
 _LISTS = ("list", "List", "tuple", "Tuple", "Iterable", "Sequence")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Argument:
     """One parameter of a function of diffusers."""
 
@@ -93,7 +93,7 @@ class Argument:
     default: Any = None
     """If it is a number, a text, true or false."""
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         return "" if self.annotation is None else ast.unparse(self.annotation)
 
@@ -101,13 +101,13 @@ class Argument:
     def types(self) -> list[JsonType]:
         return [] if self.annotation is None else list(_types(self.annotation))
 
-    @property
+    @functools.cached_property
     def takes_files(self) -> bool:
         """Whether its values are pictures."""
         is_array = _ARRAYS.search(self.text) and _NAMED_AS_FILES.search(self.name)
         return not _HIDDEN.search(self.name) and bool(is_array or _PICTURES.search(self.text))
 
-    @property
+    @functools.cached_property
     def is_needed_picture(self) -> bool:
         """Whether the call fails without it although it has a default."""
         is_picture = self.takes_files and bool(_PICTURES.search(self.text))
