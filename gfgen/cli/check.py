@@ -33,10 +33,8 @@ from gfgen.session.memory import GpuMemory, HostMemory
 from gfgen.session.ranks import Ranks, differences, made_with
 from gfgen.system.machine import free_bytes
 from gfgen.system.signals import DecisionTimeout
-from gfgen.system.wording import counted, in_words, size_in_words
+from gfgen.system.wording import counted, first_of, in_words, size_in_words
 
-MAX_IDS = 20
-"""The text names this many jobs; JSON has all."""
 WORDS = {"again": "to make again", "colliding": "colliding with other files"}
 
 
@@ -317,5 +315,4 @@ def _fields(fields: Mapping[str, Any]) -> str:
 
 
 def _named(ids: Sequence[str]) -> str:
-    more = len(ids) - MAX_IDS
-    return ", ".join(ids[:MAX_IDS]) + (f" and {more:,} more" if more > 0 else "")
+    return ", ".join(first_of(ids, "job"))

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -22,7 +21,7 @@ from gfgen.cli.shown.plot_timeline import plot_timeline
 from gfgen.errors import InputError
 from gfgen.job.images import ImageError, thumbnail
 from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids
-from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestLine, read_manifest
+from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestLine, ended_at, read_manifest
 from gfgen.system.wording import counted, first_of, in_words, size_in_words
 
 logger = logging.getLogger(__name__)
@@ -147,7 +146,7 @@ class FolderReport:
         lines = read_manifest(folder / MANIFEST_NAME)
         left = left_ids(folder / JOURNAL_NAME, lines)
         jobs = [
-            JobReport(line | {"status": "left"} if name in left else line, _time_of(line))
+            JobReport(line | {"status": "left"} if name in left else line, ended_at(line))
             for name, line in lines.items()
             if not line.get(SIMULATED)
         ]
@@ -231,13 +230,6 @@ class FolderReport:
                 (job, _file_of(job, self.folder, target.parent, idx)) for idx, job in enumerate(self.jobs)
             ],
         )
-
-
-def _time_of(line: ManifestLine) -> float:
-    try:
-        return datetime.fromisoformat(str(line.get("written_at"))).timestamp()
-    except ValueError:
-        return 0.0
 
 
 def _clock(moment: float) -> str:

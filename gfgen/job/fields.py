@@ -173,13 +173,11 @@ def in_range(name: str, low: float, high: float, *, is_whole: bool = False) -> F
     """A number, or a whole one; 5.0 is one, since many tools write whole numbers so."""
 
     def parse(value: object) -> int | float:
-        number = _number(value)
-        if is_whole and isinstance(number, Exponential):
+        if is_whole and isinstance(value, Exponential):
             raise Refused(
                 "write all digits; an exponent leaves some out (in Excel, format the column as text)"
             )
-        if not low <= number <= high:
-            raise Refused("")
+        number = _number(value, low, high)
         if not is_whole:
             return float(number)
         if isinstance(number, float) and not (number.is_integer() and abs(number) <= MAX_WHOLE_FLOAT):
@@ -207,10 +205,7 @@ def _parse_deadline(value: object) -> float | datetime:
     """Seconds after the arrival, or a moment."""
     if isinstance(value, str) and (moment := parse_moment(value, now=time.time())) is not None:
         return moment
-    seconds = _seconds(value)
-    if seconds == 0:
-        raise Refused("")
-    return seconds
+    return FIELDS["timeout"].parse(value)  # type: ignore[return-value]
 
 
 def parse_moment(text: str, *, now: float) -> datetime | None:
@@ -268,9 +263,7 @@ def _zone(name: str) -> tzinfo:
 def _parse_fps(value: object) -> float:
     if isinstance(value, str) and (match := FRACTION.fullmatch(value)):
         value = int(match[1]) / int(match[2])
-    number = _number(value)
-    if not MIN_FPS <= number <= MAX_FPS:
-        raise Refused("")
+    number = _number(value, MIN_FPS, MAX_FPS)
     return int(number) if float(number).is_integer() else float(number)
 
 
@@ -278,9 +271,7 @@ def _parse_size(value: object) -> tuple[int, int]:
     match = SIZE.fullmatch(_string(value))
     if not match:
         raise Refused("")
-    width, height = int(match[1]), int(match[2])
-    if not (MIN_SIDE <= width <= MAX_SIDE and MIN_SIDE <= height <= MAX_SIDE):
-        raise Refused("")
+    width, height = (int(_number(int(side), MIN_SIDE, MAX_SIDE)) for side in match.groups())
     return width, height
 
 
@@ -379,9 +370,7 @@ def _parse_sigmas(value: object) -> list[float]:
         raise Refused("")
     if not 1 <= len(value) <= MAX_STEPS:
         raise Refused(f"this list has {len(value):,}")
-    if not all(0 <= _number(item) <= MAX_SIGMA for item in value):
-        raise Refused("")
-    numbers = [float(item) for item in value]
+    numbers = [float(_number(item, 0, MAX_SIGMA)) for item in value]
     if any(later >= number for number, later in itertools.pairwise(numbers)):
         raise Refused("each is smaller than the one before it")
     return numbers
@@ -393,10 +382,7 @@ def _parse_reuse(value: object) -> float | str | None:
         return IF_LATE
     if value == "never":
         return None
-    share = _number(value)
-    if not 0 <= share <= MAX_REUSE:
-        raise Refused("")
-    return float(share) or None
+    return float(_number(value, 0, MAX_REUSE)) or None
 
 
 def _parse_lora(value: object) -> list[dict[str, Any]]:
@@ -415,7 +401,7 @@ def _parse_one_lora(entry: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused("give one of path and name" if given else "path is missing")
     parsed: dict[str, Any] = {given[0]: _parse_path(given[0], entry[given[0]]), "scale": 1.0}
     if (scale := entry.get("scale")) is not None:
-        if not -MAX_LORA_SCALE <= _number(scale) <= MAX_LORA_SCALE:
+        if not -MAX_LORA_SCALE <= _number(scale, -math.inf, math.inf) <= MAX_LORA_SCALE:
             raise Refused(f"scale is {shown(scale)}; from {-MAX_LORA_SCALE} to {MAX_LORA_SCALE} is accepted")
         parsed["scale"] = float(scale)
     for name in ("file", "target"):
@@ -690,13 +676,13 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _number(value: object) -> int | float:
-    """A JSON number, or NaN or infinity, which no range contains; no bool, and no number in quotes."""
+def _number(value: object, low: float, high: float) -> int | float:
+    """A JSON number in a range, so neither NaN nor infinity; no bool, and no number in quotes."""
     if isinstance(value, str) and NUMBER_ALONE.fullmatch(value):
         raise Refused("write it without quotes")
     if isinstance(value, str) and WITH_COMMA.fullmatch(value):
         raise Refused("write a decimal point, and no separators of thousands")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise Refused("")
     return value
 
@@ -708,11 +694,7 @@ def _seconds(value: object) -> float:
         if not match or not any(match.groups()):
             raise Refused("")
         parts = zip(match.groups(), UNITS_S.values(), strict=True)
-        seconds = sum(float(part or 0) * unit for part, unit in parts)
+        value = sum(float(part or 0) * unit for part, unit in parts)
     elif isinstance(value, str):
         raise Refused('write it without quotes, or with a unit ("s", "m", "h", "d")')
-    else:
-        seconds = _number(value)
-    if not 0 <= seconds <= MAX_DURATION_S:
-        raise Refused("")
-    return float(seconds)
+    return float(_number(value, 0, MAX_DURATION_S))

@@ -172,10 +172,9 @@ def passed_deadlines(
     `now` is the Unix time at which the run starts. `arrived_at` has arrivals from the journal of an
     earlier run, by job id; the other jobs arrive `arrival_s` from now.
     """
-    journaled = arrived_at or {}
     late = []
     for spec in specs:
-        arrival = journaled.get(spec.id, now + spec.arrival_s)
+        arrival = (arrived_at or {}).get(spec.id, now + spec.arrival_s)
         due = due_at(spec, arrived_at=arrival)
         if due is not None and due <= max(now, arrival):
             moment = datetime.fromtimestamp(due).astimezone().isoformat(sep=" ", timespec="seconds")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 MAX_NAMED = 10
@@ -49,11 +48,6 @@ def size_in_words(num_bytes: float) -> str:
     if num_bytes < 1e5:
         return f"{num_bytes / 1e3:,.1f} kB"
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
-
-
-def in_utc(moment: float) -> str:
-    """'2026-11-23T14:00:10Z' of a Unix time; the order of such texts is that of time."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
 
 
 def on_clock(seconds: float) -> str:

@@ -21,9 +21,9 @@ from gfgen.job.reader import JobSource, ParsedJobs, to_mapping
 from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S
 from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids
 from gfgen.runtime.files.lock import Holder, holder_of
-from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, WATCHED_NAME, read_manifest
+from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, WATCHED_NAME, ended_at, read_manifest
 from gfgen.session.live import read_live, send_request
-from gfgen.system.wording import counted, in_utc
+from gfgen.system.wording import counted
 
 ANSWER_S = 10.0
 """How long a run may take to answer; its loop turns several times a second."""
@@ -52,8 +52,8 @@ class RunFolder:
         lines = read_manifest(self._folder / MANIFEST_NAME)
         last: Mapping[str, Any] = record or {"state": "ended"}
         of_run, begun_at = last.get("counts", {}), float(last.get("started_at", math.inf))
-        since, journal = in_utc(min(begun_at, time.time())), self._folder / JOURNAL_NAME
-        num_ended = sum(str(line.get("written_at")) >= since for line in lines.values())
+        journal = self._folder / JOURNAL_NAME
+        num_ended = sum(ended_at(line) > begun_at - 1 for line in lines.values())
         left_here = left_ids(journal, lines, since=begun_at)
         left = max(len(left_here), of_run.get("jobs", 0) - of_run.get("skipped", 0) - num_ended)
         counts = Counter(

@@ -14,7 +14,6 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -390,14 +389,14 @@ def _generic(outer: str, items: list[ast.expr]) -> Iterator[JsonType]:
 # The source of diffusers ------------------------------------------------------------------------------
 
 
-@cache
+@functools.cache
 def _method(package: str, class_name: str, method: str) -> Mapping[str, Argument] | None:
     """The arguments of a method by name; None if there is no such class, or if it lacks the method."""
     found = _definition(package, class_name, method)
     return None if found is None else _arguments(found.args)
 
 
-@cache
+@functools.cache
 def _definition(package: str, class_name: str, method: str) -> ast.FunctionDef | None:
     """A method; None if there is no such class, or if it lacks the method."""
     path = _files_by_class(package).get(class_name)
@@ -439,12 +438,12 @@ def _arguments(parameters: ast.arguments) -> Mapping[str, Argument]:
     }
 
 
-@cache
+@functools.cache
 def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_bytes())
 
 
-@cache
+@functools.cache
 def _files_by_class(package: str) -> Mapping[str, Path]:
     """The source file of each class in a package of diffusers."""
     found: dict[str, Path] = {}

@@ -6,7 +6,7 @@ import dataclasses
 import resource
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +64,9 @@ def try_checkpoint(checkpoint: Path, given: JobSpec, *, device: str, trusts_code
     with pictures() as folder:
         geometry = adapter.geometry
         has_size = not isinstance(geometry, PipelineGeometry) or geometry.takes_size
-        for job in _small_jobs(given, SIDES if has_size else (None,)):
+        for side in SIDES if has_size else (None,):
+            width, height = given.width or side, given.height or side
+            job = dataclasses.replace(given, seed=SEED, width=width, height=height)
             spec = resolved(geometry, job, folder)
             try:
                 trial = _try(adapter, spec, checkpoint, device=device)
@@ -153,11 +155,6 @@ def _own_call(pipeline: Any, arguments: Mapping[str, Any]) -> Any:
         return whole_call(pipeline, arguments, seed=SEED)
     except Exception as error:  # a pipeline may raise anything for a size that it does not take
         raise _OwnCallError from error
-
-
-def _small_jobs(given: JobSpec, sides: Sequence[int | None]) -> Iterator[JobSpec]:
-    for side in sides:
-        yield dataclasses.replace(given, seed=SEED, width=given.width or side, height=given.height or side)
 
 
 @contextmanager

@@ -27,9 +27,9 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo
+from gfgen.runtime.files.manifest import ManifestLine, ended_at
 from gfgen.runtime.files.resume import RunStart
 from gfgen.system.linefile import LineFile
-from gfgen.system.wording import in_utc
 
 logger = logging.getLogger(__name__)
 
@@ -170,10 +170,10 @@ def arrivals(path: Path, *, forced_from: int | None = None) -> Iterator[tuple[fl
             yield started_at, entry
 
 
-def left_ids(path: Path, lines: Mapping[str, Mapping[str, Any]], *, since: float = 0.0) -> set[str]:
+def left_ids(path: Path, lines: Mapping[str, ManifestLine], *, since: float = 0.0) -> set[str]:
     """Jobs of a journal's runs, from this Unix time on, that have not ended; `lines` are the manifest's."""
-    arrived = {each["job_id"]: in_utc(at) for at, each in arrivals(path) if at > since - 0.01}
-    return {each for each, at in arrived.items() if str(lines.get(each, {}).get("written_at", "")) < at}
+    arrived = {each["job_id"]: at for at, each in arrivals(path) if at > since - 0.01}
+    return {job_id for job_id, at in arrived.items() if ended_at(lines.get(job_id, {})) <= at - 1}
 
 
 def first_job_file(path: Path) -> str | None:

@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,7 +19,6 @@ from gfgen.job.spec import PIPELINE_FIELDS, SCALE_FIELDS, JobSpec, numbered_name
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.content import remove_mark
 from gfgen.system.linefile import LineFile, read_from
-from gfgen.system.wording import in_utc
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         "layouts": list(outcome.layouts),
         "error": outcome.error,
         "warnings": list(outcome.warnings),
-        "written_at": in_utc(written_at),
+        "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written_at)),
     }
     if outcome.peak_bytes is not None:
         entry["peak_memory_mb"] = round(outcome.peak_bytes / 2**20, 1)
@@ -131,6 +131,14 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
             for name, size, digest in outcome.files
         ]
     return entry
+
+
+def ended_at(line: ManifestLine) -> float:
+    """Unix time of a line, in whole seconds; 0 if it does not tell."""
+    try:
+        return datetime.fromisoformat(str(line.get("written_at"))).timestamp()
+    except ValueError:
+        return 0.0
 
 
 def read_manifest(path: Path, *, start: int = 0) -> dict[str, ManifestLine]:
