@@ -303,9 +303,7 @@ def _problem_as_json(problem: Problem) -> dict[str, Any]:
     return {
         "file": line.file if isinstance(line, FileLine) else None,
         "line": line.line if isinstance(line, FileLine) else line,
-        "field": problem.field,
-        "value": problem.value,
-        "accepted": problem.accepted,
+        **{name: getattr(problem, name) for name in ("field", "value", "accepted")},
         "text": str(problem),
     }
 

@@ -170,15 +170,13 @@ class FolderReport:
         paths = [(self.folder / file) for file in sorted(files - {"None", "-"})]
         named = [_short(path) for path in paths if path.is_file()]
         named += ["..."] if "-" in files else []  # prompts, or standard input
-        failed = "" if self.left else " --failed"
-        return f"gfgen run {' '.join(named)} -o {self.folder}{failed}" if named else None
+        return f"gfgen run {' '.join(named)} -o {self.folder} --failed" if named else None
 
     def lines(self) -> Iterator[str]:
         done = [job for job in self.jobs if job.status == "done"]
-        counts = ", ".join(
-            f"{self.counts[status]} {status}" for status in reversed(STATUSES) if self.counts[status]
-        )
-        yield f"{self.folder}: {counted(self.counts.total(), 'job')}: {counts}"
+        counts = self.counts
+        shown = ", ".join(f"{counts[each]} {each}" for each in reversed(STATUSES) if counts[each])
+        yield f"{self.folder}: {counted(counts.total(), 'job')}: {shown}"
         if self.left:
             names = ", ".join(first_of(sorted(self.left), "job"))
             yield f"left      {names}: run the same command again to go on"

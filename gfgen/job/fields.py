@@ -69,6 +69,8 @@ CLOCK_FORMATS = ("%H:%M", "%H:%M:%S", "%I:%M %p", "%I:%M%p", "%I %p", "%I%p")
 OF_DAY = re.compile(r"\s*[0-9]{1,2}(?![0-9])")
 ZONED = re.compile(r"(.*[0-9]) *([+-][0-9]{2}:?[0-9]{2}|[A-Za-z][A-Za-z0-9_/+-]*)")
 MAX_TIME_CHARS = 80
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a pair, which cannot be written as UTF-8."""
 FRACTION = re.compile(r" *([0-9]{1,9}) */ *([1-9][0-9]{0,8}) *")
 WITH_COMMA = re.compile(r" *[+-]?[0-9]+(,[0-9]+)+ *")
 SIZE = re.compile(r"([0-9]{1,9}) *[xX] *([0-9]{1,9})")
@@ -146,7 +148,7 @@ def _text(name: str, max_chars: int, *, may_be_blank: bool = False) -> Field:
             raise Refused(f"this one has {len(text):,}")
         if not may_be_blank and not text.strip():
             raise Refused("this one is empty")
-        if "\0" in text or not (text.isascii() or _is_unicode(text)):
+        if "\0" in text or SURROGATE.search(text):
             raise Refused("this one contains a NUL or an unpaired surrogate")
         return text
 
@@ -156,7 +158,6 @@ def _text(name: str, max_chars: int, *, may_be_blank: bool = False) -> Field:
 
 
 def _label(name: str, max_chars: int, what: str) -> Field:
-
     def parse(value: object) -> str:
         text = _string(value)
         if not 1 <= len(text) <= max_chars:
@@ -320,7 +321,6 @@ def _parse_colour(value: object) -> str:
 
 
 def _object(name: str, accepted: str, parse_value: Callable[[str, Any], object]) -> Field:
-
     def parse(value: object) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise Refused("")
@@ -344,7 +344,7 @@ def _parse_plain(name: str, value: Any) -> Any:
         return [_parse_plain(name, inner) for inner in value]
     if isinstance(value, Mapping) or (isinstance(value, float) and not math.isfinite(value)):
         raise Refused(f"{name} is {shown(value)}")
-    if isinstance(value, str) and not _is_unicode(value):
+    if isinstance(value, str) and SURROGATE.search(value):
         raise Refused(f"{name} contains an unpaired surrogate")
     return value
 
@@ -665,15 +665,6 @@ def _string(value: object) -> str:
     if not isinstance(value, str):
         raise Refused("write it in quotes" if isinstance(value, int | float) else "")
     return value
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether the text can be written as UTF-8; half a surrogate pair cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _number(value: object, low: float, high: float) -> int | float:

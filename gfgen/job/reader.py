@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, TypeVar
 
 from gfgen.errors import InputError, JobError, Problem, at
-from gfgen.job.fields import FIELDS, MAX_OUTPUT_BYTES, Refused, parse_fields, parse_moment, shown
+from gfgen.job.fields import FIELDS, MAX_DURATION_S, MAX_OUTPUT_BYTES, parse_fields, parse_moment, shown
 from gfgen.job.images import ImageReader
 from gfgen.job.inputs import (
     EXAMPLE,
@@ -157,10 +157,9 @@ def due_at(spec: JobSpec, *, arrived_at: float) -> float | None:
     due = spec.deadline_at
     if due is None:
         return None if spec.deadline_s is None else arrived_at + spec.deadline_s
-    if spec.deadline_clock and due - arrived_at > SHORT_DAY_S:
-        with contextlib.suppress(Refused):  # of a journal that does not tell the year
-            clock = parse_moment(spec.deadline_clock, now=arrived_at)
-            due = min(due, due if clock is None else clock.timestamp())
+    if spec.deadline_clock and SHORT_DAY_S < due - arrived_at < MAX_DURATION_S:
+        clock = parse_moment(spec.deadline_clock, now=arrived_at)
+        due = min(due, due if clock is None else clock.timestamp())
     return due
 
 

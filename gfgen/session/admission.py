@@ -40,6 +40,8 @@ from gfgen.system.wording import counted, first_of, in_words
 
 logger = logging.getLogger(__name__)
 
+Done = Callable[[Sequence[AdmittedJob]], Collection[str]]
+"""Ids of the jobs that need not run."""
 START_AGAIN = "stop the run and start it again: it loads what the files in its folder name"
 """What to do about a model that is not loaded."""
 
@@ -93,13 +95,12 @@ def judge(
     Raises: InputError when a file cannot be read, or when a model does not fit into memory.
     """
     parsed = parse(source, admission.models.default, has_bar=has_bar)
-    jobs, refused = admission.resolve(parsed.specs, has_bar=has_bar)
-    jobs, unlike = admission.models.try_calls(jobs)
-    jobs, unfit = admission.fit(jobs, done=None if claims is None else claims.done)
+    done = None if claims is None else claims.done
+    jobs, refused = admission(parsed.specs, may_ask=True, has_bar=has_bar, done=done)
     if jobs:
         admission.models.precision.tell_of_other_models({job.checkpoint for job in jobs})
     jobs, without_file = (jobs, ()) if claims is None else claims.claim(jobs)
-    problems = _by_line(parsed.problems, refused, unlike, unfit, without_file)
+    problems = _by_line(parsed.problems, refused, without_file)
     return AdmittedSource(parsed, jobs, problems, num_colliding=len(without_file))
 
 
@@ -233,11 +234,18 @@ class Admission:
     step_times: StepTimes | None = None
     """For the bound of a step."""
 
-    def __call__(self, specs: Sequence[JobSpec], *, may_ask: bool = False) -> Judged:
+    def __call__(
+        self,
+        specs: Sequence[JobSpec],
+        *,
+        may_ask: bool = False,
+        has_bar: bool = False,
+        done: Done | None = None,
+    ) -> Judged:
         """Resolve, try calls (`may_ask` as there) and fit. Raises: as `fit`."""
-        jobs, refused = self.resolve(specs)
+        jobs, refused = self.resolve(specs, has_bar=has_bar)
         jobs, unlike = self.models.try_calls(jobs, may_ask=may_ask)
-        jobs, unfit = self.fit(jobs)
+        jobs, unfit = self.fit(jobs, done=done)
         return jobs, (*refused, *unlike, *unfit)
 
     def again(self, specs: Sequence[JobSpec]) -> Judged:
@@ -253,12 +261,7 @@ class Admission:
         jobs, refused = admit(shown, default_model=self.models.default, find_model=self.models.find)
         return jobs, (*unknown, *refused)
 
-    def fit(
-        self,
-        jobs: Sequence[AdmittedJob],
-        *,
-        done: Callable[[Sequence[AdmittedJob]], Collection[str]] | None = None,
-    ) -> Judged:
+    def fit(self, jobs: Sequence[AdmittedJob], *, done: Done | None = None) -> Judged:
         """The jobs that fit into memory and are within the bounds; these do not apply to those in `done`.
 
         Raises: InputError when a model does not fit.

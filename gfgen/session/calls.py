@@ -34,10 +34,8 @@ _SHOWN_WORDS = 8
 
 
 def try_calls(jobs: Sequence[AdmittedJob], *, trusts_code: bool, may_ask: bool = True) -> Judged:
-    """The jobs whose calls their pipelines do not refuse, with warnings for texts that are cut.
-
-    may_ask: a child process may be asked, which takes seconds; otherwise kept answers count alone.
-    """
+    """The jobs whose calls their pipelines do not refuse, with warnings for texts that are cut. Kept answers
+    count alone unless a child process may be asked, which takes seconds."""
     groups: dict[Path, list[tuple[str, AdmittedJob]]] = defaultdict(list)
     for job in jobs:
         if job.has_nominal_flops or any(_long_texts(job.spec, TEXT_TOKENS - 2)):

@@ -753,8 +753,8 @@ def test_what_is_refused_for_its_texts_settles_jobs_with_the_same_texts_alone(re
 
 
 def test_what_is_refused_settles_no_job_with_other_loras():
-    style = [{"sha256": "x", "scale": 1.0}]
-    jobs = [make_job("a", lora=style), make_job("b", lora=style), make_job("c"), make_job("d", lora=[])]
+    style = {"lora": [{"sha256": "x", "scale": 1.0}], "lora_files": ["x"]}
+    jobs = [make_job("a", **style), make_job("b", **style), make_job("c")]
     cluster = Cluster(*jobs)
     outcomes = cluster.failed(cluster.begin("a", 0, 1), REFUSED)
     assert [each.info.job_id for each in outcomes] == ["a", "b"]

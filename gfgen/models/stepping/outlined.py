@@ -76,8 +76,7 @@ def _without_memory(value: torch.Tensor) -> torch.Tensor:
 
 
 def _zeros_of(method: Callable[..., Any]) -> Callable[..., Any]:
-    known: dict[str, Any] = {}
-    """By shapes and other arguments, since running a network's Python takes long."""
+    known: dict[str, Any] = {}  # by shapes and other arguments: the Python of a network takes long
 
     def outlined(*args: Any, **options: Any) -> Any:
         key = repr(tree_map_only(torch.Tensor, lambda x: (x.shape, x.dtype), (args, options)))

@@ -9,6 +9,7 @@ far.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ _OF_ONE_JOB: dict[str, Any] = dict.fromkeys(
 )
 _OF_TEXTS = re.compile("prompt|text|token|caption|char|length|string|word|json|KeyError", re.IGNORECASE)
 """In reasons that may depend on what a job's texts are."""
+_texts = operator.attrgetter("job.spec.prompt", "job.spec.negative_prompt")
 
 
 @dataclass(slots=True)
@@ -84,11 +86,7 @@ def with_equal_calls(record: JobRecord, records: Iterable[JobRecord]) -> list[Jo
 
 def _call(record: JobRecord) -> object:
     spec = record.job.spec
-    return record.owner, call_key(spec), spec.image_sha256, spec.files_sha256, spec.lora
-
-
-def _texts(record: JobRecord) -> object:
-    return record.job.spec.prompt, record.job.spec.negative_prompt
+    return record.owner, call_key(spec), spec.image_sha256, spec.files_sha256, record.patches
 
 
 def _are_alike(record: JobRecord, other: JobRecord) -> bool:

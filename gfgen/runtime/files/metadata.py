@@ -91,17 +91,14 @@ def to_ffmetadata(tags: Mapping[str, str]) -> str:
 
     Source: https://ffmpeg.org/ffmpeg-formats.html#Metadata-1
     """
-    return ";FFMETADATA1\n" + "".join(f"{name}={_escaped(value)}\n" for name, value in tags.items())
+    escaped = {name: re.sub(r"([=;#\\\n])", r"\\\1", value) for name, value in tags.items()}
+    return ";FFMETADATA1\n" + "".join(f"{name}={value}\n" for name, value in escaped.items())
 
 
 def from_ffmetadata(text: str) -> dict[str, str]:
     """The reverse of `to_ffmetadata`."""
     tags = re.findall(r"^([^=;\n]+)=((?:\\.|[^\\\n])*)$", text, re.DOTALL | re.MULTILINE)
     return {name: re.sub(r"\\(.)", r"\1", value, flags=re.DOTALL) for name, value in tags}
-
-
-def _escaped(value: str) -> str:
-    return "".join(f"\\{char}" if char in "=;#\\\n" else char for char in value)
 
 
 def _writable(value: str) -> str:

@@ -100,10 +100,7 @@ def resign(channel: Channel, rank: int, error: Exception) -> NoReturn:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line with the exception and its place; errors that users can mend have no place.
-
-    It begins with the kind of REFUSALS that the exception is one of, if any: these are not tried again.
-    """
+    """One line with the exception, or its kind of REFUSALS, and its place; what users can mend has none."""
     text = " ".join(str(error).split())[:500] or "no message"
     if isinstance(error, JobError | ModelError):
         return text
