@@ -209,19 +209,22 @@ class TestReuse:
 
 class TestModelsWithFieldsOfTheirOwn:
     @pytest.mark.parametrize("name", ["wan2.2-ti2v-5b", "qwen-image"])
-    def test_each_field_is_refused(self, name: str, tmp_path: Path) -> None:
+    def test_files_are_refused(self, name: str, tmp_path: Path) -> None:
         picture(tmp_path / "a.png")
         spec = job(
             tmp_path,
             args={"max_sequence_length": 64},
             files={"mask_image": "a.png"},
-            scheduler={"shift": 2},
+            scheduler={"class": "euler", "shift": 2},
             sigmas=[1, 0.5],
         )
         with pytest.raises(JobError) as refused:
             shipped_geometry(name).resolve(spec)
-        assert [found.field for found in refused.value.problems] == ["args", "files", "scheduler", "sigmas"]
-        assert all("fields of its own" in found.accepted for found in refused.value.problems)
+        assert [found.field for found in refused.value.problems] == ["files"]
+
+    def test_the_name_of_a_scheduler_is_its_class(self) -> None:
+        assert job(scheduler=" DPM++ 2M ").scheduler == {"class": "DPM++ 2M"}
+        assert problem(scheduler="").field == problem(scheduler=3).field == "scheduler"
 
 
 def test_the_metadata_of_a_file_names_inputs_without_their_folders(tmp_path: Path) -> None:

@@ -365,6 +365,13 @@ def _parse_path(name: str, value: Any) -> str:
     return value
 
 
+def _parse_scheduler(value: object) -> object:
+    """An object; a text is its class."""
+    if isinstance(value, str) and not (value.strip() and value.isprintable()):
+        raise Refused("")
+    return _SCHEDULER_OPTIONS.parse({"class": value.strip()} if isinstance(value, str) else value)
+
+
 def _parse_sigmas(value: object) -> list[float]:
     if not isinstance(value, list):
         raise Refused("")
@@ -431,8 +438,11 @@ FILES_ACCEPTED = (
     f"({', '.join(IMAGE_FORMATS)}) or videos ({', '.join(VIDEO_FORMATS)})"
 )
 SCHEDULER_ACCEPTED = (
-    'an object of options of the scheduler, such as {"class": "UniPCMultistepScheduler", "flow_shift": 3}'
+    'the name of a scheduler or sampler, such as "euler", or an object with its options, such as '
+    '{"class": "UniPCMultistepScheduler", "flow_shift": 3}'
 )
+_SCHEDULER_OPTIONS = _object("scheduler", SCHEDULER_ACCEPTED, _parse_plain)
+SCHEDULER = {"anyOf": [STRING, _SCHEDULER_OPTIONS.schema]}
 LORA_ACCEPTED = (
     f'a list of 1 to {MAX_LORAS} objects such as {{"path": "style.safetensors", "scale": 0.8}}; the path is '
     'a file, a folder or a hub id; "file", "target" and "partial" are optional; "name" is for HTTP'
@@ -463,7 +473,7 @@ FIELDS: dict[str, Field] = {
         Field("background", 'a colour, such as "white" or "#ff8800"', _parse_colour, STRING),
         _object("args", ARGS_ACCEPTED, _parse_plain),
         _object("files", FILES_ACCEPTED, _parse_paths),
-        _object("scheduler", SCHEDULER_ACCEPTED, _parse_plain),
+        Field("scheduler", SCHEDULER_ACCEPTED, _parse_scheduler, SCHEDULER),
         Field("lora", LORA_ACCEPTED, _parse_lora, {"type": "array", "items": {"type": "object"}}),
         Field("sigmas", SIGMAS_ACCEPTED, _parse_sigmas, {"type": "array", "items": {"type": "number"}}),
         Field("reuse", REUSE_ACCEPTED, _parse_reuse, REUSE),

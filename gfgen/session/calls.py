@@ -18,6 +18,7 @@ from typing import Any
 
 from gfgen.errors import ModelError, Problem, Warned
 from gfgen.job.spec import JobSpec, call_key
+from gfgen.models.geometry.schedulers import max_text_tokens
 from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.predict.profile_file import write_whole
@@ -38,7 +39,8 @@ def try_calls(jobs: Sequence[AdmittedJob], *, trusts_code: bool, may_ask: bool =
     count alone unless a child process may be asked, which takes seconds."""
     groups: dict[Path, list[tuple[str, AdmittedJob]]] = defaultdict(list)
     for job in jobs:
-        if job.has_nominal_flops or any(_long_texts(job.spec, TEXT_TOKENS - 2)):
+        most = max_text_tokens(job.spec, TEXT_TOKENS) - 2
+        if job.has_nominal_flops or any(_long_texts(job.spec, most)):
             groups[job.checkpoint].append((_key(job), job))
     known = {checkpoint: _read(checkpoint) for checkpoint in groups}
     questions = [
@@ -100,7 +102,8 @@ def _judged(job: AdmittedJob, found: Answers, key: str) -> AdmittedJob | Problem
 
 def _key(job: AdmittedJob) -> str:
     """Equal for jobs of a checkpoint whose calls are refused alike; families of gfgen's own refuse none."""
-    said = call_key(job.spec) if job.has_nominal_flops else ""
+    own = str(job.spec.args) if job.spec.args else ""
+    said = call_key(job.spec) if job.has_nominal_flops else own
     return hashlib.sha256(said.encode()).hexdigest()[:20]
 
 

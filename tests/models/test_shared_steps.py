@@ -36,7 +36,16 @@ DEGREES = [
 @pytest.fixture(scope="module")
 def make_job(tiny_models: Mapping[str, Path], picture: Path) -> MakeJob:
     """Prepared jobs by case; the same one for the same arguments."""
-    return functools.cache(functools.partial(prepare_job, tiny_models, picture, {}))
+    jobs: dict[str, SharedJob] = {}
+    adapters: dict[str, Any] = {}
+
+    def make(name: str, **changes: Any) -> SharedJob:
+        key = repr((name, changes))
+        if key not in jobs:
+            jobs[key] = prepare_job(tiny_models, picture, adapters, name, **changes)
+        return jobs[key]
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +131,17 @@ def forked(make_job: MakeJob) -> Iterator[ForkedRanks]:
     ranks = ForkedRanks(4, program)
     yield ranks
     ranks.close()
+
+
+@pytest.mark.parametrize("scheduler", ["lcm", "heun", "sa_solver", "dpmpp_2m_sde"])
+@pytest.mark.parametrize("name", ["5b-image", "a14b-text", "qwen"])
+def test_all_ranks_draw_the_noise_of_one(name: str, scheduler: str, make_job: MakeJob) -> None:
+    job = make_job(name, scheduler={"class": scheduler})
+    alone = job.denoise()
+    for layout in (layout_of(1, 2), layout_of(2, 1), layout_of(1, 1, 2)):
+        first, *others = on_threads(layout, job.denoise)
+        assert all(equal(first, other) for other in others)
+        assert distance(first, alone) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["5b-image", "qwen"])

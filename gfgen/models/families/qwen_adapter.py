@@ -26,7 +26,6 @@ from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, BatchAdapter, Fields, Patches, StepInput
 from gfgen.models.families.encoders import FOR_ANY_LENGTH, text_encoder_on
 from gfgen.models.families.guidance import is_batch_faster, predict_branches
-from gfgen.models.families.outputs import keep_outputs
 from gfgen.models.families.pictures import denormalize_latents, to_uint8
 from gfgen.models.fast import causal_vae, stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
@@ -36,6 +35,7 @@ from gfgen.models.fast.texts import NUM_TEXTS, forward_inputs, text_shape, with_
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry.rules import known
+from gfgen.models.geometry.schedulers import max_text_tokens
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_pipeline
 from gfgen.models.parallel import shared_decode
@@ -55,18 +55,21 @@ class QwenImageAdapter(BatchAdapter):
         self._vae = pipeline.vae
         self._forward: Evaluator = evaluate
         self.patches = Patches(pipeline)
+        self._schedulers = solver.Schedulers(pipeline.scheduler)
         self._text_encoder = text_encoder_on(self.device, pipeline.text_encoder)
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
     @torch.no_grad()
     def encode(self, spec: JobSpec) -> Fields:
-        tensors = {"prompt_embeds": self._embed(spec.prompt)}
+        num_tokens = max_text_tokens(spec, MAX_TEXT_TOKENS)
+        tensors = {"prompt_embeds": self._embed(spec.prompt, num_tokens)}
         if self.geometry.uses_cfg(spec):
-            tensors["negative_prompt_embeds"] = self._embed(known(spec.negative_prompt))
+            tensors["negative_prompt_embeds"] = self._embed(known(spec.negative_prompt), num_tokens)
         return Fields(tensors)
 
     @torch.no_grad()
     def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
+        generator = torch.Generator("cpu").manual_seed(known(spec.seed))
         noise_BSC = self._pipeline.prepare_latents(
             1,
             self._pipeline.transformer.config.in_channels // 4,
@@ -74,11 +77,12 @@ class QwenImageAdapter(BatchAdapter):
             spec.width,
             prompt.tensors["prompt_embeds"].dtype,
             self.device,
-            torch.Generator("cpu").manual_seed(known(spec.seed)),
+            generator,
         )
         scheduler = self._scheduler(spec)
         scheduler.set_begin_index(0)
-        return Fields(), solver.save_state(scheduler, noise_BSC)
+        kept = {"generator": generator} if spec.scheduler and solver.draws_noise(scheduler) else {}
+        return Fields(), solver.save_state(scheduler, noise_BSC, **kept)
 
     @torch.no_grad()
     def denoise_batch(
@@ -86,25 +90,20 @@ class QwenImageAdapter(BatchAdapter):
     ) -> list[Fields]:
         spec = inputs[0].spec
         self.patches.merge(spec)
-        solvers = [solver.Solver(self._scheduler(spec), each.latents, step=step) for each in inputs]
-        sample_BSC = solver.stacked([each.sample for each in solvers])
-        shared = self._model_inputs(spec, sample_BSC, timestep=solvers[0].timestep)
-        predicted_BSC, unguided_BSC = predict_branches(
-            functools.partial(self._predict, shared),
-            [each.prompt for each in inputs],
-            spec=spec,
-            geometry=self.geometry,
-            parallel=parallel,
-        )
-        if unguided_BSC is not None:
-            predicted_BSC = _guide(predicted_BSC, unguided_BSC, scale=known(spec.true_cfg_scale))
-        results: list[Fields] = []
-        for own, predicted in zip(solvers, predicted_BSC.chunk(len(inputs)), strict=True):
-            state = own.next_state(predicted)
-            if spec.may_approximate:
-                keep_outputs(state, own.latents, [predicted], step=step)
-            results.append(solver.detach_from(own.latents, state))
-        return results
+
+        def predicted(sample_BSC: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            guided_BSC, unguided_BSC = predict_branches(
+                functools.partial(self._predict, self._model_inputs(spec, sample_BSC, timestep=timestep)),
+                [each.prompt for each in inputs],
+                spec=spec,
+                geometry=self.geometry,
+                parallel=parallel,
+            )
+            if unguided_BSC is None:
+                return guided_BSC
+            return _guide(guided_BSC, unguided_BSC, scale=known(spec.true_cfg_scale))
+
+        return solver.solved_step(inputs, self._scheduler, predicted, step=step)
 
     @torch.no_grad()
     def approximate(
@@ -154,26 +153,26 @@ class QwenImageAdapter(BatchAdapter):
     def texts_to_rehearse(self) -> Sequence[Callable[[], object]]:
         return () if self._text_encoder is None else self._text_encoder.rehearsals(self._forward)
 
-    def _embed_text(self, text: str) -> torch.Tensor:
+    def _embed_text(self, text: str, num_tokens: int) -> torch.Tensor:
         """Embeddings of one prompt. One prompt is never padded, so there is no mask."""
         if self._text_encoder is not None:
             start = self._pipeline.prompt_template_encode_start_idx
             ids = self._pipeline.tokenizer(
                 self._pipeline.prompt_template_encode.format(text),
-                max_length=start + MAX_TEXT_TOKENS,
+                max_length=start + num_tokens,
                 truncation=True,
             ).input_ids
             return self._text_encoder(ids, self._forward)[:, start:]
         with sdpa_kernel(FOR_ANY_LENGTH):
             embeds, mask = self._pipeline.encode_prompt(
-                prompt=text, device=self.device, max_sequence_length=MAX_TEXT_TOKENS
+                prompt=text, device=self.device, max_sequence_length=num_tokens
             )
         assert mask is None, "a single prompt came back padded"
         return torch.as_tensor(embeds)
 
     def _scheduler(self, spec: JobSpec) -> Any:
         steps = known(spec.steps)
-        config = self._pipeline.scheduler.config
+        config = self._schedulers.template(spec).config
         shift = calculate_shift(
             self.geometry.num_tokens(spec),
             config.get("base_image_seq_len", 256),
@@ -181,10 +180,7 @@ class QwenImageAdapter(BatchAdapter):
             config.get("base_shift", 0.5),
             config.get("max_shift", 1.15),
         )
-        sigmas = np.linspace(1.0, 1 / steps, steps)
-        return solver.new_scheduler(
-            self._pipeline.scheduler, set_timesteps=lambda new: new.set_timesteps(sigmas=sigmas, mu=shift)
-        )
+        return self._schedulers.new(spec, sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
 
     def _model_inputs(
         self, spec: JobSpec, sample_BSC: torch.Tensor, *, timestep: torch.Tensor

@@ -2,23 +2,27 @@
 
 A scheduler object lives for one call. `sigmas` and `timesteps` follow from the number of steps and stay on
 the CPU, where reading one does not wait for a device. `save_state` saves everything that changes from step
-to step, `restore_state` restores it.
+to step, with the generator of schedulers that draw noise; `Solver` restores it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import diffusers
+import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import Tensor
 
-from gfgen.models.families.adapter import SAMPLE, Fields, Scalar
-from gfgen.models.families.outputs import carry_outputs, extrapolated
+from gfgen.job.spec import JobSpec
+from gfgen.models.families.adapter import HOST, SAMPLE, Fields, Scalar, StepInput
+from gfgen.models.families.outputs import carry_outputs, extrapolated, keep_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,67 +138,123 @@ def _combined(rhos: Tensor, differences: list[Tensor]) -> Tensor | int:
 
 @dataclass(frozen=True, slots=True)
 class SolverState:
-    """Names of the scheduler's attributes that one step passes to the next."""
+    """Names of the scheduler's attributes that one step passes to the next, beside its SCALARS."""
 
-    scalars: tuple[str, ...]
     tensors: tuple[str, ...] = ()
-    tensor_lists: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    """Lists of tensors, which a schedule of steps begins with None."""
 
 
 # Source: diffusers 0.42, every attribute that `step` assigns and a later `step` reads.
-# UniPC's `timestep_list` is written only; `this_order` does not exist before the first step.
-STATES: dict[type, SolverState] = {
-    HostUniPC: SolverState(
-        scalars=("_step_index", "_begin_index", "lower_order_nums", "this_order"),
-        tensors=("last_sample",),
-        tensor_lists=("model_outputs",),
-    ),
-    FlowMatchEulerDiscreteScheduler: SolverState(scalars=("_step_index", "_begin_index")),
+SCALARS = (
+    *("_step_index", "_begin_index", "lower_order_nums"),
+    *("this_order", "this_predictor_order", "this_corrector_order"),
+)
+"""Each that a scheduler has; some do not exist before the first step."""
+# UniPC's `timestep_list` is written only. Heun's attributes pass between the two evaluations of a step.
+STATES: dict[str, SolverState] = {
+    "FlowMatchEulerDiscreteScheduler": SolverState(),
+    "FlowMatchHeunDiscreteScheduler": SolverState(),
+    "FlowMatchLCMScheduler": SolverState(),
+    "HostUniPC": SolverState(("last_sample",), ("model_outputs",)),
+    "DPMSolverMultistepScheduler": SolverState((), ("model_outputs",)),
+    "DPMSolverSinglestepScheduler": SolverState(("sample",), ("model_outputs",)),
+    "DEISMultistepScheduler": SolverState((), ("model_outputs",)),
+    "SASolverScheduler": SolverState(("last_sample", "last_noise"), ("model_outputs", "timestep_list")),
 }
 IN_PLACE_OF: dict[type, type] = {UniPCMultistepScheduler: HostUniPC}
 """Replacements of schedulers that make the host wait for the device."""
+NUM_SCHEDULERS = 8
+"""Kept ready; jobs may have schedulers of their own."""
+GENERATOR = f"{HOST}generator"
+"""Name of the state of a job's generator among the tensors of its latents."""
+
+
+def scheduler_like(own: Any, options: Mapping[str, Any]) -> Any:
+    """A scheduler with options of a job, and its own or another class; the rest as a pipeline's own one."""
+    kind = getattr(diffusers, options.get("class", type(own).__name__))
+    return kind.from_config(own.config, **{name: x for name, x in options.items() if name != "class"})
+
+
+class Schedulers:
+    """Makes the schedulers of a pipeline's jobs; its own one is unchanged."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self._like = functools.lru_cache(NUM_SCHEDULERS)(lambda text: scheduler_like(own, json.loads(text)))
+
+    def template(self, spec: JobSpec) -> Any:
+        """A scheduler with the job's class and config, to be copied."""
+        return self._like(json.dumps(spec.scheduler, sort_keys=True)) if spec.scheduler else self._own
+
+    def new(self, spec: JobSpec, *, sigmas: Any = None, mu: float | None = None, **overrides: Any) -> Any:
+        """A scheduler with the noise levels of the job, else with `sigmas`, else with its own for the steps.
+
+        It gets `sigmas` and `mu` if it accepts them.
+        """
+        sigmas = sigmas if spec.sigmas is None else np.array(spec.sigmas)
+
+        def set_timesteps(new: Any) -> None:
+            takes = inspect.signature(new.set_timesteps).parameters
+            levels = {"sigmas": sigmas} if sigmas is not None and "sigmas" in takes else {}
+            if mu is not None and "mu" in takes and new.config.get("use_dynamic_shifting"):
+                levels["mu"] = mu
+            new.set_timesteps(**({} if "sigmas" in levels else {"num_inference_steps": spec.steps}), **levels)
+
+        return new_scheduler(self.template(spec), set_timesteps=set_timesteps, **overrides)
 
 
 def new_scheduler(template: Any, *, set_timesteps: Callable[[Any], None], **overrides: Any) -> Any:
     """A scheduler of the template's class and config with some values replaced; the template is unchanged."""
     kind: Any = IN_PLACE_OF.get(type(template), type(template))
-    assert kind in STATES, f"no state is known for {kind.__name__}"
-    given = {name: template.config[name] for name in _parameters(kind) if name in template.config}
+    assert kind.__name__ in STATES, f"no state is known for {kind.__name__}"
+    given = {name: template.config[name] for name in parameters_of(kind) if name in template.config}
     scheduler = kind(**(given | overrides))
     set_timesteps(scheduler)
     return scheduler
 
 
 @functools.cache
-def _parameters(kind: type) -> tuple[str, ...]:
+def parameters_of(kind: type) -> tuple[str, ...]:
     """Parameters of its config; looking them up at every step, as `from_config` does, takes a millisecond."""
     return tuple(inspect.signature(kind).parameters)
 
 
-def save_state(scheduler: Any, sample: Any) -> Fields:
-    """The artifact `latents`: the sample and the scheduler's state."""
-    state = STATES[type(scheduler)]
+def draws_noise(scheduler: Any) -> bool:
+    """Whether its steps may draw noise from a generator."""
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        return bool(scheduler.config.stochastic_sampling)
+    return "generator" in inspect.signature(scheduler.step).parameters
+
+
+def save_state(scheduler: Any, sample: Any, *, generator: torch.Generator | None = None) -> Fields:
+    """The artifact `latents`: the sample, the scheduler's state, and that of a generator."""
+    state = STATES[type(scheduler).__name__]
     tensors = {SAMPLE: sample}
     for name in state.tensors:
-        if getattr(scheduler, name) is not None:
-            tensors[name] = getattr(scheduler, name)
-    for name in state.tensor_lists:
+        if (tensor := getattr(scheduler, name, None)) is not None:
+            tensors[_own_name(name)] = tensor
+    for name in state.lists:
         for idx, tensor in enumerate(getattr(scheduler, name)):
             if tensor is not None:
                 tensors[_item_name(name, idx)] = tensor
-    scalars: dict[str, Scalar] = {name: getattr(scheduler, name, None) for name in state.scalars}
+    if generator is not None:
+        tensors[GENERATOR] = generator.get_state()
+    scalars: dict[str, Scalar] = {
+        name: getattr(scheduler, name, None) for name in SCALARS if hasattr(scheduler, name)
+    }
     return Fields(tensors, scalars)
 
 
 def restore_state(scheduler: Any, latents: Fields) -> Any:
     """Make a new scheduler continue where `save_state` left another; returns the sample."""
-    state = STATES[type(scheduler)]
-    for name in state.scalars:
-        if latents.scalars[name] is not None:
+    state = STATES[type(scheduler).__name__]
+    for name in SCALARS:
+        if latents.scalars.get(name) is not None:
             setattr(scheduler, name, latents.scalars[name])
     for name in state.tensors:
-        setattr(scheduler, name, latents.tensors.get(name))
-    for name in state.tensor_lists:
+        setattr(scheduler, name, latents.tensors.get(_own_name(name)))
+    for name in state.lists:
         length = len(getattr(scheduler, name))
         setattr(scheduler, name, [latents.tensors.get(_item_name(name, idx)) for idx in range(length)])
     return latents.tensors[SAMPLE]
@@ -206,12 +266,50 @@ class Solver:
     def __init__(self, scheduler: Any, latents: Fields, *, step: int) -> None:
         self.scheduler, self.latents = scheduler, latents
         self.sample = restore_state(scheduler, latents)
-        self.timestep = scheduler.timesteps[step]
+        number, steps = len(scheduler.timesteps), scheduler.num_inference_steps
+        first, end = (-(-number * each // steps) for each in (step, step + 1))
+        self.timesteps = scheduler.timesteps[first:end]
+        """Of the step; two if its scheduler evaluates the transformer twice."""
+        self._draws: dict[str, torch.Generator] = {}
+        if (drawn := latents.tensors.get(GENERATOR)) is not None:
+            self._draws["generator"] = torch.Generator("cpu")
+            self._draws["generator"].set_state(drawn)
 
-    def next_state(self, predicted: Any, *, pin: Callable[[Any], Any] | None = None) -> Fields:
+    def advance(self, predicted: Any, timestep: Any) -> None:
+        kept = {"return_dict": False, **self._draws}
+        self.sample = self.scheduler.step(predicted, timestep, self.sample, **kept)[0]
+
+    def state(self, *, pin: Callable[[Any], Any] | None = None) -> Fields:
         """The artifact `latents` after the step; `pin` changes its sample."""
-        sample = self.scheduler.step(predicted, self.timestep, self.sample, return_dict=False)[0]
-        return save_state(self.scheduler, sample if pin is None else pin(sample))
+        sample = self.sample if pin is None else pin(self.sample)
+        return save_state(self.scheduler, sample, generator=self._draws.get("generator"))
+
+
+def solved_step(
+    inputs: Sequence[StepInput],
+    new: Callable[[JobSpec], Any],
+    predict: Callable[[Tensor, Tensor], Tensor],
+    *,
+    step: int,
+    pin: Callable[[Any], Any] | None = None,
+) -> list[Fields]:
+    """The artifacts `latents` of jobs of equal shape after a step.
+
+    new: makes the scheduler of a job. predict: the transformer's guided output for samples at a timestep.
+    """
+    solvers = [Solver(new(each.spec), each.latents, step=step) for each in inputs]
+    outputs: Sequence[Tensor] = ()
+    for timestep in solvers[0].timesteps:
+        outputs = predict(stacked([each.sample for each in solvers]), timestep).chunk(len(inputs))
+        for own, output in zip(solvers, outputs, strict=True):
+            own.advance(output, timestep)
+    results: list[Fields] = []
+    for own, output in zip(solvers, outputs, strict=True):
+        state = own.state(pin=pin)
+        if inputs[0].spec.may_approximate:
+            keep_outputs(state, own.latents, [output], step=step)
+        results.append(detach_from(own.latents, state))
+    return results
 
 
 def stacked(samples: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -221,7 +319,9 @@ def stacked(samples: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def extrapolated_step(scheduler: Any, latents: Fields, *, step: int) -> Fields:
     (output,) = extrapolated(latents, step=step)
-    state = Solver(scheduler, latents, step=step).next_state(output)
+    solver = Solver(scheduler, latents, step=step)
+    solver.advance(output, solver.timesteps[0])
+    state = solver.state()
     carry_outputs(state, latents)
     return detach_from(latents, state)
 
@@ -238,6 +338,11 @@ def detach_from(given: Fields, result: Fields) -> Fields:
         for name, tensor in result.tensors.items()
     }
     return Fields(tensors, result.scalars)
+
+
+def _own_name(name: str) -> str:
+    """That of a tensor which a scheduler calls like the latents."""
+    return "first_sample" if name == SAMPLE else name
 
 
 def _item_name(name: str, idx: int) -> str:

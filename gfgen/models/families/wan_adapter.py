@@ -25,7 +25,6 @@ from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, BatchAdapter, Fields, Patches, StepInput
 from gfgen.models.families.encoders import text_encoder_on
 from gfgen.models.families.guidance import predict_branches
-from gfgen.models.families.outputs import keep_outputs
 from gfgen.models.families.pictures import denormalize_latents, load_image, to_uint8
 from gfgen.models.fast import causal_vae, stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
@@ -35,6 +34,7 @@ from gfgen.models.fast.rows import padded_to
 from gfgen.models.fast.texts import NUM_TEXTS, forget_text_results, keep_text_results, with_texts
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.rules import known
+from gfgen.models.geometry.schedulers import max_text_tokens
 from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_pipeline
@@ -42,9 +42,6 @@ from gfgen.models.parallel import shared_decode
 from gfgen.models.parallel.fp8_attention import check_fp8_attention
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
-
-SHIFT_NAMES = {"UniPCMultistepScheduler": "flow_shift", "FlowMatchEulerDiscreteScheduler": "shift"}
-"""What each scheduler class calls the flow shift in its config."""
 
 
 class WanAdapter(BatchAdapter):
@@ -64,26 +61,28 @@ class WanAdapter(BatchAdapter):
         self._dtype: torch.dtype = text_pipeline.transformer.dtype
         self._forward: Evaluator = evaluate
         self.patches = Patches(text_pipeline, changed=forget_text_results)
+        self._schedulers = solver.Schedulers(text_pipeline.scheduler)
         self._text_encoder = text_encoder_on(self.device, text_pipeline.text_encoder)
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
     @torch.no_grad()
     def encode(self, spec: JobSpec) -> Fields:
-        tensors = {"prompt_embeds": self._embed(spec.prompt)}
+        num_tokens = max_text_tokens(spec, TEXT_TOKENS)
+        tensors = {"prompt_embeds": self._embed(spec.prompt, num_tokens)}
         if self.geometry.uses_cfg(spec):
-            tensors["negative_prompt_embeds"] = self._embed(spec.negative_prompt or "")
+            tensors["negative_prompt_embeds"] = self._embed(spec.negative_prompt or "", num_tokens)
         return Fields(tensors)
 
-    def _embed_text(self, text: str) -> torch.Tensor:
-        """Embeddings of one prompt: [1, TEXT_TOKENS, C], with zeros after its own tokens."""
+    def _embed_text(self, text: str, num_tokens: int) -> torch.Tensor:
+        """Embeddings of one prompt: [1, num_tokens, C], with zeros after its own tokens."""
         if self._text_encoder is not None:
-            limit = {"max_length": TEXT_TOKENS, "truncation": True}
+            limit = {"max_length": num_tokens, "truncation": True}
             ids = self._text.tokenizer(prompt_clean(text), **limit).input_ids
-            return padded_to(TEXT_TOKENS, self._text_encoder(ids, self._forward).to(self._dtype))
+            return padded_to(num_tokens, self._text_encoder(ids, self._forward).to(self._dtype))
         embeds, _ = self._text.encode_prompt(
             prompt=text,
             do_classifier_free_guidance=False,
-            max_sequence_length=TEXT_TOKENS,
+            max_sequence_length=num_tokens,
             device=self.device,
         )
         return torch.as_tensor(embeds, dtype=self._dtype)
@@ -91,16 +90,14 @@ class WanAdapter(BatchAdapter):
     @torch.no_grad()
     def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
         shape = (1, self._vae.config.z_dim, spec.height, spec.width, spec.frames)
-        noise: tuple[Any, ...] = (
-            torch.float32,
-            self.device,
-            torch.Generator("cpu").manual_seed(known(spec.seed)),
-        )
+        generator = torch.Generator("cpu").manual_seed(known(spec.seed))
+        noise: tuple[Any, ...] = (torch.float32, self.device, generator)
         scheduler = self._scheduler(spec)
+        kept = {"generator": generator} if spec.scheduler and solver.draws_noise(scheduler) else {}
         if spec.image is None:
             # Only the text pipeline sets this; the image pipeline finds the first step by its timestep.
             scheduler.set_begin_index(0)
-            return Fields(), solver.save_state(scheduler, self._text.prepare_latents(*shape, *noise))
+            return Fields(), solver.save_state(scheduler, self._text.prepare_latents(*shape, *noise), **kept)
         picture = self._image.video_processor.preprocess(
             load_image(spec.image, sha256=spec.image_sha256, background=spec.background),
             height=spec.height,
@@ -108,7 +105,7 @@ class WanAdapter(BatchAdapter):
         )
         picture = picture.to(self.device, dtype=torch.float32)
         latents, condition, *_ = self._image.prepare_latents(picture, *shape, *noise)
-        return Fields({"condition": condition}), solver.save_state(scheduler, latents)
+        return Fields({"condition": condition}), solver.save_state(scheduler, latents, **kept)
 
     @torch.no_grad()
     def denoise_batch(
@@ -117,33 +114,26 @@ class WanAdapter(BatchAdapter):
         spec, image_BCTHW = inputs[0].spec, inputs[0].condition.tensors.get("condition")
         assert len(inputs) == 1 or image_BCTHW is None, "jobs with images have steps of their own"
         self.patches.merge(spec)
-        solvers = [solver.Solver(self._scheduler(spec), each.latents, step=step) for each in inputs]
-        sample_BCTHW, timestep = solver.stacked([each.sample for each in solvers]), solvers[0].timestep
-        num_train = solvers[0].scheduler.config.num_train_timesteps
-        expert, scale = self._expert(spec, timestep=timestep, num_train=num_train)
-        shared = {
-            "hidden_states": self._model_input(sample_BCTHW, image_BCTHW),
-            "timestep": self._model_timestep(timestep, sample_BCTHW, has_image=image_BCTHW is not None),
-        }
-        predicted_BCTHW, unguided = predict_branches(
-            functools.partial(self._predict, expert, shared),
-            [each.prompt for each in inputs],
-            spec=spec,
-            geometry=self.geometry,
-            parallel=parallel,
-        )
-        if unguided is not None:
-            predicted_BCTHW = unguided + scale * (predicted_BCTHW - unguided)
+
+        def predicted(sample_BCTHW: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            expert, scale = self._expert(spec, timestep=timestep)
+            shared = {
+                "hidden_states": self._model_input(sample_BCTHW, image_BCTHW),
+                "timestep": self._model_timestep(timestep, sample_BCTHW, has_image=image_BCTHW is not None),
+            }
+            guided_BCTHW, unguided = predict_branches(
+                functools.partial(self._predict, expert, shared),
+                [each.prompt for each in inputs],
+                spec=spec,
+                geometry=self.geometry,
+                parallel=parallel,
+            )
+            return guided_BCTHW if unguided is None else unguided + scale * (guided_BCTHW - unguided)
+
         pin = None
         if step == known(spec.steps) - 1 and image_BCTHW is not None and self._per_token:
             pin = functools.partial(_pin_first_frame, image_BCTHW=image_BCTHW)
-        results: list[Fields] = []
-        for own, predicted in zip(solvers, predicted_BCTHW.chunk(len(inputs)), strict=True):
-            state = own.next_state(predicted, pin=pin)
-            if spec.may_approximate:
-                keep_outputs(state, own.latents, [predicted], step=step)
-            results.append(solver.detach_from(own.latents, state))
-        return results
+        return solver.solved_step(inputs, self._scheduler, predicted, step=step, pin=pin)
 
     @torch.no_grad()
     def approximate(
@@ -182,15 +172,14 @@ class WanAdapter(BatchAdapter):
         return bool(self._text.config.expand_timesteps)
 
     def _scheduler(self, spec: JobSpec) -> Any:
-        template = self._text.scheduler
-        shift = {SHIFT_NAMES[type(template).__name__]: spec.flow_shift}
-        return solver.new_scheduler(
-            template, set_timesteps=lambda new: new.set_timesteps(spec.steps), **shift
-        )
+        taken = solver.parameters_of(type(self._schedulers.template(spec)))
+        shift = "flow_shift" if "flow_shift" in taken else "shift"
+        return self._schedulers.new(spec, **{shift: spec.flow_shift})
 
-    def _expert(self, spec: JobSpec, *, timestep: torch.Tensor, num_train: int) -> tuple[Any, float]:
+    def _expert(self, spec: JobSpec, *, timestep: torch.Tensor) -> tuple[Any, float]:
         """The transformer of this timestep, and its guidance scale."""
         high, low = self._experts
+        num_train = self._text.scheduler.config.num_train_timesteps
         if spec.boundary_ratio is None or timestep >= spec.boundary_ratio * num_train:
             return high, known(spec.guidance_scale)
         return low, known(spec.guidance_scale_2)

@@ -19,6 +19,7 @@ from typing import Any
 
 from gfgen.errors import ModelError, Problem, nearest
 from gfgen.job.fields import OTHER_NAMES, shown
+from gfgen.job.samplers import SAMPLERS
 from gfgen.job.spec import JobSpec
 
 _BY_FIELD: Mapping[str, tuple[str, ...]] = {
@@ -171,15 +172,18 @@ class CallSignature:
         `scheduler_class` is the model's own.
         """
         yield from self._field_problems(spec)
-        for name, value in (spec.args or {}).items():
-            if (why := self._why_no_arg(name, value)) is not None:
-                yield Problem.of(f"args.{name}", shown(value), why)
+        yield from self.args_problems(spec)
         for name in spec.files or {}:
             if (why := self._why_no_file(name)) is not None:
                 yield Problem.of(f"files.{name}", None, why)
         yield from self._missing(spec)
         if spec.scheduler is not None or spec.sigmas is not None:
-            yield from _scheduler_problems(spec, scheduler_class)
+            yield from scheduler_problems(spec, scheduler_class)
+
+    def args_problems(self, spec: JobSpec) -> Iterator[Problem]:
+        for name, value in (spec.args or {}).items():
+            if (why := self._why_no_arg(name, value)) is not None:
+                yield Problem.of(f"args.{name}", shown(value), why)
 
     def arguments_for(self, spec: JobSpec) -> dict[str, Any]:
         """The arguments of the call for a job without problems, except for the files."""
@@ -303,7 +307,12 @@ def _field_for(name: str) -> str | None:
     return None if field is None else f"use {field}"
 
 
-def _scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Problem]:
+def options_of(scheduler_class: str) -> Mapping[str, Argument]:
+    """The options of a scheduler of diffusers; none if there is no such class."""
+    return _method("schedulers", scheduler_class, "__init__") or {}
+
+
+def scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Problem]:
     options = dict(spec.scheduler or {})
     name = options.pop("class", own_class)
     if not isinstance(name, str):
@@ -311,7 +320,9 @@ def _scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Proble
         return
     known = _method("schedulers", name, "__init__")
     if known is None:
-        near = _scheduler_meant(name, own_class or "") or nearest(name, _class_names("schedulers"))
+        names = _class_names("schedulers")
+        near = next((each for each in names if each.startswith(name)), None) or nearest(name, names)
+        near = near or nearest(name.lower(), SAMPLERS)
         hint = f"; did you mean {near}?" if near else ""
         yield Problem.of("scheduler.class", name, f"is no scheduler of diffusers {_version()}{hint}")
         return
@@ -330,20 +341,6 @@ def _scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Proble
             yield Problem.of("scheduler.class", name, f"needs the package {package}; pip install {package}")
     if spec.sigmas is not None and "sigmas" not in (_method("schedulers", name, "set_timesteps") or {}):
         yield Problem.of("sigmas", None, f"{name} takes no sigmas; name another scheduler or leave them out")
-
-
-_WORDS = {"a": "ancestral", "dpmpp": "dpmsolver", "2m": "multistep", "karras": "", "k": ""}
-"""Of samplers in other tools, where schedulers of diffusers have another word."""
-
-
-def _scheduler_meant(sampler: str, own_class: str) -> str | None:
-    """The shortest name with the words of a sampler such as "euler_a"; for flow models one of theirs."""
-    words = [_WORDS.get(word, word) for word in re.findall("[a-z0-9]+", sampler.lower().replace("++", "pp"))]
-    names = _class_names("schedulers") if any(words) else []
-    found = [name for name in names if all(word in name.lower() for word in words)]
-    is_flow, first = own_class.startswith("FlowMatch"), next(filter(None, words), "no sampler")
-    own = [name for name in found if name.startswith("FlowMatch") is is_flow] or found
-    return min(own, key=lambda name: (not name.lower().startswith(first), len(name)), default=None)
 
 
 # Annotations ----------------------------------------------------------------------------------------

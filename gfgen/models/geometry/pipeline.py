@@ -20,6 +20,7 @@ from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
+from gfgen.models.geometry.schedulers import with_known_scheduler
 from gfgen.models.geometry.sizes import size_multiple
 
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
@@ -128,6 +129,7 @@ class PipelineGeometry:
         return bool(takes) or "Video" in self.family
 
     def resolve(self, spec: JobSpec) -> JobSpec:
+        spec = with_known_scheduler(spec, is_flow=(self.scheduler_class or "").startswith("FlowMatch"))
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)
         filled = rules.fill_defaults(spec, self.defaults)

@@ -15,12 +15,22 @@ from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.fields import MAX_SCALE, MAX_STEPS
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
+from gfgen.models.geometry.call import signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
+from gfgen.models.geometry.schedulers import (
+    evaluations_key,
+    flow_problems,
+    latents_artifact,
+    max_text_tokens,
+    text_problems,
+    with_flow_scheduler,
+)
 from gfgen.models.geometry.vae import VaeShape
 
-MAX_TEXT_TOKENS = 512
-"""Where the pipeline cuts a prompt (`max_sequence_length`)."""
+SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+MAX_TEXT_TOKENS, MOST_TEXT_TOKENS = 512, 1024
+"""Where the pipeline cuts a prompt (`max_sequence_length`), and the most that it accepts."""
 
 TEMPLATE_TOKENS = 39
 """The pipeline's template around a prompt: 34 tokens before it, later cut off, and 5 after it."""
@@ -50,7 +60,8 @@ class QwenGeometry:
     inner_dim: int
     text_dim: int
     in_channels: int
-    min_steps: int
+    shift_terminal: float | None
+    """To which the model's own scheduler stretches its noise levels."""
     encoder_params: int
     """Parameters of the language model's layers, which every prompt token passes through."""
     vae: VaeShape
@@ -69,6 +80,7 @@ class QwenGeometry:
         return 2 << len(self.vae.temporal_downsample)
 
     def resolve(self, spec: JobSpec) -> JobSpec:
+        spec = with_flow_scheduler(spec, own_class=SCHEDULER)
         filled = rules.fill_defaults(spec, self.defaults)
         width, height = rules.known(filled.width), rules.known(filled.height)
         rounded = rules.changed(
@@ -100,21 +112,22 @@ class QwenGeometry:
         return rules.known(spec.height) // (self.multiple // 2)
 
     def shape_key(self, spec: JobSpec) -> str:
-        return f"{spec.width}x{spec.height}" + ("+cfg" if self.uses_cfg(spec) else "")
+        return f"{spec.width}x{spec.height}" + ("+cfg" if self.uses_cfg(spec) else "") + evaluations_key(spec)
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
         names = ["prompt_embeds"] + ["negative_prompt_embeds"] * self.uses_cfg(spec)
-        prompt = tuple((name, (1, MAX_TEXT_TOKENS, self.text_dim), "float32") for name in names)
+        num_tokens = max_text_tokens(spec, MAX_TEXT_TOKENS)
+        prompt = tuple((name, (1, num_tokens, self.text_dim), "float32") for name in names)
         latent = (1, self.num_tokens(spec), self.in_channels)
         picture = (1, rules.known(spec.height), rules.known(spec.width), 4 if self.has_alpha else 3)
         artifacts = (
             Artifact("prompt", prompt),
             Artifact("condition", ()),
-            Artifact("latents", (("sample", latent, "float32"),)),
+            latents_artifact(spec, Artifact("latents", (("sample", latent, "float32"),))),
             Artifact("frames", (("frames", picture, "uint8"),)),
         )
         trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
-        return with_reuse(trajectory, spec, output=(latent, "float32"))
+        return with_reuse(trajectory, spec, output=None if spec.scheduler else (latent, "float32"))
 
     def flops(self, spec: JobSpec, stage: Stage) -> float:
         branches = 2 if self.uses_cfg(spec) else 1
@@ -143,7 +156,11 @@ class QwenGeometry:
 
     def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
         unused = "has no effect on Qwen-Image; use true_cfg_scale"
-        yield from rules.no_pipeline_fields(spec)
+        yield from flow_problems(spec, own_class=SCHEDULER, call=signature_of("QwenImagePipeline"))
+        yield from text_problems(spec, most=MOST_TEXT_TOKENS)
+        if "num_images_per_prompt" in (spec.args or {}):
+            reason = "use num_images, which makes a job of each"
+            yield Problem.of("args.num_images_per_prompt", None, reason)
         yield from rules.useless(spec, "guidance_scale", unused)
         yield from rules.useless(spec, "guidance_scale_2", unused)
         yield from rules.useless(spec, "boundary_ratio", "needs a model with two experts (Wan2.2-A14B)")
@@ -156,7 +173,9 @@ class QwenGeometry:
             yield Problem.of(
                 "frames", spec.frames, "this model makes single pictures; leave it out or give 1"
             )
-        yield from rules.whole_problems(spec, "steps", low=self.min_steps, high=MAX_STEPS)
+        # Stretching a schedule of one step to a terminal value divides by zero.
+        stretches = (spec.scheduler or {}).get("shift_terminal", self.shift_terminal)
+        yield from rules.whole_problems(spec, "steps", low=2 if stretches else 1, high=MAX_STEPS)
         yield from rules.number_problems(spec, "true_cfg_scale", low=0, high=MAX_SCALE)
 
 
@@ -173,8 +192,7 @@ def qwen_geometry(checkpoint: Checkpoint) -> QwenGeometry:
         inner_dim=heads * checkpoint.value("transformer", "attention_head_dim"),
         text_dim=checkpoint.value("transformer", "joint_attention_dim"),
         in_channels=checkpoint.value("transformer", "in_channels"),
-        # Stretching a schedule of one step to a terminal value divides by zero.
-        min_steps=2 if checkpoint.configs["scheduler"].get("shift_terminal") else 1,
+        shift_terminal=checkpoint.configs["scheduler"].get("shift_terminal"),
         encoder_params=_encoder_params(checkpoint.configs["text_encoder"]),
         vae=VaeShape.of(checkpoint),
     )
@@ -184,10 +202,8 @@ def _check_variant(checkpoint: Checkpoint) -> None:
     where = checkpoint.path / "model_index.json"
     checkpoint.check_components("Qwen-Image")
     scheduler = checkpoint.class_of("scheduler")
-    if scheduler != "FlowMatchEulerDiscreteScheduler":
-        raise ModelError(
-            f"{where}: scheduler {scheduler} is not supported; FlowMatchEulerDiscreteScheduler is"
-        )
+    if scheduler != SCHEDULER:
+        raise ModelError(f"{where}: scheduler {scheduler} is not supported; {SCHEDULER} is")
     if checkpoint.configs["transformer"].get("guidance_embeds"):
         raise ModelError(f"{where}: guidance-distilled Qwen-Image is not supported; the released one is")
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from gfgen.errors import ModelError, Problem
 from gfgen.job.fields import MAX_SIDE
-from gfgen.job.spec import PIPELINE_FIELDS, SCALE_FIELDS, SHAPE_FIELDS, JobSpec
+from gfgen.job.spec import SCALE_FIELDS, SHAPE_FIELDS, JobSpec
 
 MAX_TOKENS = 1 << 20
 """Tokens of a job: 38 times the largest default (27,280)."""
@@ -94,12 +94,6 @@ def number_problems(
     if not math.isfinite(value) or not inside:
         start = f"above {low:g}" if above else f"from {low:g}"
         yield Problem.of(field, value, f"a number {start} to {high:g} is accepted")
-
-
-def no_pipeline_fields(spec: JobSpec) -> Iterator[Problem]:
-    """The fields that only pipelines without an adapter of their own take."""
-    for field in PIPELINE_FIELDS:
-        yield from useless(spec, field, "this model has fields of its own for what it takes; leave it out")
 
 
 def useless(spec: JobSpec, field: str, reason: str) -> Iterator[Problem]:

@@ -16,8 +16,18 @@ from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.fields import MAX_FPS, MAX_FRAMES, MAX_SCALE, MAX_SHIFT, MAX_STEPS, MIN_FPS
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
+from gfgen.models.geometry.call import signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
+from gfgen.models.geometry.schedulers import (
+    evaluations_key,
+    flow_problems,
+    latents_artifact,
+    max_text_tokens,
+    shift_of,
+    text_problems,
+    with_flow_scheduler,
+)
 from gfgen.models.geometry.vae import VaeShape
 
 TEXT_TOKENS = 512
@@ -69,7 +79,13 @@ class WanGeometry:
     def has_two_experts(self) -> bool:
         return self.family.startswith("wan-moe")
 
+    @property
+    def scheduler_class(self) -> str:
+        """The model's own."""
+        return next(name for name, number in SCHEDULERS.items() if number == self.num_solver_tensors)
+
     def resolve(self, spec: JobSpec) -> JobSpec:
+        spec = with_flow_scheduler(spec, own_class=self.scheduler_class)
         filled = self._fill_scales(spec)
         width, height = rules.known(filled.width), rules.known(filled.height)
         frames = rules.known(filled.frames)
@@ -81,6 +97,7 @@ class WanGeometry:
             frames=self._rounded_frames(frames),
         )
         problems = [*self._field_problems(spec), *reuse_problems(filled)]
+        problems += flow_problems(spec, own_class=self.scheduler_class, call=signature_of("WanPipeline"))
         problems += rules.size_problems(width, height, multiple=multiple)
         if not any(problem.field in ("size", "frames") for problem in problems):
             problems += rules.token_problems(self.num_tokens(rounded), field="frames", value=frames)
@@ -104,21 +121,24 @@ class WanGeometry:
 
     def shape_key(self, spec: JobSpec) -> str:
         key = f"{spec.width}x{spec.height}x{spec.frames}"
-        return key + ("+cfg" if self.uses_cfg(spec) else "") + ("+image" if spec.image else "")
+        key += ("+cfg" if self.uses_cfg(spec) else "") + ("+image" if spec.image else "")
+        return key + evaluations_key(spec)
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
         latent = (1, *self._latent_shape(spec))
         names = ["prompt_embeds"] + ["negative_prompt_embeds"] * self.uses_cfg(spec)
-        prompt = tuple((name, (1, TEXT_TOKENS, self.text_dim), "float32") for name in names)
+        num_tokens = max_text_tokens(spec, TEXT_TOKENS)
+        prompt = tuple((name, (1, num_tokens, self.text_dim), "float32") for name in names)
         state = ["sample", "last_sample", "model_output_0", "model_output_1"][: 1 + self.num_solver_tensors]
         artifacts = (
             Artifact("prompt", prompt),
             Artifact("condition", self._condition_fields(spec)),
-            Artifact("latents", tuple((name, latent, "float32") for name in state)),
+            latents_artifact(spec, Artifact("latents", tuple((name, latent, "float32") for name in state))),
             Artifact("frames", (("frames", (rules.known(spec.frames), *_picture(spec)), "uint8"),)),
         )
         trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
-        return with_reuse(trajectory, spec, output=(latent, "float32"), switch=self._switch(spec))
+        output = None if spec.scheduler else (latent, "float32")
+        return with_reuse(trajectory, spec, output=output, switch=self._switch(spec))
 
     def flops(self, spec: JobSpec, stage: Stage) -> float:
         branches = 2 if self.uses_cfg(spec) else 1
@@ -188,7 +208,15 @@ class WanGeometry:
         return max(frames // self.temporal_factor * self.temporal_factor + 1, 1)
 
     def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
-        yield from rules.no_pipeline_fields(spec)
+        yield from text_problems(spec, most=TEXT_TOKENS)
+        if (shift := shift_of(spec)) is not None and spec.flow_shift not in (None, shift):
+            yield Problem.of("flow_shift", spec.flow_shift, "scheduler has another one; give one of them")
+        if (spec.scheduler or {}).get("use_dynamic_shifting"):
+            reason = "this model's shift does not depend on the size; leave it out"
+            yield Problem.of("scheduler.use_dynamic_shifting", "true", reason)
+        if spec.reuse is not None and self.has_two_experts and (spec.scheduler or spec.sigmas):
+            reason = "with scheduler or sigmas, the step that changes the expert is unknown; leave one out"
+            yield Problem.of("reuse", spec.reuse, reason)
         yield from rules.useless(spec, "true_cfg_scale", "belongs to Qwen-Image; use guidance_scale")
         if not self.has_two_experts:
             reason = "needs a model with two experts (Wan2.2-A14B); this one has a single transformer"
@@ -212,6 +240,7 @@ class WanGeometry:
 
     def _fill_scales(self, spec: JobSpec) -> JobSpec:
         """Fill in defaults. A single guidance scale applies to both experts, as in the pipeline."""
+        spec = rules.changed(spec, flow_shift=shift_of(spec)) if spec.flow_shift is None else spec
         if self.has_two_experts and spec.guidance_scale is not None and spec.guidance_scale_2 is None:
             spec = replace(spec, guidance_scale_2=spec.guidance_scale)
         return rules.fill_defaults(spec, self.defaults)

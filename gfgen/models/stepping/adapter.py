@@ -31,6 +31,7 @@ from gfgen.models.families.outputs import (
     watch_scheduler,
 )
 from gfgen.models.families.pictures import load_frames, load_image, load_video
+from gfgen.models.families.solver import NUM_SCHEDULERS, scheduler_like
 from gfgen.models.fast import compiled, stop_checks
 from gfgen.models.fast.cut_texts import cut_texts
 from gfgen.models.fast.evaluation import Evaluator, evaluate_call, is_recordable
@@ -51,8 +52,6 @@ from gfgen.models.stepping.values import pack, parts_of, unpack
 logger = logging.getLogger(__name__)
 
 DEFAULT_SOUND_RATE = 24_000
-NUM_SCHEDULERS = 8
-"""Kept ready; jobs may have schedulers of their own."""
 
 
 class PipelineAdapter(Adapter):
@@ -182,7 +181,7 @@ class PipelineAdapter(Adapter):
     def _new_call(self, scheduler: str | None) -> Stepper | WholeCall:
         pipeline = self.pipeline
         if scheduler is not None:
-            made = _scheduler(pipeline.scheduler, json.loads(scheduler))
+            made = scheduler_like(pipeline.scheduler, json.loads(scheduler))
             settings = {
                 name: pipeline.config[name] for name in pipeline.config if name in _settings(pipeline)
             }
@@ -298,11 +297,6 @@ def _prepare_sharing(pipeline: Any, geometry: PipelineGeometry) -> bool:
         logger.warning("%s: ranks do not share tokens: %s", geometry.family, error)
         return False
     return True
-
-
-def _scheduler(own: Any, options: dict[str, Any]) -> Any:
-    kind = getattr(diffusers, options.pop("class", type(own).__name__))
-    return kind.from_config(own.config, **options)
 
 
 def _settings(pipeline: Any) -> set[str]:

@@ -28,6 +28,7 @@ from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
+from gfgen.models.geometry.schedulers import max_text_tokens
 from gfgen.models.loading.components import weightless, without_progress_bars
 from gfgen.models.stepping.adapter import PipelineAdapter, WholeCall, load_any
 from gfgen.models.stepping.check import pictures, resolved
@@ -191,8 +192,11 @@ def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
             calls[key]["most_bytes"] = max(0, *sure) if sure else sys.maxsize
     else:
         tokenizers = {"tokenizer": AutoTokenizer.from_pretrained(str(checkpoint / "tokenizer"))}
-        limits_of = {key: {"tokenizer": ("", MAX_TEXT_TOKENS)} for key in asked["calls"]}
-        calls = {key: {"most_bytes": MAX_TEXT_TOKENS - SPECIAL} for key in asked["calls"]}
+        most = {
+            key: max_text_tokens(JobSpec(**fields), MAX_TEXT_TOKENS) for key, fields in asked["calls"].items()
+        }
+        limits_of = {key: {"tokenizer": ("", number)} for key, number in most.items()}
+        calls = {key: {"most_bytes": max(0, number - SPECIAL)} for key, number in most.items()}
     texts = {
         name: read_characters(text, limits_of[key], tokenizers) if limits_of[key] else len(text)
         for name, (key, text) in asked["texts"].items()

@@ -1,0 +1,116 @@
+"""Schedulers that jobs name: in the words of other programs, and for Wan and Qwen-Image, which predict flow.
+
+Source: diffusers 0.42, `schedulers/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from gfgen.errors import Problem
+from gfgen.graph import Artifact
+from gfgen.job.fields import shown
+from gfgen.job.samplers import known_sampler
+from gfgen.job.spec import JobSpec
+from gfgen.models.geometry import rules
+from gfgen.models.geometry.call import CallSignature, options_of, scheduler_problems
+
+FLOW_SCHEDULERS = (
+    "FlowMatchEulerDiscreteScheduler",
+    "FlowMatchHeunDiscreteScheduler",
+    "FlowMatchLCMScheduler",
+    "UniPCMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler",
+    "DEISMultistepScheduler",
+    "SASolverScheduler",
+)
+TWICE_A_STEP = "FlowMatchHeunDiscreteScheduler"
+"""It evaluates the transformer twice in all steps but the last."""
+OF_FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+"""Options of schedulers that know other models, too."""
+_SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
+_KARRAS_OF_FLOW = ("UniPCMultistepScheduler", "use_karras_sigmas")
+STATE_ROOM_BYTES = 4 << 30
+"""For latents with the state of any scheduler: addresses in a sparse file, not memory."""
+
+
+def with_known_scheduler(spec: JobSpec, *, is_flow: bool) -> JobSpec:
+    """The job with the class and options that its scheduler's name in other programs stands for."""
+    name = (spec.scheduler or {}).get("class")
+    if not isinstance(name, str) or (known := known_sampler(name, is_flow=is_flow)) is None:
+        return spec
+    options = {option: value for option, value in (spec.scheduler or {}).items() if option != "class"}
+    kind = known.get("class")
+    of_flow = OF_FLOW if is_flow and kind is not None and "use_flow_sigmas" in options_of(kind) else {}
+    return rules.changed(spec, scheduler={**known, **of_flow, **options} or None)
+
+
+def with_flow_scheduler(spec: JobSpec, *, own_class: str) -> JobSpec:
+    """The same for a model that predicts flow, with the options that such models need."""
+    spec = with_known_scheduler(spec, is_flow=True)
+    if spec.scheduler is None:
+        return spec
+    name = spec.scheduler.get("class", own_class)
+    takes = options_of(name) if isinstance(name, str) else {}
+    of_flow = OF_FLOW if "use_flow_sigmas" in takes else {}
+    return rules.changed(spec, scheduler={**of_flow, **spec.scheduler})
+
+
+def shift_of(spec: JobSpec) -> float | None:
+    """The flow shift among the options of a job's scheduler."""
+    options = spec.scheduler or {}
+    found = options.get("flow_shift", options.get("shift"))
+    return float(found) if isinstance(found, (int, float)) else None
+
+
+def flow_problems(spec: JobSpec, *, own_class: str, call: CallSignature) -> Iterator[Problem]:
+    """What a model that predicts flow refuses of `scheduler`, `sigmas` and `args` (`with_flow_scheduler`)."""
+    yield from rules.useless(spec, "files", "this model takes no other files; leave it out")
+    yield from call.args_problems(spec)
+    options = spec.scheduler or {}
+    name = options.get("class", own_class)
+    found = [*scheduler_problems(spec, own_class)] if options or spec.sigmas else []
+    yield from found
+    if any(problem.field == "scheduler.class" for problem in found):
+        return
+    if name not in FLOW_SCHEDULERS:
+        accepted = f"this model predicts flow, as {', '.join(FLOW_SCHEDULERS)} do"
+        yield Problem.of("scheduler.class", name, accepted)
+        return
+    has_spacing = "use_flow_sigmas" in options_of(name)
+    for option, value in options.items():
+        if option in OF_FLOW and value != OF_FLOW[option]:
+            yield Problem.of(f"scheduler.{option}", shown(value), "this model predicts flow; leave it out")
+        if value is True and option in _SPACINGS and has_spacing and (name, option) != _KARRAS_OF_FLOW:
+            reason = f"{name} spaces no noise levels of flow so; leave it out, or use unipc or euler"
+            yield Problem.of(f"scheduler.{option}", "true", reason)
+    if spec.sigmas is not None and (spec.sigmas[0] > 1 or (has_spacing and spec.sigmas[-1] == 0)):
+        accepted = "numbers up to 1 are accepted, without the 0 at the end, which the scheduler adds"
+        yield Problem.of("sigmas", shown(spec.sigmas), accepted)
+    if spec.reuse is not None and name == TWICE_A_STEP:
+        yield Problem.of("reuse", spec.reuse, f"{name} evaluates the model twice a step; leave one out")
+
+
+def latents_artifact(spec: JobSpec, artifact: Artifact) -> Artifact:
+    """The artifact with room in place of fields for a job's own scheduler, whose state is unknown here."""
+    if spec.scheduler is None:
+        return artifact
+    return Artifact(artifact.name, (), room_bytes=STATE_ROOM_BYTES)
+
+
+def evaluations_key(spec: JobSpec) -> str:
+    """The part of `Geometry.shape_key` for steps that evaluate the transformer twice."""
+    return "+heun" if (spec.scheduler or {}).get("class") == TWICE_A_STEP else ""
+
+
+def max_text_tokens(spec: JobSpec, usual: int) -> int:
+    """Where a job's prompts are cut."""
+    return int((spec.args or {}).get("max_sequence_length", usual))
+
+
+def text_problems(spec: JobSpec, *, most: int) -> Iterator[Problem]:
+    given: Any = (spec.args or {}).get("max_sequence_length", 1)
+    if isinstance(given, (int, float)) and not 1 <= given <= most:
+        yield Problem.of("args.max_sequence_length", shown(given), f"from 1 to {most:,} are accepted")
