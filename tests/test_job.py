@@ -758,5 +758,5 @@ class TestDocumentation:
     def test_the_fields_are_frozen(self) -> None:
         expected = """id prompt negative_prompt model size width height frames fps steps guidance_scale
             guidance_scale_2 boundary_ratio flow_shift true_cfg_scale seed image background args files
-            scheduler lora sigmas reuse deadline arrival timeout priority tag output format quality"""
+            scheduler lora sigmas recipe reuse deadline arrival timeout priority tag output format quality"""
         assert list(FIELDS) == expected.split()

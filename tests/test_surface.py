@@ -348,6 +348,7 @@ def test_fields_of_a_job():
         "scheduler",
         "lora",
         "sigmas",
+        "recipe",
         "reuse",
         "deadline",
         "arrival",

@@ -18,7 +18,7 @@ import click
 from gfgen.errors import InputError, nearest
 from gfgen.system.home import home
 
-LOCAL_NAME = "gfgen.toml"
+LOCAL_NAME, RECIPES = "gfgen.toml", "recipes"
 NOT_SET = frozenset({"prompt", "help", "version", "yes"})
 _OTHER_VARIABLES = ("GFGEN_CACHE", "GFGEN_COMPLETE")
 """Variables of no option: the folder of caches, and shell completion (click)."""
@@ -70,6 +70,11 @@ def read_files() -> Sequence[ConfigFile]:
         except ValueError as error:
             raise InputError(f"{path}: not TOML ({error})") from None
     return found
+
+
+def own_recipes() -> dict[str, Any]:
+    """The table [recipes] of the files, by name."""
+    return {name: x for file in reversed(read_files()) for name, x in file.content.get(RECIPES, {}).items()}
 
 
 def options_of(command: click.Command) -> dict[str, click.Option]:
@@ -171,7 +176,7 @@ def _check_names(files: Sequence[ConfigFile], commands: Mapping[str, click.Comma
             file.values_for(name, command)
         for name, value in file.content.items():
             near = tables if isinstance(value, dict) else known
-            if name.replace("_", "-") not in near:
+            if name != RECIPES and name.replace("_", "-") not in near:
                 raise InputError(f"{file.path}: {name}: {_hint(name.replace('_', '-'), near)}")
 
 

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gfgen.cli.config import own_recipes
 from gfgen.cli.options import A_MODEL, TRUST_CODE, Named, NamedPath
 from gfgen.errors import InputError, JobFileError, ModelError
 from gfgen.job.reader import read_job_stream
+from gfgen.job.recipes import is_for, recipes
 from gfgen.job.spec import JobSpec
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import MODELS, TINY_NAMES, make_tiny_models, resolve_checkpoint
@@ -68,6 +70,8 @@ def models(ctx: click.Context, *, pipelines: bool) -> None:
     width = max(len(model.name) for model in MODELS)
     for model in MODELS:
         click.echo(f"{model.name:<{width}}  {model.summary}")
+    for recipe, families in (recipes() | own_recipes()).items():
+        click.echo(f"recipe {recipe}: {', '.join(families)}")
     click.echo("Or name a directory in diffusers' format, or the hub id of such a pipeline.")
     verified = sum(result == "in steps" for result, _ in found.values())
     click.echo(
@@ -153,6 +157,11 @@ def _facts(model: str, geometry: Geometry, trial: Trial) -> dict[str, Any]:
         "family": geometry.family,
         "adapter": "general" if is_general else "own",
         "output": geometry.output_kind(job),
+        "recipes": [
+            name
+            for name, families in (recipes() | own_recipes()).items()
+            if any(is_for(key, geometry.family) for key in families)
+        ],
         "in_steps": trial.is_stepped and trial.problem is None,
         "differs": trial.is_stepped and trial.problem is not None,
         "problem": trial.problem,
@@ -189,6 +198,8 @@ def _told(facts: Mapping[str, Any]) -> str:
         "ranks a step": f"up to {' x '.join(shared)}" if shared else "1",
         "memory": f"weights {cpu} on a CPU, {gpu} on a GPU; this job {peak} at its peak",
     }
+    if facts["recipes"]:
+        lines["recipes"] = ", ".join(facts["recipes"])
     if "files" in facts:
         lines["files"] = ", ".join(facts["files"]) or "none"
         lines["args"] = ", ".join(f"{name} ({kind})" for name, kind in facts["args"].items()) or "none"

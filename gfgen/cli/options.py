@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from gfgen import log
+from gfgen.cli.config import own_recipes
 from gfgen.errors import InputError
 from gfgen.job.fields import parse_duration
 from gfgen.job.reader import JobSource
@@ -431,6 +432,7 @@ class JobOptions:
             prompts=self.prompts,
             overrides=parse_overrides(pairs) | ({"vary": True} if self.vary else {}),
             fallbacks={"lora": parse_loras(self.loras)} if self.loras else {},
+            own_recipes=own_recipes(),
             only=self.only,
             tags=self.tags,
             limit=self.limit,

@@ -22,7 +22,16 @@ from typing import Any
 
 from gfgen.errors import Problem, nearest
 from gfgen.job.images import IMAGE_FORMATS, VIDEO_FORMATS, ImageError, ImageReader, LoraError
-from gfgen.job.spec import ENDINGS, FORMAT_NAMES, NUM_SEEDS, PLACEHOLDER, RANDOM_SEED, wrong_braces
+from gfgen.job.recipes import recipes
+from gfgen.job.spec import (
+    ENDINGS,
+    FORMAT_NAMES,
+    NUM_SEEDS,
+    PLACEHOLDER,
+    RANDOM_SEED,
+    SCALE_FIELDS,
+    wrong_braces,
+)
 
 MIN_SIDE, MAX_SIDE = 16, 8192
 """Pixels of a side; the largest is six times what the models were trained on."""
@@ -372,6 +381,26 @@ def _parse_scheduler(value: object) -> object:
     return _SCHEDULER_OPTIONS.parse({"class": value.strip()} if isinstance(value, str) else value)
 
 
+def _parse_recipe(value: object) -> dict[str, Any]:
+    """Fields by families of models, of a name or as they are."""
+    named = recipes()
+    families = named.get(value) if isinstance(value, str) else value
+    if not isinstance(families, Mapping) or not all(isinstance(each, Mapping) for each in families.values()):
+        near = nearest(value, named) if isinstance(value, str) else None
+        raise Refused(f"did you mean {near}?" if near else "")
+    return {family: dict(_recipe_fields(fields)) for family, fields in families.items()}
+
+
+def _recipe_fields(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if name not in RECIPE_FIELDS:
+            raise Refused(f"{plain_name(name)} is not one of {', '.join(RECIPE_FIELDS)}")
+        try:
+            yield name, value if name == "lora" else FIELDS[name].parse(value)
+        except Refused as refused:
+            raise Refused(str(FIELDS[name].refusal(value, str(refused)))) from None
+
+
 def _parse_sigmas(value: object) -> list[float]:
     if not isinstance(value, list):
         raise Refused("")
@@ -443,6 +472,8 @@ SCHEDULER_ACCEPTED = (
 )
 _SCHEDULER_OPTIONS = _object("scheduler", SCHEDULER_ACCEPTED, _parse_plain)
 SCHEDULER = {"anyOf": [STRING, _SCHEDULER_OPTIONS.schema]}
+RECIPE_ACCEPTED = "the name of a recipe ('gfgen models' lists them), or fields by families of models"
+RECIPE_FIELDS = ("steps", *SCALE_FIELDS, "sigmas", "scheduler", "lora")
 LORA_ACCEPTED = (
     f'a list of 1 to {MAX_LORAS} objects such as {{"path": "style.safetensors", "scale": 0.8}}; the path is '
     'a file, a folder or a hub id; "file", "target" and "partial" are optional; "name" is for HTTP'
@@ -476,6 +507,7 @@ FIELDS: dict[str, Field] = {
         Field("scheduler", SCHEDULER_ACCEPTED, _parse_scheduler, SCHEDULER),
         Field("lora", LORA_ACCEPTED, _parse_lora, {"type": "array", "items": {"type": "object"}}),
         Field("sigmas", SIGMAS_ACCEPTED, _parse_sigmas, {"type": "array", "items": {"type": "number"}}),
+        Field("recipe", RECIPE_ACCEPTED, _parse_recipe, {"anyOf": [STRING, {"type": "object"}]}),
         Field("reuse", REUSE_ACCEPTED, _parse_reuse, REUSE),
         Field("deadline", DEADLINE_ACCEPTED, _parse_deadline, TIME),
         _duration("arrival", may_be_zero=True),

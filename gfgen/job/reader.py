@@ -35,6 +35,7 @@ from gfgen.job.inputs import (
     Row,
     entries_of,
 )
+from gfgen.job.recipes import Recipes
 from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over, variations
 from gfgen.job.spec import JobSpec, default_id, file_names, filled, name_key, numbered_names, with_own_name
 
@@ -195,6 +196,7 @@ class _JobList:
     overrides: Mapping[str, Any]
     fallbacks: Mapping[str, Any]
     max_jobs: int = MAX_JOBS
+    own_recipes: Recipes = field(default_factory=dict)
     images: ImageReader = field(default_factory=lambda: ImageReader(Path()))
     folder: Path | None = None
     """Of lists of texts; None refuses these, for jobs that come from other machines."""
@@ -278,6 +280,8 @@ class _JobList:
             self.num_varied += len(specs) > 1
 
     def _parse(self, line: int, mapping: Mapping[str, object]) -> tuple[JobSpec | None, Sequence[Problem]]:
+        if isinstance(name := mapping.get("recipe"), str) and name in self.own_recipes:
+            mapping = {**mapping, "recipe": self.own_recipes[name]}
         values, problems = parse_fields(mapping, images=self.images)
         self.place += 1
         if "{index" in values.get("output", ""):
@@ -336,6 +340,8 @@ class JobSource:
     """Fields of all jobs, whatever the files say."""
     fallbacks: Mapping[str, Any] = field(default_factory=dict)
     """Fields of jobs where neither a line nor the defaults of its file have a value."""
+    own_recipes: Recipes = field(default_factory=dict)
+    """Those of a user, by name."""
     only: tuple[str, ...] = ()
     """Patterns of ids; a job needs to match one."""
     tags: tuple[str, ...] = ()
@@ -374,7 +380,7 @@ class JobSource:
 
     def _read_all(self, *, has_bar: bool) -> ParsedJobs:
         files = ["-" if file == "-" else str(Path(file)) for file in self.files]
-        jobs = _JobList(self.overrides, self.fallbacks)
+        jobs = _JobList(self.overrides, self.fallbacks, own_recipes=self.own_recipes)
         kinds: list[tuple[str, str]] = []
         defaults: list[tuple[str, Mapping[str, Any]]] = []
         are_several = len(files) + bool(self.prompts) > 1

@@ -55,6 +55,7 @@ HASHED_FIELDS = (
     *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
     *("seed", "output", "format", "quality"),
     *("image_sha256", "background", "args", "files_sha256", "scheduler", "sigmas", "lora", "reuse"),
+    "recipe",
 )
 """What decides the file's content and name: the canonical spec."""
 _NO_ARGUMENTS = (
@@ -122,6 +123,8 @@ class JobSpec:
     """Options of the scheduler, and its `class` if it is another one than the model's."""
     sigmas: list[float] | None = field(default=None, hash=False)
     """Noise levels of the steps, falling; as many as `steps`."""
+    recipe: Mapping[str, Any] | None = field(default=None, hash=False)
+    """By families of models: fields for which the job has no value (job/recipes.py)."""
     lora: list[Mapping[str, Any]] | None = field(default=None, hash=False)
     """In the order in which they are merged: `sha256` of the file, `scale`, and `target` for one model.
 

@@ -18,9 +18,11 @@ from diffusers.utils import load_image
 from stepping_process import SteppingProcess, dumps, loads
 
 from gfgen.errors import JobError
+from gfgen.job.reader import JobSource
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.geometry.model import load_geometry
+from gfgen.session.admission import admit_weightless
 
 torch.set_num_threads(1)
 
@@ -223,3 +225,12 @@ def test_what_does_not_act_is_refused(
 def test_one_step_needs_no_stretched_schedule(tiny_models: Mapping[str, Path]) -> None:
     spec = JobSpec(id="x", prompt="a fox", seed=1, steps=1, scheduler={"shift_terminal": None})
     assert load_geometry(tiny_models["tiny-qwen-image"]).resolve(spec).steps == 1
+
+
+def test_a_job_with_a_scheduler_has_room_for_its_state_beside_one_of_equal_shape(tmp_path: Path) -> None:
+    jobs = tmp_path / "jobs.jsonl"
+    lines = ['{"prompt": "a fox"}', '{"prompt": "a fox", "scheduler": "lcm"}', '{"prompt": "a fox"}']
+    jobs.write_text("\n".join(lines))
+    admitted = admit_weightless(JobSource(files=(str(jobs),)), default_model="wan2.2-ti2v-5b")
+    rooms = [job.trajectory.artifact("latents").room_bytes > 0 for job in admitted]
+    assert rooms == [False, True, False]

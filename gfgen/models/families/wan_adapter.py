@@ -172,7 +172,8 @@ class WanAdapter(BatchAdapter):
         return bool(self._text.config.expand_timesteps)
 
     def _scheduler(self, spec: JobSpec) -> Any:
-        taken = solver.parameters_of(type(self._schedulers.template(spec)))
+        kind: type = type(self._schedulers.template(spec))
+        taken = solver.parameters_of(kind)
         shift = "flow_shift" if "flow_shift" in taken else "shift"
         return self._schedulers.new(spec, **{shift: spec.flow_shift})
 

@@ -15,6 +15,7 @@ from typing import Any
 from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.fields import MAX_STEPS
+from gfgen.job.recipes import with_recipe
 from gfgen.job.spec import SHAPE_FIELDS, JobSpec, num_pictures
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
@@ -129,6 +130,7 @@ class PipelineGeometry:
         return bool(takes) or "Video" in self.family
 
     def resolve(self, spec: JobSpec) -> JobSpec:
+        spec = with_recipe(spec, family=self.family)
         spec = with_known_scheduler(spec, is_flow=(self.scheduler_class or "").startswith("FlowMatch"))
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)

@@ -13,6 +13,7 @@ from typing import Any
 from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.fields import MAX_SCALE, MAX_STEPS
+from gfgen.job.recipes import with_recipe
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import signature_of
@@ -80,6 +81,7 @@ class QwenGeometry:
         return 2 << len(self.vae.temporal_downsample)
 
     def resolve(self, spec: JobSpec) -> JobSpec:
+        spec = with_recipe(spec, family=self.family)
         spec = with_flow_scheduler(spec, own_class=SCHEDULER)
         filled = rules.fill_defaults(spec, self.defaults)
         width, height = rules.known(filled.width), rules.known(filled.height)

@@ -14,6 +14,7 @@ from typing import Any
 from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.fields import MAX_FPS, MAX_FRAMES, MAX_SCALE, MAX_SHIFT, MAX_STEPS, MIN_FPS
+from gfgen.job.recipes import with_recipe
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import signature_of
@@ -85,6 +86,7 @@ class WanGeometry:
         return next(name for name, number in SCHEDULERS.items() if number == self.num_solver_tensors)
 
     def resolve(self, spec: JobSpec) -> JobSpec:
+        spec = with_recipe(spec, family=self.family)
         spec = with_flow_scheduler(spec, own_class=self.scheduler_class)
         filled = self._fill_scales(spec)
         width, height = rules.known(filled.width), rules.known(filled.height)

@@ -216,6 +216,6 @@ def _admit_one(
             twin=twin_of(geometry, run),
         )
     trajectory = Trajectory(run.id, run.steps, first.trajectory.artifacts)
-    if run.may_approximate:
+    if run.may_approximate or run.scheduler or run.args:  # which decide about artifacts, not the shape
         trajectory = geometry.trajectory(run)
     return replace(first, info=info, trajectory=trajectory).warned(*warnings_of(info, geometry))

@@ -1,0 +1,53 @@
+"""Recipes: steps, guidance, noise levels and scheduler of distilled LoRAs, by name and family of models.
+
+`recipes.json` has those of every installation; `gfgen.toml` adds a user's own.
+
+Source: the model cards of Wan2.2-Lightning, Qwen-Image-Lightning, SDXL-Lightning and LCM-LoRA on the hub.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import resources
+from typing import Any
+
+from gfgen.errors import JobError, Problem
+from gfgen.job.spec import JobSpec
+
+Recipes = Mapping[str, Any]
+"""By name and family: fields of a job, and `"lora": true` for a recipe of a LoRA."""
+
+
+@functools.cache
+def recipes() -> dict[str, Any]:
+    """Those of every installation."""
+    text = resources.files("gfgen.job").joinpath("recipes.json").read_text()
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def is_for(key: str, family: str) -> bool:
+    """Whether a recipe's family of models contains this one: "wan" has "wan-moe-t2v"."""
+    return family == key or family.startswith(f"{key}-")
+
+
+def with_recipe(spec: JobSpec, *, family: str) -> JobSpec:
+    """The job with its recipe's values in empty fields.
+
+    Raises: JobError if the recipe has nothing for this family, or needs a LoRA that the job does not name.
+    """
+    if spec.recipe is None:
+        return spec
+    fields = next((dict(fields) for key, fields in spec.recipe.items() if is_for(key, family)), None)
+    if fields is None:
+        known = ", ".join(spec.recipe)
+        raise JobError(Problem.of("recipe", None, f"has no values for {family}, but for {known}"))
+    if fields.pop("lora", False) and not spec.lora:
+        raise JobError(Problem.of("recipe", None, "is for a LoRA; name its file in the field lora"))
+    if spec.steps is not None and spec.steps != len(fields.get("sigmas", ())):
+        fields.pop("sigmas", None)
+    elif "sigmas" in fields:
+        fields["steps"] = len(fields["sigmas"])
+    return replace(spec, **{name: x for name, x in fields.items() if getattr(spec, name) is None})
