@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gfgen.job.samplers import SAMPLERS, SCHEDULES, known_sampler
+from gfgen.job.samplers import SAMPLERS, SCHEDULES, ignored_schedule, known_sampler
 
 MULTISTEP = "DPMSolverMultistepScheduler"
 SDE = {"algorithm_type": "sde-dpmsolver++"}
@@ -52,10 +52,27 @@ def test_a_name_of_other_programs_is_a_class_and_options(name: str, meant: dict[
         ("Euler Beta", {"class": "FlowMatchEulerDiscreteScheduler", "use_beta_sigmas": True}),
         ("dpmpp_2m", {"class": MULTISTEP}),
         ("simple", {}),
+        ("karras", KARRAS),
+        ("DPM++ 2M Karras", {"class": MULTISTEP}),
+        ("unipc_k", {"class": "UniPCMultistepScheduler", **KARRAS}),
     ],
 )
 def test_models_that_predict_flow_have_schedulers_of_their_own(name: str, meant: dict[str, Any]) -> None:
     assert known_sampler(name, is_flow=True) == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "ignored"),
+    [
+        ("DPM++ 2M Karras", "karras"),
+        ("uni_pc ddim_uniform", "ddim_uniform"),
+        ("euler karras", None),
+        ("dpmpp_2m simple", None),
+        ("dpmpp_2m", None),
+    ],
+)
+def test_what_models_that_predict_flow_cannot_have_is_known(name: str, ignored: str | None) -> None:
+    assert ignored_schedule(name) == ignored
 
 
 def test_every_class_and_option_is_of_diffusers() -> None:

@@ -404,6 +404,16 @@ class JobOptions:
         type=Named(),
         metavar="FILE[:SCALE]",
     )
+    lora_dir: Path | None = option(
+        "Folder of the LoRAs that lines of prompts name as <lora:NAME:SCALE>.",
+        type=NamedPath(file_okay=False),
+    )
+    plain: bool = flag("Take lines of prompts as they are, with options of A1111 and kohya as text.")
+    negative_prompt: str | None = option("The same as --set negative_prompt=TEXT.", metavar="TEXT")
+    output_name: str | None = option(
+        "The same as --set output=NAME, such as {index:04}-{seed}.png.", metavar="NAME"
+    )
+    format: str | None = option("The same as --set format=NAME, such as webp.", metavar="NAME")
     num_images: str | None = option("Make N of each job, with different seeds.", "-n", metavar="N")
     only: tuple[str, ...] = option(
         'Take only the job with this id, or those of a pattern, such as "fox-*". May be repeated.',
@@ -433,7 +443,19 @@ class JobOptions:
             overrides=parse_overrides(pairs) | ({"vary": True} if self.vary else {}),
             fallbacks={"lora": parse_loras(self.loras)} if self.loras else {},
             own_recipes=own_recipes(),
+            lora_folder=self.lora_dir.absolute() if self.lora_dir else None,
+            is_plain=self.plain,
             only=self.only,
             tags=self.tags,
             limit=self.limit,
         )
+
+    @property
+    def _pairs(self) -> Sequence[tuple[str, str]]:
+        """Each option that sets a field, with FIELD=VALUE."""
+        names = ("size", "steps", "seed", "frames", "negative_prompt", "format", "num_images")
+        short = {f"--{name.replace('_', '-')}": (name, getattr(self, name)) for name in names}
+        short["--output-name"] = ("output", self.output_name)
+        given = {option: (name, value) for option, (name, value) in short.items() if value is not None}
+        pairs = [("--set", text) for text in self.settings]
+        return pairs + [(option, f"{name}={value}") for option, (name, value) in given.items()]

@@ -13,10 +13,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, BinaryIO
 
-from gfgen.errors import Problem
+from gfgen.errors import JobError, Problem
 from gfgen.job.fields import FIELDS, Repeated, plain_name, printable, shown, suggestion
+from gfgen.job.prompt_lines import PromptLines
 from gfgen.job.shared import VARIATION_FIELDS, number_of, value_of
 
 MAX_FILE_BYTES = 2**28
@@ -97,8 +99,12 @@ class FileLine(int):
         return str(self)
 
 
-def entries_of(stream: BinaryIO, *, suffix: str) -> tuple[str, Iterator[Entry]]:
+def entries_of(
+    stream: BinaryIO, *, suffix: str, prompts: PromptLines | None = None
+) -> tuple[str, Iterator[Entry]]:
     """The kind of a file by its beginning, and its entries; `suffix` decides where the content does not.
+
+    `prompts` reads lines of prompts.
 
     The entries raise ReadingEnded.
     """
@@ -108,7 +114,8 @@ def entries_of(stream: BinaryIO, *, suffix: str) -> tuple[str, Iterator[Entry]]:
         text = content.decode("utf-16" if is_utf16 else "utf-8-sig", "surrogateescape")
     first = _COMMENTS.match(text).end()  # type: ignore[union-attr]
     kind = _kind_of(text[first:].partition("\n")[0].strip(), suffix.lower())
-    return kind, _entries(content, text, _READERS[kind])
+    read = partial(_prompts, read=prompts or PromptLines()) if kind == PROMPTS else _READERS[kind]
+    return kind, _entries(content, text, read)
 
 
 def _entries(content: bytes, text: str, read: Callable[[str], Iterator[Entry]]) -> Iterator[Entry]:
@@ -178,10 +185,15 @@ def _json_lines(text: str) -> Iterator[Entry]:
         is_first = False
 
 
-def _prompts(text: str) -> Iterator[Entry]:
+def _prompts(text: str, *, read: PromptLines) -> Iterator[Entry]:
     for number, line in _lines(text):
-        bad = _not_utf8(line)
-        yield number, Problem(number, None, None, bad[1]) if bad else {"prompt": line}
+        if bad := _not_utf8(line):
+            yield number, Problem(number, None, None, bad[1])
+            continue
+        try:
+            yield number, read.job(line)
+        except JobError as error:
+            yield from ((number, problem) for problem in error.at_line(number))
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -284,7 +296,6 @@ def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_parse_object, parse_float=number_of)
 _READERS: Mapping[str, Callable[[str], Iterator[Entry]]] = {
     JSON_LINES: _json_lines,
-    PROMPTS: _prompts,
     ARRAY: _array,
     TABLE: _table,
 }

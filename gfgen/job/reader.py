@@ -35,6 +35,7 @@ from gfgen.job.inputs import (
     Row,
     entries_of,
 )
+from gfgen.job.prompt_lines import PromptLines
 from gfgen.job.recipes import Recipes
 from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over, variations
 from gfgen.job.spec import JobSpec, default_id, file_names, filled, name_key, numbered_names, with_own_name
@@ -342,6 +343,10 @@ class JobSource:
     """Fields of jobs where neither a line nor the defaults of its file have a value."""
     own_recipes: Recipes = field(default_factory=dict)
     """Those of a user, by name."""
+    lora_folder: Path | None = None
+    """Of the LoRAs that lines of prompts name."""
+    is_plain: bool = False
+    """Whether lines of prompts are taken as they are."""
     only: tuple[str, ...] = ()
     """Patterns of ids; a job needs to match one."""
     tags: tuple[str, ...] = ()
@@ -388,11 +393,14 @@ class JobSource:
             for file_idx, file in enumerate(files):
                 with _opened(file) as stream:
                     name, path = _name_of(file), Path() if file == "-" else Path(file)
-                    kind, entries = entries_of(stream, suffix=path.suffix)
-                    kinds += [] if kind == JSON_LINES else [(name, kind)]
+                    lines = PromptLines(self.is_plain, self.lora_folder)
+                    kind, entries = entries_of(stream, suffix=path.suffix, prompts=lines)
                     entries = _of_file(entries, name, file_idx) if are_several else entries
                     entries = with_bar(entries, "reading", is_shown=has_bar, unit=" lines")
-                    jobs.add_file(entries, name, folder=path.parent)
+                    try:
+                        jobs.add_file(entries, name, folder=path.parent)
+                    finally:
+                        kinds += [] if kind == JSON_LINES else [(name, lines.told(kind))]
                     defaults += [(name, jobs.defaults)] if jobs.defaults else []
             if self.prompts:
                 prompts = ((number, {"prompt": text}) for number, text in enumerate(self.prompts, start=1))

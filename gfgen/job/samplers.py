@@ -9,10 +9,12 @@ in the documentation of ComfyUI (KSampler) and of InvokeAI (schedulers).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Options = Mapping[str, Any]
+FLOW = "FlowMatch"
+"""Schedulers of models that predict flow begin so."""
 
 _EULER, _EULER_A, _HEUN = "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler"
 _MULTISTEP, _LCM = "DPMSolverMultistepScheduler", "LCMScheduler"
@@ -61,8 +63,16 @@ SCHEDULES: Mapping[str, Options] = {
     "simple": {"timestep_spacing": "trailing"},
     "ddim_uniform": {"timestep_spacing": "leading"},
 }
-_SCHEDULES_OF_FLOW = ("sgm_uniform", "simple")
-"""What schedulers of models that predict flow do by themselves."""
+_LEVELS = {"use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"}
+_SPACED = ("karras", "k", "exponential", "beta")
+_SCHEDULES_OF_FLOW: Mapping[str, Sequence[str]] = {
+    "FlowMatchEulerDiscreteScheduler": _SPACED,
+    "FlowMatchLCMScheduler": _SPACED,
+    "UniPCMultistepScheduler": ("karras", "k"),
+}
+"""What schedulers of models that predict flow can space otherwise."""
+_USUAL = ("", "automatic", "normal", "sgm_uniform", "simple")
+"""What they do by themselves."""
 
 
 def known_sampler(name: str, *, is_flow: bool) -> dict[str, Any] | None:
@@ -70,18 +80,26 @@ def known_sampler(name: str, *, is_flow: bool) -> dict[str, Any] | None:
 
     is_flow: for a model that predicts flow.
     """
-    plain = re.sub(r"[\s_-]+", "_", name.strip().lower().replace("++", "pp")).removeprefix("k_")
-    sampler, schedule = plain, ""
-    for each in SCHEDULES:
-        if plain == each or plain.endswith(f"_{each}"):
-            sampler, schedule = plain.removesuffix(each).strip("_"), each
-            break
+    sampler, schedule = _parts(name)
     if sampler and sampler not in SAMPLERS:
         return None
-    found: dict[str, Any] = {}
-    if sampler:
-        kind, options = SAMPLERS[sampler]
-        kind, more = _OF_FLOW.get(kind, (kind, {})) if is_flow else (kind, {})
-        found = {"class": kind, **options, **more}
-    spacing = {} if is_flow and schedule in _SCHEDULES_OF_FLOW else SCHEDULES.get(schedule, {})
-    return {**found, **spacing}
+    kind, options = SAMPLERS.get(sampler, ("", {}))
+    if is_flow and kind in _OF_FLOW:
+        kind, options = _OF_FLOW[kind]
+    is_spaced = not is_flow or schedule in _SCHEDULES_OF_FLOW.get(kind, _SPACED if not kind else ())
+    spacing = SCHEDULES.get(schedule, {}) if is_spaced else {}
+    return {**({"class": kind} if kind else {}), **options, **spacing}
+
+
+def ignored_schedule(name: str) -> str | None:
+    """The noise schedule in a name that models which predict flow cannot have with this sampler."""
+    _, schedule = _parts(name)
+    is_ignored = schedule not in _USUAL and not (known_sampler(name, is_flow=True) or {}).keys() & _LEVELS
+    return schedule if is_ignored else None
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """Sampler and schedule, one of which may be empty."""
+    plain = re.sub(r"[\s_-]+", "_", name.strip().lower().replace("++", "pp")).removeprefix("k_")
+    found = next((each for each in SCHEDULES if plain == each or plain.endswith(f"_{each}")), "")
+    return plain.removesuffix(found).strip("_"), found

@@ -192,7 +192,7 @@ def _adapt(scheduler: Any, spec: JobSpec, generator: torch.Generator) -> None:
     [
         ("tiny-wan", {"scheduler": {"class": "ddim"}},
          "scheduler.class = DDIMScheduler: this model predicts"),
-        ("tiny-wan", {"scheduler": {"class": "DPM++ 2M Karras"}}, "scheduler.use_karras_sigmas = true: DPMS"),
+        ("tiny-wan", {"scheduler": {"class": "deis", "use_karras_sigmas": True}}, "spaces no noise levels"),
         ("tiny-wan", {"scheduler": {"class": "dpmp_2m"}}, "did you mean dpmpp_2m?"),
         ("tiny-wan", {"scheduler": {"class": "FlowMatchEuler"}}, "did you mean FlowMatchEuler"),
         ("tiny-wan", {"scheduler": {"prediction_type": "epsilon"}}, "this model predicts flow; leave it out"),

@@ -16,6 +16,7 @@ from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.fields import MAX_STEPS
 from gfgen.job.recipes import with_recipe
+from gfgen.job.samplers import FLOW
 from gfgen.job.spec import SHAPE_FIELDS, JobSpec, num_pictures
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
@@ -131,7 +132,7 @@ class PipelineGeometry:
 
     def resolve(self, spec: JobSpec) -> JobSpec:
         spec = with_recipe(spec, family=self.family)
-        spec = with_known_scheduler(spec, is_flow=(self.scheduler_class or "").startswith("FlowMatch"))
+        spec = with_known_scheduler(spec, is_flow=(self.scheduler_class or "").startswith(FLOW))
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)
         filled = rules.fill_defaults(spec, self.defaults)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from gfgen.errors import Warned
 from gfgen.job.images import TRANSPARENT, remarks_on
+from gfgen.job.samplers import FLOW, ignored_schedule
 from gfgen.job.spec import JobSpec, input_files
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
@@ -46,6 +47,10 @@ def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
     for kind, pattern in IN_PROMPTS.items():
         if found := pattern.findall(f"{asked.prompt}\n{asked.negative_prompt or ''}"):
             yield Warned(kind, ", ".join(dict.fromkeys(found)))
+    sampler = (asked.scheduler or {}).get("class")
+    own = geometry.scheduler_class or "" if isinstance(geometry, PipelineGeometry) else FLOW
+    if isinstance(sampler, str) and own.startswith(FLOW) and (schedule := ignored_schedule(sampler)):
+        yield Warned(f"the noise schedule {schedule} has no effect on models that predict flow", sampler)
     is_guided = geometry.uses_cfg(info.spec)
     if isinstance(geometry, PipelineGeometry):
         is_guided = not geometry.ignores_negative_prompt(info.spec)
