@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 61_029,
-    "files of the package": 305,
+    "lines of the package": 61_627,
+    "files of the package": 309,
     "lines of the core": 5_945,
     "files of the core": 27,
     "modules of one folder": 14,

@@ -29,14 +29,8 @@ OF_A1111 = {
     "batch_size": "num_images",
     "n_iter": "num_images",
 }
-OF_KOHYA = {
-    "n": "negative_prompt",
-    "w": "width",
-    "h": "height",
-    "d": "seed",
-    "s": "steps",
-    "l": "guidance_scale",
-}
+OF_KOHYA = dict(n="negative_prompt", w="width", h="height", d="seed", s="steps", l="guidance_scale")
+SUFFIX = ".safetensors"
 _TEXTS = ("prompt", "negative_prompt", "scheduler", "model")
 _OPTION = re.compile(r"(?:^|\s)--([A-Za-z]\w*)(?=\s|$)")
 _LORA = re.compile(r"<lora:([^<>:]+)(?::([^<>:]*))?>")
@@ -71,8 +65,10 @@ class PromptLines:
         if self.loras is not None and (loras := _LORA.findall(str(found["prompt"]))):
             self.recognised[LORAS] += 1
             found["prompt"] = " ".join(_LORA.sub("", found["prompt"]).split())
-            scales = [(self.loras / _file_name(name), scale or "1") for name, scale in loras]
-            found["lora"] = [{"path": str(path), "scale": number_of(scale)} for path, scale in scales]
+            files = [(f"{name.removesuffix(SUFFIX)}{SUFFIX}", scale or "1") for name, scale in loras]
+            found["lora"] = [
+                {"path": str(self.loras / file), "scale": number_of(scale)} for file, scale in files
+            ]
         return found
 
     def _options(
@@ -84,10 +80,8 @@ class PromptLines:
             if name not in known:
                 near = nearest(name, known)
                 accepted = f"did you mean --{near}?" if near else f"--{', --'.join(known)} are accepted"
-                plain = "; with --plain, lines are taken as they are"
-                raise JobError(
-                    Problem.of(f"--{name}", text or None, f"is none of the {kind}; {accepted}{plain}")
-                )
+                accepted = f"is none of the {kind}; {accepted}; with --plain, lines are taken as they are"
+                raise JobError(Problem.of(f"--{name}", text or None, accepted))
             field_name, value = known[name], text if known[name] in _TEXTS else number_of(text)
             if field_name == "num_images" and isinstance(value, int):
                 value = num_images = num_images * value
@@ -104,7 +98,3 @@ def _words(line: str) -> Iterator[tuple[str, str]]:
         name = words.pop(0)
         value = words.pop(0) if words and not words[0].startswith("--") else ""
         yield name.removeprefix("--"), value
-
-
-def _file_name(name: str) -> str:
-    return name if name.endswith(".safetensors") else f"{name}.safetensors"

@@ -81,8 +81,7 @@ class QwenImageAdapter(BatchAdapter):
         )
         scheduler = self._scheduler(spec)
         scheduler.set_begin_index(0)
-        kept = {"generator": generator} if spec.scheduler and solver.draws_noise(scheduler) else {}
-        return Fields(), solver.save_state(scheduler, noise_BSC, **kept)
+        return Fields(), solver.save_state(scheduler, noise_BSC, generator=generator)
 
     @torch.no_grad()
     def denoise_batch(

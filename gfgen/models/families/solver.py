@@ -21,7 +21,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import Tensor
 
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.adapter import HOST, SAMPLE, Fields, Scalar, StepInput
+from gfgen.models.families.adapter import HOST, SAMPLE, Fields, StepInput
 from gfgen.models.families.outputs import carry_outputs, extrapolated, keep_outputs
 
 
@@ -136,15 +136,6 @@ def _combined(rhos: Tensor, differences: list[Tensor]) -> Tensor | int:
     return torch.einsum("k,bkc...->bc...", on_device, torch.stack(differences, dim=1))
 
 
-@dataclass(frozen=True, slots=True)
-class SolverState:
-    """Names of the scheduler's attributes that one step passes to the next, beside its SCALARS."""
-
-    tensors: tuple[str, ...] = ()
-    lists: tuple[str, ...] = ()
-    """Lists of tensors, which a schedule of steps begins with None."""
-
-
 # Source: diffusers 0.42, every attribute that `step` assigns and a later `step` reads.
 SCALARS = (
     *("_step_index", "_begin_index", "lower_order_nums"),
@@ -152,16 +143,17 @@ SCALARS = (
 )
 """Each that a scheduler has; some do not exist before the first step."""
 # UniPC's `timestep_list` is written only. Heun's attributes pass between the two evaluations of a step.
-STATES: dict[str, SolverState] = {
-    "FlowMatchEulerDiscreteScheduler": SolverState(),
-    "FlowMatchHeunDiscreteScheduler": SolverState(),
-    "FlowMatchLCMScheduler": SolverState(),
-    "HostUniPC": SolverState(("last_sample",), ("model_outputs",)),
-    "DPMSolverMultistepScheduler": SolverState((), ("model_outputs",)),
-    "DPMSolverSinglestepScheduler": SolverState(("sample",), ("model_outputs",)),
-    "DEISMultistepScheduler": SolverState((), ("model_outputs",)),
-    "SASolverScheduler": SolverState(("last_sample", "last_noise"), ("model_outputs", "timestep_list")),
+STATES: dict[str, tuple[str, ...]] = {
+    "FlowMatchEulerDiscreteScheduler": (),
+    "FlowMatchHeunDiscreteScheduler": (),
+    "FlowMatchLCMScheduler": (),
+    "HostUniPC": ("last_sample", "model_outputs"),
+    "DPMSolverMultistepScheduler": ("model_outputs",),
+    "DPMSolverSinglestepScheduler": ("sample", "model_outputs"),
+    "DEISMultistepScheduler": ("model_outputs",),
+    "SASolverScheduler": ("last_sample", "last_noise", "model_outputs", "timestep_list"),
 }
+"""Tensors, and lists of them that a schedule of steps begins with None."""
 IN_PLACE_OF: dict[type, type] = {UniPCMultistepScheduler: HostUniPC}
 """Replacements of schedulers that make the host wait for the device."""
 NUM_SCHEDULERS = 8
@@ -192,31 +184,24 @@ class Schedulers:
 
         It gets `sigmas` and `mu` if it accepts them.
         """
+        template = self.template(spec)
+        kind: Any = IN_PLACE_OF.get(type(template), type(template))
+        assert kind.__name__ in STATES, f"no state is known for {kind.__name__}"
+        given = {name: template.config[name] for name in parameters_of(kind) if name in template.config}
+        scheduler = kind(**(given | overrides))
         sigmas = sigmas if spec.sigmas is None else np.array(spec.sigmas)
-
-        def set_timesteps(new: Any) -> None:
-            takes = inspect.signature(new.set_timesteps).parameters
-            levels = {"sigmas": sigmas} if sigmas is not None and "sigmas" in takes else {}
-            if mu is not None and "mu" in takes and new.config.get("use_dynamic_shifting"):
-                levels["mu"] = mu
-            new.set_timesteps(**({} if "sigmas" in levels else {"num_inference_steps": spec.steps}), **levels)
-
-        return new_scheduler(self.template(spec), set_timesteps=set_timesteps, **overrides)
-
-
-def new_scheduler(template: Any, *, set_timesteps: Callable[[Any], None], **overrides: Any) -> Any:
-    """A scheduler of the template's class and config with some values replaced; the template is unchanged."""
-    kind: Any = IN_PLACE_OF.get(type(template), type(template))
-    assert kind.__name__ in STATES, f"no state is known for {kind.__name__}"
-    given = {name: template.config[name] for name in parameters_of(kind) if name in template.config}
-    scheduler = kind(**(given | overrides))
-    set_timesteps(scheduler)
-    return scheduler
+        takes = parameters_of(kind.set_timesteps)
+        has_sigmas = sigmas is not None and "sigmas" in takes
+        levels: dict[str, Any] = {"sigmas": sigmas} if has_sigmas else {"num_inference_steps": spec.steps}
+        if mu is not None and "mu" in takes and scheduler.config.get("use_dynamic_shifting"):
+            levels["mu"] = mu
+        scheduler.set_timesteps(**levels)
+        return scheduler
 
 
 @functools.cache
-def parameters_of(kind: type) -> tuple[str, ...]:
-    """Parameters of its config; looking them up at every step, as `from_config` does, takes a millisecond."""
+def parameters_of(kind: Callable[..., Any]) -> tuple[str, ...]:
+    """The names, kept because looking them up at every step, as `from_config` does, takes a millisecond."""
     return tuple(inspect.signature(kind).parameters)
 
 
@@ -228,36 +213,36 @@ def draws_noise(scheduler: Any) -> bool:
 
 
 def save_state(scheduler: Any, sample: Any, *, generator: torch.Generator | None = None) -> Fields:
-    """The artifact `latents`: the sample, the scheduler's state, and that of a generator."""
-    state = STATES[type(scheduler).__name__]
+    """The artifact `latents`: the sample, the scheduler's state, and a generator's if steps draw noise."""
     tensors = {SAMPLE: sample}
-    for name in state.tensors:
-        if (tensor := getattr(scheduler, name, None)) is not None:
-            tensors[_own_name(name)] = tensor
-    for name in state.lists:
-        for idx, tensor in enumerate(getattr(scheduler, name)):
-            if tensor is not None:
-                tensors[_item_name(name, idx)] = tensor
-    if generator is not None:
+    for name in STATES[type(scheduler).__name__]:
+        values = getattr(scheduler, name, None)
+        pairs = zip(_keys(scheduler, name), values if isinstance(values, list) else [values], strict=True)
+        tensors |= {key: tensor for key, tensor in pairs if tensor is not None}
+    if generator is not None and draws_noise(scheduler):
         tensors[GENERATOR] = generator.get_state()
-    scalars: dict[str, Scalar] = {
-        name: getattr(scheduler, name, None) for name in SCALARS if hasattr(scheduler, name)
-    }
+    scalars = {name: getattr(scheduler, name) for name in SCALARS if hasattr(scheduler, name)}
     return Fields(tensors, scalars)
 
 
 def restore_state(scheduler: Any, latents: Fields) -> Any:
     """Make a new scheduler continue where `save_state` left another; returns the sample."""
-    state = STATES[type(scheduler).__name__]
     for name in SCALARS:
         if latents.scalars.get(name) is not None:
             setattr(scheduler, name, latents.scalars[name])
-    for name in state.tensors:
-        setattr(scheduler, name, latents.tensors.get(_own_name(name)))
-    for name in state.lists:
-        length = len(getattr(scheduler, name))
-        setattr(scheduler, name, [latents.tensors.get(_item_name(name, idx)) for idx in range(length)])
+    for name in STATES[type(scheduler).__name__]:
+        found = [latents.tensors.get(key) for key in _keys(scheduler, name)]
+        is_list = isinstance(getattr(scheduler, name, None), list)
+        setattr(scheduler, name, found if is_list else found[0])
     return latents.tensors[SAMPLE]
+
+
+def _keys(scheduler: Any, name: str) -> list[str]:
+    """Names in artifacts: model_outputs has model_output_0 and so on."""
+    values = getattr(scheduler, name, None)
+    if isinstance(values, list):
+        return [f"{name.removesuffix('s')}_{idx}" for idx in range(len(values))]
+    return ["first_sample" if name == SAMPLE else name]
 
 
 class Solver:
@@ -270,19 +255,20 @@ class Solver:
         first, end = (-(-number * each // steps) for each in (step, step + 1))
         self.timesteps = scheduler.timesteps[first:end]
         """Of the step; two if its scheduler evaluates the transformer twice."""
-        self._draws: dict[str, torch.Generator] = {}
-        if (drawn := latents.tensors.get(GENERATOR)) is not None:
-            self._draws["generator"] = torch.Generator("cpu")
-            self._draws["generator"].set_state(drawn)
+        self._generator: torch.Generator | None = None
+        if (state := latents.tensors.get(GENERATOR)) is not None:
+            self._generator = torch.Generator("cpu")
+            self._generator.set_state(state)
 
     def advance(self, predicted: Any, timestep: Any) -> None:
-        kept = {"return_dict": False, **self._draws}
-        self.sample = self.scheduler.step(predicted, timestep, self.sample, **kept)[0]
+        draws = {} if self._generator is None else {"generator": self._generator}
+        step = self.scheduler.step
+        self.sample = step(predicted, timestep, self.sample, return_dict=False, **draws)[0]
 
     def state(self, *, pin: Callable[[Any], Any] | None = None) -> Fields:
         """The artifact `latents` after the step; `pin` changes its sample."""
         sample = self.sample if pin is None else pin(self.sample)
-        return save_state(self.scheduler, sample, generator=self._draws.get("generator"))
+        return save_state(self.scheduler, sample, generator=self._generator)
 
 
 def solved_step(
@@ -338,13 +324,3 @@ def detach_from(given: Fields, result: Fields) -> Fields:
         for name, tensor in result.tensors.items()
     }
     return Fields(tensors, result.scalars)
-
-
-def _own_name(name: str) -> str:
-    """That of a tensor which a scheduler calls like the latents."""
-    return "first_sample" if name == SAMPLE else name
-
-
-def _item_name(name: str, idx: int) -> str:
-    """model_outputs, 1 -> model_output_1."""
-    return f"{name.removesuffix('s')}_{idx}"

@@ -93,11 +93,12 @@ class WanAdapter(BatchAdapter):
         generator = torch.Generator("cpu").manual_seed(known(spec.seed))
         noise: tuple[Any, ...] = (torch.float32, self.device, generator)
         scheduler = self._scheduler(spec)
-        kept = {"generator": generator} if spec.scheduler and solver.draws_noise(scheduler) else {}
         if spec.image is None:
             # Only the text pipeline sets this; the image pipeline finds the first step by its timestep.
             scheduler.set_begin_index(0)
-            return Fields(), solver.save_state(scheduler, self._text.prepare_latents(*shape, *noise), **kept)
+            return Fields(), solver.save_state(
+                scheduler, self._text.prepare_latents(*shape, *noise), generator=generator
+            )
         picture = self._image.video_processor.preprocess(
             load_image(spec.image, sha256=spec.image_sha256, background=spec.background),
             height=spec.height,
@@ -105,7 +106,7 @@ class WanAdapter(BatchAdapter):
         )
         picture = picture.to(self.device, dtype=torch.float32)
         latents, condition, *_ = self._image.prepare_latents(picture, *shape, *noise)
-        return Fields({"condition": condition}), solver.save_state(scheduler, latents, **kept)
+        return Fields({"condition": condition}), solver.save_state(scheduler, latents, generator=generator)
 
     @torch.no_grad()
     def denoise_batch(

@@ -16,7 +16,6 @@ from gfgen.job.fields import MAX_SCALE, MAX_STEPS
 from gfgen.job.recipes import with_recipe
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
-from gfgen.models.geometry.call import signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
 from gfgen.models.geometry.schedulers import (
@@ -24,7 +23,6 @@ from gfgen.models.geometry.schedulers import (
     flow_problems,
     latents_artifact,
     max_text_tokens,
-    text_problems,
     with_flow_scheduler,
 )
 from gfgen.models.geometry.vae import VaeShape
@@ -158,8 +156,8 @@ class QwenGeometry:
 
     def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
         unused = "has no effect on Qwen-Image; use true_cfg_scale"
-        yield from flow_problems(spec, own_class=SCHEDULER, call=signature_of("QwenImagePipeline"))
-        yield from text_problems(spec, most=MOST_TEXT_TOKENS)
+        own = {"own_class": SCHEDULER, "call": "QwenImagePipeline"}
+        yield from flow_problems(spec, **own, most_tokens=MOST_TEXT_TOKENS)
         if "num_images_per_prompt" in (spec.args or {}):
             reason = "use num_images, which makes a job of each"
             yield Problem.of("args.num_images_per_prompt", None, reason)

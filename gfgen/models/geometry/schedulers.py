@@ -5,7 +5,7 @@ Source: diffusers 0.42, `schedulers/`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gfgen.errors import Problem
@@ -14,7 +14,7 @@ from gfgen.job.fields import shown
 from gfgen.job.samplers import known_sampler
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
-from gfgen.models.geometry.call import CallSignature, options_of, scheduler_problems
+from gfgen.models.geometry.call import options_of, scheduler_problems, signature_of
 
 FLOW_SCHEDULERS = (
     "FlowMatchEulerDiscreteScheduler",
@@ -42,8 +42,7 @@ def with_known_scheduler(spec: JobSpec, *, is_flow: bool) -> JobSpec:
     if not isinstance(name, str) or (known := known_sampler(name, is_flow=is_flow)) is None:
         return spec
     options = {option: value for option, value in (spec.scheduler or {}).items() if option != "class"}
-    kind = known.get("class")
-    of_flow = OF_FLOW if is_flow and kind is not None and "use_flow_sigmas" in options_of(kind) else {}
+    of_flow = _flow_options(known.get("class")) if is_flow else {}
     return rules.changed(spec, scheduler={**known, **of_flow, **options} or None)
 
 
@@ -52,10 +51,12 @@ def with_flow_scheduler(spec: JobSpec, *, own_class: str) -> JobSpec:
     spec = with_known_scheduler(spec, is_flow=True)
     if spec.scheduler is None:
         return spec
-    name = spec.scheduler.get("class", own_class)
-    takes = options_of(name) if isinstance(name, str) else {}
-    of_flow = OF_FLOW if "use_flow_sigmas" in takes else {}
+    of_flow = _flow_options(spec.scheduler.get("class", own_class))
     return rules.changed(spec, scheduler={**of_flow, **spec.scheduler})
+
+
+def _flow_options(kind: object) -> Mapping[str, Any]:
+    return OF_FLOW if isinstance(kind, str) and "use_flow_sigmas" in options_of(kind) else {}
 
 
 def shift_of(spec: JobSpec) -> float | None:
@@ -65,19 +66,23 @@ def shift_of(spec: JobSpec) -> float | None:
     return float(found) if isinstance(found, (int, float)) else None
 
 
-def flow_problems(spec: JobSpec, *, own_class: str, call: CallSignature) -> Iterator[Problem]:
+def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int) -> Iterator[Problem]:
     """What a model that predicts flow refuses of `scheduler`, `sigmas` and `args` (`with_flow_scheduler`)."""
     yield from rules.useless(spec, "files", "this model takes no other files; leave it out")
-    yield from call.args_problems(spec)
+    if spec.args is not None:
+        yield from signature_of(call).args_problems(spec)
+        given: Any = spec.args.get("max_sequence_length")
+        if isinstance(given, (int, float)) and not 1 <= given <= most_tokens:
+            accepted = f"from 1 to {most_tokens:,} are accepted"
+            yield Problem.of("args.max_sequence_length", shown(given), accepted)
     options = spec.scheduler or {}
     name = options.get("class", own_class)
     found = [*scheduler_problems(spec, own_class)] if options or spec.sigmas else []
-    yield from found
-    if any(problem.field == "scheduler.class" for problem in found):
-        return
-    if name not in FLOW_SCHEDULERS:
+    if not found and name not in FLOW_SCHEDULERS:
         accepted = f"this model predicts flow, as {', '.join(FLOW_SCHEDULERS)} do"
-        yield Problem.of("scheduler.class", name, accepted)
+        found = [Problem.of("scheduler.class", name, accepted)]
+    yield from found
+    if not (options or spec.sigmas) or any(problem.field == "scheduler.class" for problem in found):
         return
     has_spacing = "use_flow_sigmas" in options_of(name)
     for option, value in options.items():
@@ -108,9 +113,3 @@ def evaluations_key(spec: JobSpec) -> str:
 def max_text_tokens(spec: JobSpec, usual: int) -> int:
     """Where a job's prompts are cut."""
     return int((spec.args or {}).get("max_sequence_length", usual))
-
-
-def text_problems(spec: JobSpec, *, most: int) -> Iterator[Problem]:
-    given: Any = (spec.args or {}).get("max_sequence_length", 1)
-    if isinstance(given, (int, float)) and not 1 <= given <= most:
-        yield Problem.of("args.max_sequence_length", shown(given), f"from 1 to {most:,} are accepted")

@@ -17,7 +17,6 @@ from gfgen.job.fields import MAX_FPS, MAX_FRAMES, MAX_SCALE, MAX_SHIFT, MAX_STEP
 from gfgen.job.recipes import with_recipe
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
-from gfgen.models.geometry.call import signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
 from gfgen.models.geometry.schedulers import (
@@ -26,7 +25,6 @@ from gfgen.models.geometry.schedulers import (
     latents_artifact,
     max_text_tokens,
     shift_of,
-    text_problems,
     with_flow_scheduler,
 )
 from gfgen.models.geometry.vae import VaeShape
@@ -99,7 +97,6 @@ class WanGeometry:
             frames=self._rounded_frames(frames),
         )
         problems = [*self._field_problems(spec), *reuse_problems(filled)]
-        problems += flow_problems(spec, own_class=self.scheduler_class, call=signature_of("WanPipeline"))
         problems += rules.size_problems(width, height, multiple=multiple)
         if not any(problem.field in ("size", "frames") for problem in problems):
             problems += rules.token_problems(self.num_tokens(rounded), field="frames", value=frames)
@@ -210,7 +207,8 @@ class WanGeometry:
         return max(frames // self.temporal_factor * self.temporal_factor + 1, 1)
 
     def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
-        yield from text_problems(spec, most=TEXT_TOKENS)
+        own = self.scheduler_class
+        yield from flow_problems(spec, own_class=own, call="WanPipeline", most_tokens=TEXT_TOKENS)
         if (shift := shift_of(spec)) is not None and spec.flow_shift not in (None, shift):
             yield Problem.of("flow_shift", spec.flow_shift, "scheduler has another one; give one of them")
         if (spec.scheduler or {}).get("use_dynamic_shifting"):

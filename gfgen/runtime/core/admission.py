@@ -198,7 +198,8 @@ def _admit_one(
         spec_hash=spec_hash(asked, has_random_weights=model.has_random_weights),
         family=geometry.family,
     )
-    key = (model.name, geometry.shape_key(run), run.may_approximate)
+    has_own_artifacts = run.may_approximate or bool(run.scheduler or run.args)
+    key = (model.name, geometry.shape_key(run), has_own_artifacts)
     if (first := alike.get(key)) is None:
         first = alike[key] = AdmittedJob(
             info,
@@ -216,6 +217,6 @@ def _admit_one(
             twin=twin_of(geometry, run),
         )
     trajectory = Trajectory(run.id, run.steps, first.trajectory.artifacts)
-    if run.may_approximate or run.scheduler or run.args:  # which decide about artifacts, not the shape
+    if has_own_artifacts:
         trajectory = geometry.trajectory(run)
     return replace(first, info=info, trajectory=trajectory).warned(*warnings_of(info, geometry))
