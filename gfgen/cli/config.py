@@ -74,7 +74,12 @@ def read_files() -> Sequence[ConfigFile]:
 
 def own_recipes() -> dict[str, Any]:
     """The table [recipes] of the files, by name."""
-    return {name: x for file in reversed(read_files()) for name, x in file.content.get(RECIPES, {}).items()}
+    found: dict[str, Any] = {}
+    for file in reversed(read_files()):
+        if not isinstance(table := file.content.get(RECIPES, {}), dict):
+            raise InputError(f"{file.path}: {RECIPES}: write tables, such as [{RECIPES}.mine.wan]")
+        found |= table
+    return found
 
 
 def options_of(command: click.Command) -> dict[str, click.Option]:

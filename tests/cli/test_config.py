@@ -227,3 +227,18 @@ def test_a_command_takes_some_options_of_a_dataclass_and_others_of_its_own():
 
     assert CliRunner().invoke(command, ["--device", "cpu", "--name", "a"]).output == "3 cpu None a\n"
     assert "No such option '--gpus'" in CliRunner().invoke(command, ["--gpus", "0"]).output
+
+
+def test_recipes_of_files_have_names_in_jobs_and_in_the_list(capsys, folder):
+    of_user("[recipes.mine.wan]\nsteps = 9\n[recipes.theirs.wan]\nsteps = 3\n")
+    (folder / "gfgen.toml").write_text("[recipes.mine.wan]\nsteps = 2\n")
+    (folder / "jobs.jsonl").write_text('{"prompt": "a fox", "recipe": "mine"}\n')
+    code, out, _ = gfgen(capsys, "check", "jobs.jsonl", "--json")
+    assert (code, json.loads(out)["problems"]) == (0, [])
+    _, out, _ = gfgen(capsys, "models")
+    assert {"recipe mine: wan", "recipe theirs: wan"} <= set(out.splitlines())
+    assert gfgen(capsys, "config")[0] == 0
+    (folder / "gfgen.toml").write_text("recipes = 3\n")
+    code, _, err = gfgen(capsys, "check", "jobs.jsonl")
+    assert code == 2
+    assert "gfgen.toml: recipes: write tables, such as [recipes.mine.wan]" in err

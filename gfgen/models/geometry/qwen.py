@@ -23,7 +23,7 @@ from gfgen.models.geometry.schedulers import (
     flow_problems,
     latents_artifact,
     max_text_tokens,
-    with_flow_scheduler,
+    with_known_scheduler,
 )
 from gfgen.models.geometry.vae import VaeShape
 
@@ -80,7 +80,7 @@ class QwenGeometry:
 
     def resolve(self, spec: JobSpec) -> JobSpec:
         spec = with_recipe(spec, family=self.family)
-        spec = with_flow_scheduler(spec, own_class=SCHEDULER)
+        spec = with_known_scheduler(spec, is_flow=True, own_class=SCHEDULER)
         filled = rules.fill_defaults(spec, self.defaults)
         width, height = rules.known(filled.width), rules.known(filled.height)
         rounded = rules.changed(

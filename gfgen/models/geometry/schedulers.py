@@ -5,7 +5,7 @@ Source: diffusers 0.42, `schedulers/`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from gfgen.errors import Problem
@@ -36,27 +36,23 @@ STATE_ROOM_BYTES = 4 << 30
 """For latents with the state of any scheduler: addresses in a sparse file, not memory."""
 
 
-def with_known_scheduler(spec: JobSpec, *, is_flow: bool) -> JobSpec:
-    """The job with the class and options that its scheduler's name in other programs stands for."""
-    name = (spec.scheduler or {}).get("class")
-    if not isinstance(name, str) or (known := known_sampler(name, is_flow=is_flow)) is None:
-        return spec
-    options = {option: value for option, value in (spec.scheduler or {}).items() if option != "class"}
-    of_flow = _flow_options(known.get("class")) if is_flow else {}
-    return rules.changed(spec, scheduler={**known, **of_flow, **options} or None)
+def with_known_scheduler(spec: JobSpec, *, is_flow: bool, own_class: str | None = None) -> JobSpec:
+    """The job with the class and options that its scheduler's name in other programs stands for.
 
-
-def with_flow_scheduler(spec: JobSpec, *, own_class: str) -> JobSpec:
-    """The same for a model that predicts flow, with the options that such models need."""
-    spec = with_known_scheduler(spec, is_flow=True)
+    Those of models that predict flow get the options for it: where a name is known, or for all schedulers
+    with the model's own class.
+    """
     if spec.scheduler is None:
         return spec
-    of_flow = _flow_options(spec.scheduler.get("class", own_class))
-    return rules.changed(spec, scheduler={**of_flow, **spec.scheduler})
-
-
-def _flow_options(kind: object) -> Mapping[str, Any]:
-    return OF_FLOW if isinstance(kind, str) and "use_flow_sigmas" in options_of(kind) else {}
+    name, options = spec.scheduler.get("class"), dict(spec.scheduler)
+    known = known_sampler(name, is_flow=is_flow) if isinstance(name, str) else None
+    if known is not None:
+        del options["class"]
+    found = {**(known or {}), **options}
+    kind = found.get("class", own_class)
+    if is_flow and (own_class or known) and isinstance(kind, str) and "use_flow_sigmas" in options_of(kind):
+        found = OF_FLOW | found
+    return rules.changed(spec, scheduler=found or None)
 
 
 def shift_of(spec: JobSpec) -> float | None:
@@ -67,7 +63,7 @@ def shift_of(spec: JobSpec) -> float | None:
 
 
 def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int) -> Iterator[Problem]:
-    """What a model that predicts flow refuses of `scheduler`, `sigmas` and `args` (`with_flow_scheduler`)."""
+    """What a model that predicts flow refuses of `files`, `args`, `scheduler` and `sigmas`."""
     yield from rules.useless(spec, "files", "this model takes no other files; leave it out")
     if spec.args is not None:
         yield from signature_of(call).args_problems(spec)

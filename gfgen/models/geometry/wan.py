@@ -25,7 +25,7 @@ from gfgen.models.geometry.schedulers import (
     latents_artifact,
     max_text_tokens,
     shift_of,
-    with_flow_scheduler,
+    with_known_scheduler,
 )
 from gfgen.models.geometry.vae import VaeShape
 
@@ -85,7 +85,7 @@ class WanGeometry:
 
     def resolve(self, spec: JobSpec) -> JobSpec:
         spec = with_recipe(spec, family=self.family)
-        spec = with_flow_scheduler(spec, own_class=self.scheduler_class)
+        spec = with_known_scheduler(spec, is_flow=True, own_class=self.scheduler_class)
         filled = self._fill_scales(spec)
         width, height = rules.known(filled.width), rules.known(filled.height)
         frames = rules.known(filled.frames)
