@@ -411,7 +411,7 @@ class JobOptions:
     plain: bool = flag("Take lines of prompts as they are, with options of A1111 and kohya as text.")
     negative_prompt: str | None = option("The same as --set negative_prompt=TEXT.", metavar="TEXT")
     output_name: str | None = option(
-        "The same as --set output=NAME, such as {index:04}-{seed}.png.", metavar="NAME"
+        "File name of the job, or of all, such as {index:04}-{seed}.png.", metavar="NAME"
     )
     format: str | None = option("The same as --set format=NAME, such as webp.", metavar="NAME")
     num_images: str | None = option("Make N of each job, with different seeds.", "-n", metavar="N")
@@ -434,9 +434,10 @@ class JobOptions:
                 'name a job file, - for standard input, or give a prompt: -p "a red circle falls"'
             )
         pairs = [("--set", text) for text in self.settings]
-        for name in ("size", "steps", "seed", "frames", "num_images"):
+        names = ("size", "steps", "seed", "frames", "num_images", "negative_prompt", "output_name", "format")
+        for name in names:
             if (value := getattr(self, name)) is not None:
-                pairs.append((f"--{name.replace('_', '-')}", f"{name}={value}"))
+                pairs.append((f"--{name.replace('_', '-')}", f"{name.removesuffix('_name')}={value}"))
         return JobSource(
             files=self.jobs,
             prompts=self.prompts,
@@ -449,13 +450,3 @@ class JobOptions:
             tags=self.tags,
             limit=self.limit,
         )
-
-    @property
-    def _pairs(self) -> Sequence[tuple[str, str]]:
-        """Each option that sets a field, with FIELD=VALUE."""
-        names = ("size", "steps", "seed", "frames", "negative_prompt", "format", "num_images")
-        short = {f"--{name.replace('_', '-')}": (name, getattr(self, name)) for name in names}
-        short["--output-name"] = ("output", self.output_name)
-        given = {option: (name, value) for option, (name, value) in short.items() if value is not None}
-        pairs = [("--set", text) for text in self.settings]
-        return pairs + [(option, f"{name}={value}") for option, (name, value) in given.items()]

@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from gfgen.errors import JobError, Problem
@@ -24,8 +24,7 @@ Recipes = Mapping[str, Any]
 @functools.cache
 def recipes() -> dict[str, Any]:
     """Those of every installation."""
-    text = resources.files("gfgen.job").joinpath("recipes.json").read_text()
-    return json.loads(text)  # type: ignore[no-any-return]
+    return json.loads(Path(__file__).with_name("recipes.json").read_text())  # type: ignore[no-any-return]
 
 
 def is_for(key: str, family: str) -> bool:

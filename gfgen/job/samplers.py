@@ -81,14 +81,16 @@ def known_sampler(name: str, *, is_flow: bool) -> dict[str, Any] | None:
     is_flow: for a model that predicts flow.
     """
     sampler, schedule = _parts(name)
-    if sampler and sampler not in SAMPLERS:
+    spacing = SCHEDULES.get(schedule, {})
+    if not sampler:
+        return dict(spacing) if not is_flow or schedule in _SPACED else {}
+    if sampler not in SAMPLERS:
         return None
-    kind, options = SAMPLERS.get(sampler, ("", {}))
-    if is_flow and kind in _OF_FLOW:
-        kind, options = _OF_FLOW[kind]
-    is_spaced = not is_flow or schedule in _SCHEDULES_OF_FLOW.get(kind, _SPACED if not kind else ())
-    spacing = SCHEDULES.get(schedule, {}) if is_spaced else {}
-    return {**({"class": kind} if kind else {}), **options, **spacing}
+    kind, options = SAMPLERS[sampler]
+    if is_flow:
+        kind, options = _OF_FLOW.get(kind, (kind, options))
+        spacing = spacing if schedule in _SCHEDULES_OF_FLOW.get(kind, ()) else {}
+    return {"class": kind, **options, **spacing}
 
 
 def ignored_schedule(name: str) -> str | None:

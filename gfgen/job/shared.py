@@ -123,7 +123,7 @@ def parse_overrides(options: Iterable[tuple[str, str]]) -> dict[str, Any]:
         if field is None:
             hint = suggestion(name, FIELDS) or f"the fields of a job are {', '.join(FIELDS)}"
             raise InputError(f"{option}: {plain_name(name)}: not a field; {hint}")
-        if name in OWN_FIELDS and not is_template(name, value):
+        if name in OWN_FIELDS and not is_template(name, value) and option == "--set":
             raise InputError(f"{option}: {name}: each job needs its own; write it in the job file")
         found = dict(over(found, {name: value_of(name, value)}))
         try:

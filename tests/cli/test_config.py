@@ -242,3 +242,12 @@ def test_recipes_of_files_have_names_in_jobs_and_in_the_list(capsys, folder):
     code, _, err = gfgen(capsys, "check", "jobs.jsonl")
     assert code == 2
     assert "gfgen.toml: recipes: write tables, such as [recipes.mine.wan]" in err
+
+
+def test_short_options_stand_for_fields_of_all_jobs():
+    given = JobOptions(prompts=("a fox",), negative_prompt="a=b", output_name="{id}.webp", format="webp")
+    assert given.source().overrides == {"negative_prompt": "a=b", "output": "{id}.webp", "format": "webp"}
+    one, two = (JobOptions(prompts=names, output_name="a.webp") for names in (("fox",), ("fox", "owl")))
+    assert [spec.output for spec in one.source().read().specs] == ["a.webp"]
+    (problem,) = two.source().read().problems
+    assert "already writes a.webp" in str(problem)
