@@ -51,7 +51,7 @@ def with_known_scheduler(spec: JobSpec, *, is_flow: bool, own_class: str | None 
     found = {**(known or {}), **options}
     kind = found.get("class", own_class)
     if is_flow and (own_class or known) and isinstance(kind, str) and "use_flow_sigmas" in options_of(kind):
-        found = OF_FLOW | found
+        found = {**found, **OF_FLOW, **found}
     return rules.changed(spec, scheduler=found or None)
 
 
