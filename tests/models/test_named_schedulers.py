@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from stepping_process import SteppingProcess, dumps, loads
 
 from gfgen.errors import JobError
 from gfgen.job.reader import JobSource
+from gfgen.job.recipes import recipes
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.geometry.model import load_geometry
@@ -89,6 +91,11 @@ CASES = {
         {"use_dynamic_shifting": False, "shift": 3.0, "shift_terminal": None},
         EULER, {"sigmas": FEW, **NO_CFG},
         use_dynamic_shifting=False, shift=3.0, shift_terminal=None,
+    ),
+    "qwen-lightning-4": qwen(
+        recipes()["lightning-4"]["qwen-image"]["scheduler"],
+        EULER, {"steps": 4, **NO_CFG},
+        base_shift=math.log(3), max_shift=math.log(3), shift_terminal=None,
     ),
     "qwen-heun": qwen("Heun", HEUN, NO_CFG),
     "qwen-unipc": qwen("unipc", UNIPC, NO_CFG, **OF_FLOW),
