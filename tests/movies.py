@@ -18,13 +18,20 @@ def decoded(path: Path, *, height: int, width: int) -> Frames:
     raw = subprocess.run(
         [*command, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"], check=True, capture_output=True
     )
-    assert f"{width}x{height}" in stream_line(command[0], path)
+    assert f"{width}x{height}" in stream_line(path)
     return np.frombuffer(raw.stdout, np.uint8).reshape(-1, height, width, 3)
 
 
-def stream_line(ffmpeg: str, path: Path) -> str:
-    shown = subprocess.run([ffmpeg, "-hide_banner", "-i", str(path)], check=False, capture_output=True)
-    return next(line for line in shown.stderr.decode().splitlines() if "Video:" in line)
+def ffmpeg_says(path: Path) -> str:
+    """What ffmpeg prints about a file: its streams and tags."""
+    import imageio_ffmpeg
+
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-i", str(path)]
+    return subprocess.run(command, check=False, capture_output=True).stderr.decode()
+
+
+def stream_line(path: Path) -> str:
+    return next(line for line in ffmpeg_says(path).splitlines() if "Video:" in line)
 
 
 def write_videos(folder: Path) -> Path:

@@ -15,7 +15,7 @@ from builders import make_job, read_jobs, simulated_control
 from gfgen.errors import InputError, JobError
 from gfgen.job.reader import ParsedJobs
 from gfgen.job.shared import parse_overrides
-from gfgen.job.spec import JobSpec, default_seed, file_names, filled, output_name, spec_hash
+from gfgen.job.spec import JobSpec, default_seed, file_names, filled, lack_of, output_name, spec_hash
 from gfgen.models.geometry.model import CONFIGS, weightless_geometry
 from gfgen.runtime.core.admission import ResolvedModel, admit
 from gfgen.runtime.files.journal import Journal
@@ -42,6 +42,8 @@ def name(kind: str, **fields: Any) -> str:
         ("video", None, "fox.mp4"),
         ("video", "h265", "fox.mp4"),
         ("video", "av1", "fox.mp4"),
+        ("video", "webm", "fox.webm"),
+        ("video", "prores", "fox.mov"),
         ("video", "webp", "fox.webp"),
         ("video", "gif", "fox.gif"),
     ],
@@ -60,8 +62,12 @@ def test_a_format_decides_the_ending_of_the_default_name(kind, format_, expected
             {"format": "gif"},
             r"format = gif: one of png, jpeg, webp, avif, because the model makes images",
         ),
-        ("video", {"format": "png"}, r"format = png: one of mp4, h265, av1, webp, gif"),
-        ("video", {"output": "a.png"}, r"output = a\.png: a name that ends in \.mp4, \.webp or \.gif"),
+        ("video", {"format": "png"}, r"format = png: one of mp4, h265, webm, av1, prores, webp, gif"),
+        (
+            "video",
+            {"output": "a.png"},
+            r"output = a\.png: a name that ends in \.mp4, \.webm, \.mov, \.webp or \.gif",
+        ),
         (
             "image",
             {"output": "a.png", "format": "webp"},
@@ -69,6 +75,12 @@ def test_a_format_decides_the_ending_of_the_default_name(kind, format_, expected
         ),
         ("image", {"quality": 90}, "quality = 90: png files have none"),
         ("video", {"quality": 90, "output": "a.gif"}, "quality = 90: gif files have none"),
+        ("video", {"quality": 90, "output": "a.mov"}, "quality = 90: prores files have none"),
+        (
+            "video",
+            {"output": "a.mov", "format": "av1"},
+            r"a name that ends in \.mp4 or \.webm, as format = 'av1'",
+        ),
     ],
 )
 def test_a_format_that_does_not_fit_is_refused(kind, fields, message):
@@ -79,6 +91,8 @@ def test_a_format_that_does_not_fit_is_refused(kind, fields, message):
 def test_a_name_gives_the_format_and_both_may_agree():
     assert name("image", output="a.JPG", quality=80) == "a.JPG"
     assert name("image", output="a.jpeg", format="jpeg") == "a.jpeg"
+    assert name("video", output="a.webm", quality=80) == "a.webm"
+    assert name("video", output="a.WEBM", format="av1") == "a.WEBM"
 
 
 def test_what_the_machine_lacks_is_found_before_the_run(monkeypatch):
@@ -87,11 +101,36 @@ def test_what_the_machine_lacks_is_found_before_the_run(monkeypatch):
         name("video", format="av1")
 
 
+@pytest.mark.parametrize(
+    ("encoders", "fields", "message"),
+    [
+        ("libx264", {"output": "a.webm"}, "format = webm: this ffmpeg has no encoder libvpx-vp9"),
+        ("libvpx-vp9", {"format": "webm"}, "format = webm: this ffmpeg has no encoder libopus"),
+        ("libvpx-vp9 libopus", {"output": "a.webm", "format": "av1"}, "has no encoder libsvtav1"),
+        ("libsvtav1", {"output": "a.webm", "format": "av1"}, "this ffmpeg has no encoder"),
+        ("libx264", {"output": "a.mov"}, "format = prores: this ffmpeg has no encoder prores_ks"),
+    ],
+)
+def test_a_missing_encoder_is_one_line_before_the_run(tmp_path, monkeypatch, encoders, fields, message):
+    ffmpeg = tmp_path / "ffmpeg"
+    ffmpeg.write_text(f'#!/bin/sh\nfor each in {encoders}; do echo " V..... $each  "; done\n')
+    ffmpeg.chmod(0o755)
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(ffmpeg))
+    lack_of.cache_clear()
+    try:
+        with pytest.raises(JobError, match=message):
+            name("video", **fields)
+    finally:
+        lack_of.cache_clear()
+
+
 def test_formats_are_written_in_several_ways(tmp_path):
-    parsed = read(tmp_path, *({"prompt": "a", "format": text} for text in ("JPG", "jpeg", "h264", "tiff")))
-    assert [spec.format for spec in parsed.specs] == ["jpeg", "jpeg", "mp4"]
+    parsed = read(
+        tmp_path, *({"prompt": "a", "format": text} for text in ("JPG", "jpeg", "h264", "MOV", "vp9", "tiff"))
+    )
+    assert [spec.format for spec in parsed.specs] == ["jpeg", "jpeg", "mp4", "prores", "webm"]
     (problem,) = parsed.problems
-    assert "one of png, jpeg, webp, avif, mp4, h265, av1, gif" in str(problem)
+    assert "one of png, jpeg, webp, avif, mp4, h265, webm, av1, prores, gif" in str(problem)
 
 
 def test_a_format_makes_another_job_and_none_changes_no_hash():

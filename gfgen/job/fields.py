@@ -313,7 +313,7 @@ def _parse_output(value: object) -> str:
 
 def _parse_format(value: object) -> str:
     name = _string(value).lower()
-    name = {"jpg": "jpeg", "h264": "mp4"}.get(name, name)
+    name = {"jpg": "jpeg", "h264": "mp4", "vp9": "webm", "mov": "prores"}.get(name, name)
     if name not in FORMAT_NAMES:
         raise Refused("")
     return name

@@ -101,7 +101,7 @@ def thumbnail(path: Path, side: int) -> bytes:
     """A small WEBP of a picture, or of a video's first frame. Raises: ImageError; OSError."""
     from PIL import Image
 
-    with Image.open(io.BytesIO(first_frame(path)) if path.suffix == ".mp4" else path) as picture:
+    with Image.open(io.BytesIO(first_frame(path)) if is_video(path) else path) as picture:
         small = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     small.thumbnail((side, side))
     content = io.BytesIO()

@@ -27,20 +27,36 @@ PIPELINE_FIELDS = ("args", "files", "scheduler", "sigmas")
 """What a job says to the call of its diffusers pipeline, beyond the fields of all models."""
 SUFFIXES = {"image": ".png", "video": ".mp4"}
 """File name endings by the kind of thing that a model makes."""
+VIDEO_SUFFIXES = (".mp4", ".webm", ".mov")
 MAX_NUMBERED = 1_000
 """Pictures of one job whose names are compared with those of other jobs."""
 
 FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "image": {"png": (".png",), "jpeg": (".jpg", ".jpeg"), "webp": (".webp",), "avif": (".avif",)},
-    "video": {"mp4": (".mp4",), "h265": (".mp4",), "av1": (".mp4",), "webp": (".webp",), "gif": (".gif",)},
+    "video": {
+        "mp4": (".mp4",),
+        "h265": (".mp4",),
+        "webm": (".webm",),
+        "av1": (".mp4", ".webm"),
+        "prores": (".mov",),
+        "webp": (".webp",),
+        "gif": (".gif",),
+    },
 }
-"""File name endings by format, the usual one first; mp4 has H.264."""
+"""File name endings by format, the usual one first. An ending alone means the first format that has it. mp4
+has H.264, webm VP9."""
 FORMAT_NAMES = list(dict.fromkeys([*FORMATS["image"], *FORMATS["video"]]))
 ENDINGS = tuple(
     dict.fromkeys(end for formats in FORMATS.values() for ends in formats.values() for end in ends)
 )
-ENCODERS = {"h265": "libx265", "av1": "libsvtav1"}
-WITHOUT_QUALITY = ("png", "gif")
+ENCODERS: Mapping[str, tuple[str, ...]] = {
+    "h265": ("libx265",),
+    "av1": ("libsvtav1",),
+    "webm": ("libvpx-vp9", "libopus"),
+    "prores": ("prores_ks",),
+}
+"""What ffmpeg needs for a format, with that of its sound."""
+WITHOUT_QUALITY = ("png", "gif", "prores")
 
 PLACEHOLDERS = ("id", "index", "seed", "tag", "prompt", "model", "date", "time")
 """Admission fills in the index and the default model; the folder knows date, time and random seeds
@@ -274,7 +290,8 @@ def output_name(spec: JobSpec, kind: str, *, has_alpha: bool = False) -> str:
             accepted = f"a name that ends in {endings(kind)}, because the model makes {kind}s"
             raise JobError(Problem.of("output", name, accepted))
         if spec.format is not None and os.path.splitext(name)[1].lower() not in FORMATS[kind][spec.format]:
-            accepted = f"a name that ends in {suffix_of(spec.format, kind)}, as format = {spec.format!r} asks"
+            suffixes = " or ".join(FORMATS[kind][spec.format])
+            accepted = f"a name that ends in {suffixes}, as format = {spec.format!r} asks"
             raise JobError(Problem.of("output", name, accepted))
     written = spec.format or format_of(os.path.splitext(name)[1], kind) or ""
     if has_alpha and written == "jpeg" and spec.background is None:
@@ -282,7 +299,8 @@ def output_name(spec: JobSpec, kind: str, *, has_alpha: bool = False) -> str:
         raise JobError(Problem.of("format" if spec.format else "output", spec.format or name, accepted))
     if spec.quality is not None and written in WITHOUT_QUALITY:
         raise JobError(Problem.of("quality", str(spec.quality), f"{written} files have none; leave it out"))
-    if (lack := lack_of(written)) is not None:
+    container = format_of(os.path.splitext(name)[1], kind) or ""
+    if (lack := lack_of(written) or lack_of(container)) is not None:
         raise JobError(Problem.of("format", written, lack))
     return name
 
@@ -318,8 +336,8 @@ def lack_of(name: str) -> str | None:
             )
         except (ImportError, RuntimeError, OSError, subprocess.TimeoutExpired):
             return "there is no ffmpeg; pip install imageio-ffmpeg"
-        encoder = ENCODERS[name]
-        return None if f" {encoder} ".encode() in found.stdout else f"this ffmpeg has no encoder {encoder}"
+        missing = [each for each in ENCODERS[name] if f" {each} ".encode() not in found.stdout]
+        return f"this ffmpeg has no encoder {missing[0]}" if missing else None
     return None
 
 
@@ -395,7 +413,7 @@ def numbered_names(names: Iterable[str], args: Mapping[str, Any] | None) -> Iter
     number = num_pictures(args)
     number = number if number <= MAX_NUMBERED else 1
     for name in names:
-        if number > 1 and not name.lower().endswith(SUFFIXES["video"]):
+        if number > 1 and not name.lower().endswith(VIDEO_SUFFIXES):
             yield from (numbered_name(name, each) for each in range(1, number + 1))
         else:
             yield name

@@ -19,17 +19,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from movies import decoded
+from movies import decoded, ffmpeg_says
 from PIL import Image
 
 from gfgen.errors import OutputError
 from gfgen.job.reader import read_job_stream
-from gfgen.job.spec import JobSpec, lack_of
+from gfgen.job.spec import VIDEO_SUFFIXES, JobSpec, lack_of
 from gfgen.runtime.core.admission import AdmittedJob, admit
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.metadata import describe, from_ffmetadata, to_ffmetadata
 from gfgen.runtime.files.outputs import (
     Frames,
+    Sound,
     encoder_threads,
     read_metadata,
     write_output,
@@ -66,10 +67,11 @@ def names_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["out.png", "out.jpg", "out.webp", "out.mp4", "with: colon.mp4", "-dash.png"]
+    "name",
+    ["out.png", "out.jpg", "out.webp", "out.mp4", "out.webm", "out.mov", "with: colon.mp4", "-dash.png"],
 )
 def test_metadata_comes_back_from_the_file(tmp_path: Path, name: str) -> None:
-    frames = gradient(5 if name.endswith("mp4") else 1)
+    frames = gradient(5 if name.endswith(VIDEO_SUFFIXES) else 1)
     written = write_output(frames, tmp_path / name, fps=16, metadata=METADATA)
     assert read_metadata(tmp_path / name) == METADATA
     content = (tmp_path / name).read_bytes()
@@ -96,10 +98,31 @@ def test_odd_sizes_are_padded_by_the_edge_and_never_rescaled(tmp_path: Path, hei
     assert np.abs(seen[:, :height, :width] - frames).mean() < 4
 
 
-def test_video_keeps_its_colours(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a.mp4", "a.webm", "a.mov"])
+def test_video_keeps_its_colours(tmp_path: Path, name: str) -> None:
     red = np.full((3, 32, 32, 3), (200, 30, 60), np.uint8)
-    write_output(red, tmp_path / "a.mp4", fps=8, metadata={})
-    assert np.abs(decoded(tmp_path / "a.mp4", height=32, width=32).astype(int) - red).max() <= 3
+    write_output(red, tmp_path / name, fps=8, metadata={})
+    assert np.abs(decoded(tmp_path / name, height=32, width=32).astype(int) - red).max() <= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata"), [("a.mp4", {}), ("a.webm", {}), ("a.webm", {"format": "av1"}), ("a.mov", {})]
+)
+def test_equal_frames_make_equal_videos(tmp_path: Path, name: str, metadata: dict[str, str]) -> None:
+    """With sound, and on all threads of the encoder, which are more for wide frames."""
+    if lack_of(metadata.get("format", name[2:])) is not None:
+        pytest.skip(lack_of(metadata.get("format", name[2:])) or "")
+    frames = np.random.default_rng(0).integers(0, 60, (4, 48, 640, 3)).astype(np.uint8)
+    wave = np.sin(np.arange(16_000, dtype=np.float32) / 20).reshape(2, -1)
+    made = [
+        write_output(
+            frames, tmp_path / folder / name, fps=8, metadata=metadata, sound=Sound(wave, rate=16_000)
+        )
+        for folder in ("first", "second")
+    ]
+    assert made[0] == made[1]
+    assert "Audio:" in ffmpeg_says(tmp_path / "first" / name)
+    assert len(decoded(tmp_path / "first" / name, height=48, width=640)) == 4
 
 
 def test_video_can_start_before_it_is_loaded(tmp_path: Path) -> None:
@@ -117,7 +140,7 @@ def test_thousand_frames_are_streamed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("frames", "name", "fps", "accepted"),
     [
-        (gradient(2), "a.png", None, "name it .mp4"),
+        (gradient(2), "a.png", None, "name it .mp4 or .webm"),
         (gradient(2), "a.mp4", None, "needs fps"),
         (gradient(1), "a.tiff", None, ".png, .jpg"),
         (gradient(1)[0], "a.png", None, r"\[F, H, W, 3\]"),
@@ -319,7 +342,7 @@ def test_metadata_without_what_files_cannot_hold(tmp_path: Path) -> None:
     assert read_metadata(tmp_path / "a.png") == {"prompt": "ab?c"}
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.avif", "a.mp4", "a.gif"])
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.avif", "a.mp4", "a.webm", "a.mov", "a.gif"])
 @pytest.mark.parametrize("prompt", ["x" * 20_000, "\u96ea" * 20_000])
 def test_the_longest_prompt_is_whole_in_the_file(tmp_path: Path, name: str, prompt: str) -> None:
     if lack_of(name[2:]) is not None:
@@ -444,7 +467,10 @@ def test_the_size_is_that_of_the_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("output", "format_"),
-    [("a.jpg", "jpeg"), ("a.JPEG", "jpeg"), ("a.webp", "webp"), ("a.gif", "gif"), ("a.avif", "avif")],
+    [
+        *(("a.jpg", "jpeg"), ("a.JPEG", "jpeg"), ("a.webp", "webp"), ("a.gif", "gif"), ("a.avif", "avif")),
+        *(("a.webm", "webm"), ("a.mov", "prores")),
+    ],
 )
 def test_a_line_says_the_format_that_the_name_gave(output: str, format_: str) -> None:
     assert describe(JobSpec(id="a", prompt="x", output=output))["format"] == format_
@@ -504,22 +530,31 @@ def test_pictures_and_animations_hold_their_frames_and_metadata(
         assert num_frames == 1 or image.info["duration"] == 100
 
 
-@pytest.mark.parametrize(("format_", "codec"), [("mp4", b"avc1"), ("h265", b"hvc1"), ("av1", b"av01")])
-def test_videos_have_the_codec_that_the_job_asks_for(tmp_path: Path, format_: str, codec: bytes) -> None:
+@pytest.mark.parametrize(
+    ("name", "format_", "codec"),
+    [
+        *(("a.mp4", "mp4", b"avc1"), ("a.mp4", "h265", b"hvc1"), ("a.mp4", "av1", b"av01")),
+        *(("a.webm", "webm", b"V_VP9"), ("a.webm", "av1", b"V_AV1"), ("a.mov", "prores", b"apch")),
+    ],
+)
+def test_videos_have_the_codec_that_the_job_asks_for(
+    tmp_path: Path, name: str, format_: str, codec: bytes
+) -> None:
     if lack_of(format_) is not None:
         pytest.skip(lack_of(format_) or "")
     metadata = METADATA | {"format": format_}
     frames = gradient(5, 64, 64)
-    write_output(frames, tmp_path / "a.mp4", fps=8, metadata=metadata)
-    assert codec in (tmp_path / "a.mp4").read_bytes()
-    assert read_metadata(tmp_path / "a.mp4") == metadata
-    seen = decoded(tmp_path / "a.mp4", height=64, width=64).astype(int)
+    write_output(frames, tmp_path / name, fps=8, metadata=metadata)
+    assert codec in (tmp_path / name).read_bytes()
+    assert read_metadata(tmp_path / name) == metadata
+    seen = decoded(tmp_path / name, height=64, width=64).astype(int)
     assert np.abs(seen - frames).mean() < 6
 
 
-@pytest.mark.parametrize("name", ["a.jpg", "a.webp", "a.mp4"])
+@pytest.mark.parametrize("name", ["a.jpg", "a.webp", "a.mp4", "a.webm"])
 def test_less_quality_makes_smaller_files(tmp_path: Path, name: str) -> None:
-    noise = np.random.default_rng(0).integers(0, 255, (3 if name == "a.mp4" else 1, 64, 64, 3), np.uint8)
+    number = 3 if name.endswith(VIDEO_SUFFIXES) else 1
+    noise = np.random.default_rng(0).integers(0, 255, (number, 64, 64, 3), np.uint8)
     sizes = [
         write_output(noise, tmp_path / f"{quality}-{name}", fps=8, metadata={"quality": quality}).size_bytes
         for quality in (20, 60, 95)

@@ -8,10 +8,12 @@ import io
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from gfgen.errors import OutputError
+from gfgen.runtime.files.outputs import write_output
 from gfgen.server.jobs import files
 from gfgen.server.protocol.problems import ApiError
 
@@ -21,6 +23,19 @@ def picture(tmp_path):
     path = tmp_path / "picture.png"
     Image.new("RGB", (16, 16)).save(path)
     return path
+
+
+@pytest.fixture(params=[".mp4", ".webm", ".mov"])
+def video(request, tmp_path):
+    frames = np.full((2, 16, 32, 3), (0, 0, 200), np.uint8)
+    write_output(frames, tmp_path / f"a{request.param}", fps=8, metadata={})
+    return tmp_path / f"a{request.param}"
+
+
+def test_a_video_has_a_small_picture(video, tmp_path):
+    with Image.open(small(video, tmp_path / "small.webp")) as shown:
+        assert shown.size == (32, 16)
+        assert shown.getpixel((5, 5))[2] > 150
 
 
 def small(path, kept):

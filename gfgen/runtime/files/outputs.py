@@ -1,4 +1,4 @@
-"""Write frames to files: PNG, JPEG, WebP or AVIF for one frame, MP4, WebP or GIF for several.
+"""Write frames to files: PNG, JPEG, WebP or AVIF for one frame, MP4, WebM, MOV, WebP or GIF for several.
 
 A file appears under its name only when it is complete (`name_file`).
 """
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from gfgen.errors import OutputError
 from gfgen.job.images import as_rgb
+from gfgen.job.spec import FORMATS, VIDEO_SUFFIXES, format_of
 from gfgen.runtime.files import metadata as labels
 from gfgen.runtime.ipc.content import (
     IMAGE_SUFFIXES,
     SHRINKS,
     STILL_SUFFIXES,
-    VIDEO_SUFFIXES,
     Content,
     name_file,
     temporary_name,
@@ -50,18 +50,26 @@ CORES_PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 2, 8
 only with its file. The number is the same for all files of a machine, because their bytes depend on it."""
 SOUND_BITS_PER_S = "192k"
 PICTURE_QUALITY = 95
-RATE_FACTORS = {"mp4": 18, "h265": 20, "av1": 25}
+RATE_FACTORS = {"mp4": 18, "h265": 20, "av1": 25, "webm": 20}
 """Qualities of encoders where compression is hardly visible; lower is better."""
-WORST_RATE_FACTORS = {"mp4": 51, "h265": 51, "av1": 63}
+WORST_RATE_FACTORS = {"mp4": 51, "h265": 51, "av1": 63, "webm": 63}
 """For quality 0; 100 is lossless or nearly so."""
 _CODECS = {
     "mp4": ("libx264", "-preset", "medium"),
     "h265": ("libx265", "-preset", "medium", "-tag:v", "hvc1", "-x265-params", "log-level=error"),
     "av1": ("libsvtav1", "-preset", "8"),
+    "webm": ("libvpx-vp9", "-b:v", "0", "-deadline", "good", "-cpu-used", "4", "-row-mt", "1"),
+    "prores": ("prores_ks", "-profile:v", "hq", "-vendor", "apl0"),
 }
+_CONTAINERS = {
+    ".mp4": ("-c:a", "aac", "-b:a", SOUND_BITS_PER_S, "-movflags", "+faststart"),
+    ".webm": ("-c:a", "libopus", "-b:a", SOUND_BITS_PER_S, "-fflags", "+bitexact"),
+    ".mov": ("-c:a", "pcm_s16le", "-movflags", "+faststart+use_metadata_tags"),
+}
+"""Without "bitexact" a WebM has a random id; without "use_metadata_tags" a MOV's texts have 64 KB at most."""
 _EXIF_MAKER_NOTE, _EXIF_IFD, _EXIF_USER_COMMENT = 0x927C, 0x8769, 0x9286
 _JPEG_EXIF_BYTES = 65_533
-_INSTALL_FFMPEG = "cannot write MP4 files without ffmpeg; pip install imageio-ffmpeg"
+_INSTALL_FFMPEG = "cannot write videos without ffmpeg; pip install imageio-ffmpeg"
 
 
 def write_output(
@@ -79,8 +87,9 @@ def write_output(
 
     place: the picture's number among several of its call, and how many these are.
 
-    An image has one frame, an MP4 (H.264, yuv420p) any number. H.264 with this chroma has even sizes only,
-    so an odd edge is repeated once; nothing is rescaled. Sound is AAC in the MP4.
+    An image has one frame, a video any number. Videos have even sizes only, because of their chroma (4:2:0;
+    4:2:2 with 10 bits in ProRes), so an odd edge is repeated once; nothing is rescaled. Sound is AAC in MP4,
+    Opus in WebM, and as it is (16 bits) in MOV. Equal frames make equal bytes with one ffmpeg on one machine.
 
     This replaces an existing file only if it holds `replaces`, or if an earlier try with the same `made_for`
     wrote it.
@@ -125,7 +134,9 @@ def _check(frames: Frames, path: Path, fps: float | None) -> None:
     if suffix in VIDEO_SUFFIXES and fps is None:
         raise OutputError(f"{path}: a video needs fps, got none")
     if suffix in STILL_SUFFIXES and len(frames) > 1:
-        raise OutputError(f"{path}: {len(frames)} frames do not fit an image; name it .mp4")
+        raise OutputError(
+            f"{path}: {len(frames)} frames do not fit an image; name it {' or '.join(VIDEO_SUFFIXES)}"
+        )
     if suffix not in IMAGE_SUFFIXES + VIDEO_SUFFIXES:
         accepted = ", ".join(IMAGE_SUFFIXES + VIDEO_SUFFIXES)
         raise OutputError(f"{path}: cannot write '{path.suffix}' files; name it {accepted}")
@@ -192,7 +203,7 @@ def _write_video(
         _memory_file() as complaints,
     ):
         fds = (tag_file.fileno(), sound_file.fileno())
-        coding, sounds = _coding_options(metadata), _sound_input(sound, fds[1])
+        coding, sounds = _coding_options(metadata, path.suffix.lower()), _sound_input(sound, fds[1])
         command = _encode_command(frames, path, coding, fps=fps, tag_fd=fds[0], sound=sounds)
         with _ffmpeg(command, complaints=complaints, keep_fds=fds) as process:
             assert process.stdin is not None
@@ -211,13 +222,17 @@ def _sound_input(sound: Sound | None, fd: int) -> list[str]:
     return ["-f", "f32le", "-ar", str(sound.rate), "-ac", str(len(sound.samples_CS)), "-i", f"pipe:{fd}"]
 
 
-def _coding_options(metadata: labels.Metadata) -> list[str]:
-    name = str(metadata.get("format", "mp4"))
-    name = name if name in _CODECS else "mp4"
+def _coding_options(metadata: labels.Metadata, suffix: str) -> list[str]:
+    name = metadata.get("format")
+    if suffix not in FORMATS["video"].get(str(name), ()):
+        name = format_of(suffix, "video")
+    codec = ["-c:v", *_CODECS[str(name)]]
+    if name not in RATE_FACTORS:
+        return codec
     quality, factor = metadata.get("quality"), RATE_FACTORS[name]
     if quality is not None:
         factor = max(1, round(WORST_RATE_FACTORS[name] * (100 - quality) / 100))
-    return ["-c:v", *_CODECS[name], "-crf", str(factor)]
+    return [*codec, "-crf", str(factor)]
 
 
 def _encode_command(
@@ -227,18 +242,19 @@ def _encode_command(
     size = f"{width + width % 2}x{height + height % 2}"
     threads = encoder_threads(num_cores())
     # RGB becomes BT.709 and says so; ffmpeg's default (BT.601, untagged) shifts the colours.
+    pixels = "yuv422p10le" if "prores_ks" in coding else "yuv420p"
     convert = (
-        "scale=flags=accurate_rnd+full_chroma_int:out_color_matrix=bt709:out_range=tv,format=yuv420p,"
+        f"scale=flags=accurate_rnd+full_chroma_int:out_color_matrix=bt709:out_range=tv,format={pixels},"
         "setparams=colorspace=bt709:color_primaries=bt709:color_trc=bt709"
     )
     return [
         *(_ffmpeg_path(), "-hide_banner", "-loglevel", "error", "-nostdin", "-y"),
         *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(fps), "-i", "pipe:0"),
         *("-f", "ffmetadata", "-i", f"pipe:{tag_fd}", *sound, "-map", "0:v", "-map_metadata", "1"),
-        *(("-map", "2:a", "-c:a", "aac", "-b:a", SOUND_BITS_PER_S) if sound else ()),
+        *(("-map", "2:a") if sound else ()),
         *("-filter_threads", str(threads), "-vf", convert),
         *coding,
-        *("-threads", str(threads), "-movflags", "+faststart", f"file:{path.absolute()}"),
+        *("-threads", str(threads), *_CONTAINERS[path.suffix.lower()], f"file:{path.absolute()}"),
     ]
 
 
@@ -336,4 +352,5 @@ def _read_video_tag(path: Path) -> str:
     done = subprocess.run([*command, "-f", "ffmetadata", "pipe:1"], capture_output=True, check=False)
     if done.returncode != 0:
         raise OSError(done.stderr.decode("utf-8", "replace").strip())
-    return labels.from_ffmetadata(done.stdout.decode("utf-8", "replace")).get("comment", "")
+    tags = labels.from_ffmetadata(done.stdout.decode("utf-8", "replace"))
+    return {name.lower(): text for name, text in tags.items()}.get("comment", "")  # WebM has "COMMENT"

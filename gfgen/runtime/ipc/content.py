@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import OutputError
+from gfgen.job.spec import VIDEO_SUFFIXES
 
 MARK = "user.gfgen"
 _NO_BLOCK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 STILL_SUFFIXES, ANIMATED_SUFFIXES = (".png", ".jpg", ".jpeg", ".avif"), (".webp", ".gif")
 IMAGE_SUFFIXES = STILL_SUFFIXES + ANIMATED_SUFFIXES
-VIDEO_SUFFIXES = (".mp4",)
-SHRINKS = {".png": 1, ".gif": 1, ".mp4": 20}
+SHRINKS = {".png": 1, ".gif": 1, ".mov": 3, ".mp4": 20, ".webm": 20}
 """Raw bytes per byte of a file, by suffix, a low estimate; 4 for JPEG, WebP and AVIF."""
 _TEMPORARY = re.compile(r"\..{1,40}\.tmp-[0-9]+(?P<suffix>\.[A-Za-z0-9]+)", re.DOTALL)
 """The names of `temporary_name`."""
