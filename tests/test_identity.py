@@ -169,5 +169,5 @@ class TestSeedAndNames:
         assert output_name(replace(FULL, output="a.PNG"), "image") == "a.PNG"
 
     def test_a_name_of_the_other_kind_is_refused(self) -> None:
-        with pytest.raises(JobError, match=r"output = a\.png: a name that ends in \.mp4"):
-            output_name(replace(FULL, output="a.png"), "video")
+        with pytest.raises(JobError, match=r"output = a\.jpg: a name that ends in \.mp4"):
+            output_name(replace(FULL, output="a.jpg"), "video")

@@ -15,7 +15,17 @@ from builders import make_job, read_jobs, simulated_control
 from gfgen.errors import InputError, JobError
 from gfgen.job.reader import ParsedJobs
 from gfgen.job.shared import parse_overrides
-from gfgen.job.spec import JobSpec, default_seed, file_names, filled, lack_of, output_name, spec_hash
+from gfgen.job.spec import (
+    JobSpec,
+    default_seed,
+    file_names,
+    filled,
+    lack_of,
+    numbered_name,
+    of_frames,
+    output_name,
+    spec_hash,
+)
 from gfgen.models.geometry.model import CONFIGS, weightless_geometry
 from gfgen.runtime.core.admission import ResolvedModel, admit
 from gfgen.runtime.files.journal import Journal
@@ -62,12 +72,13 @@ def test_a_format_decides_the_ending_of_the_default_name(kind, format_, expected
             {"format": "gif"},
             r"format = gif: one of png, jpeg, webp, avif, because the model makes images",
         ),
-        ("video", {"format": "png"}, r"format = png: one of mp4, h265, webm, av1, prores, webp, gif"),
+        ("video", {"format": "jpeg"}, r"format = jpeg: one of mp4, h265, webm, av1, prores, png, webp, gif"),
         (
             "video",
-            {"output": "a.png"},
-            r"output = a\.png: a name that ends in \.mp4, \.webm, \.mov, \.webp or \.gif",
+            {"output": "a.jpg"},
+            r"output = a\.jpg: a name that ends in \.mp4, \.webm, \.mov, \.png, \.webp or \.gif",
         ),
+        ("video", {"quality": 90, "output": "a.png"}, "quality = 90: png files have none"),
         (
             "image",
             {"output": "a.png", "format": "webp"},
@@ -93,6 +104,15 @@ def test_a_name_gives_the_format_and_both_may_agree():
     assert name("image", output="a.jpeg", format="jpeg") == "a.jpeg"
     assert name("video", output="a.webm", quality=80) == "a.webm"
     assert name("video", output="a.WEBM", format="av1") == "a.WEBM"
+
+
+def test_frames_of_a_video_as_png_are_in_a_folder_of_its_name():
+    assert name("video", format="png") == "fox/{frame}.png"
+    assert name("video", output="shots/a.PNG") == "shots/a/{frame}.PNG"
+    numbered = [numbered_name("shots/a/{frame}.png", number) for number in (1, 49, 12_345)]
+    assert numbered == ["shots/a/0001.png", "shots/a/0049.png", "shots/a/12345.png"]
+    with pytest.raises(InputError, match=r"\{frame\} is none of"):
+        parse_overrides([("--set", "output={id}/{frame}.png")])
 
 
 def test_what_the_machine_lacks_is_found_before_the_run(monkeypatch):
@@ -281,6 +301,17 @@ def test_a_finished_job_keeps_its_number_and_a_new_one_takes_none_that_is_used(t
     assert files(jobs_of(tmp_path, hen), tmp_path) == ["03.png"], "files of jobs that are gone stay, too"
     finish(tmp_path, fox, outputs=[{"file": "01-1.png"}], file="01-1.png")
     assert files([fox], tmp_path) == ["01.png"], "the name of several pictures, without a number"
+
+
+def test_a_folder_of_frames_keeps_its_number_too(tmp_path):
+    lines = [{"prompt": each, "size": "64x64", "output": "{index:02}.png"} for each in ("fox", "owl")]
+    fox, owl = (
+        replace(job, info=replace(job.info, file=of_frames(job.info.file)))
+        for job in jobs_of(tmp_path, *lines)
+    )
+    assert files([fox, owl], tmp_path) == ["01/{frame}.png", "02/{frame}.png"]
+    finish(tmp_path, owl, outputs=[{"file": "01/0001.png"}, {"file": "01/0002.png"}], file="01/0001.png")
+    assert files([fox, owl], tmp_path) == ["02/{frame}.png", "01/{frame}.png"]
 
 
 def test_the_time_is_that_of_the_first_start_in_the_folder(tmp_path, monkeypatch):

@@ -179,12 +179,15 @@ class _FileWriter:
 
     def _write(self) -> None:
         from gfgen.runtime.files.outputs import write_output
+        from gfgen.runtime.files.writer import frames_by_file
 
         while True:
             spec, path, frames = self._todo.get()
             error = None
             try:
-                write_output(frames, path, fps=spec.fps if len(frames) > 1 else None, metadata={})
+                fps = spec.fps if len(frames) > 1 else None
+                for each, part in frames_by_file(frames, path, fps=fps).items():
+                    write_output(part, each, fps=fps, metadata={})
             except Exception as problem:
                 error = in_one_line(problem)
             with suppress(OSError):

@@ -255,7 +255,7 @@ class FileHook(Observer):
             info = outcome.info
             variables = {
                 "JOB_ID": info.job_id,
-                "FILE": str(self._output_dir.absolute() / info.file),
+                "FILE": str(self._output_dir.absolute() / outcome.file_names[0]),
                 "PROMPT": info.spec.prompt,
                 "SEED": str(info.spec.seed),
                 "TAG": info.spec.tag or "",

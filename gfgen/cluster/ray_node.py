@@ -30,7 +30,7 @@ from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.runtime.ipc.content import Content, name_file, temporary_name
+from gfgen.runtime.ipc.content import Content, name_file, remove_replaced, temporary_name
 from gfgen.session.ranks import Ranks
 
 POLL_S = 5.0
@@ -298,7 +298,8 @@ class FileDelivery:
         try:
             for name, temporary in self._temporary.items():
                 is_only = len(self._temporary) == 1
-                replaces = self._job.replaces if is_only else self._job.replaces_numbered.get(name)
+                own = self._job.replaces if is_only else None
+                replaces = self._job.replaces_numbered.get(name, own)
                 path = self._path.with_name(name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if temporary.stat().st_size != sizes[name][0]:
@@ -306,6 +307,7 @@ class FileDelivery:
                 found = name_file(temporary, path, replaces=replaces, made_for=made_for if is_only else None)
                 if found != Content(*sizes[name]):
                     raise OutputError(f"{path}: the file changed on its way from its node; run again")
+            remove_replaced(self._path, self._names, self._job.replaces_numbered)
         except OSError as error:
             raise OutputError(f"cannot write {self._path}: {error.strerror or error}") from error
         finally:

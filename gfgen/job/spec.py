@@ -39,12 +39,15 @@ FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "webm": (".webm",),
         "av1": (".mp4", ".webm"),
         "prores": (".mov",),
+        "png": (".png",),
         "webp": (".webp",),
         "gif": (".gif",),
     },
 }
 """File name endings by format, the usual one first. An ending alone means the first format that has it. mp4
-has H.264, webm VP9."""
+has H.264, webm VP9, and png of a video is a numbered picture for each frame (`of_frames`)."""
+FRAME = "{frame}"
+"""Stands for the number in the name of a video's frames; no job can write it itself."""
 FORMAT_NAMES = list(dict.fromkeys([*FORMATS["image"], *FORMATS["video"]]))
 ENDINGS = tuple(
     dict.fromkeys(end for formats in FORMATS.values() for ends in formats.values() for end in ends)
@@ -302,7 +305,13 @@ def output_name(spec: JobSpec, kind: str, *, has_alpha: bool = False) -> str:
     container = format_of(os.path.splitext(name)[1], kind) or ""
     if (lack := lack_of(written) or lack_of(container)) is not None:
         raise JobError(Problem.of("format", written, lack))
-    return name
+    return of_frames(name) if (kind, written) == ("video", "png") else name
+
+
+def of_frames(name: str) -> str:
+    """The name of a video's frames: pictures in a folder, in place of a file with this name."""
+    stem, suffix = os.path.splitext(name)
+    return f"{stem}/{FRAME}{suffix}"
 
 
 def suffix_of(name: str, kind: str) -> str:
@@ -382,6 +391,8 @@ def num_pictures(args: Mapping[str, Any] | None) -> int:
 
 
 def numbered_name(name: str, number: int) -> str:
+    if FRAME in name:
+        return name.replace(FRAME, f"{number:04}")
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{number}{dot}{suffix}"
 

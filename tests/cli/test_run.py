@@ -9,8 +9,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
+
+from gfgen.runtime.files.outputs import read_metadata
 
 JOBS = [
     {"id": "fox", "prompt": "a red fox", "model": "tiny-qwen-image", "size": "64x64", "steps": 3},
@@ -79,6 +82,33 @@ def test_a_job_file_becomes_files_a_second_run_skips_them_and_a_third_makes_what
         assert entries[name]["job_file"] == "../../night.jsonl"
     assert (folder / "outputs/night/fox.png").stat().st_mtime_ns > before["fox.png"]
     assert (folder / "outputs/night/sea.mp4").stat().st_mtime_ns == before["sea.mp4"]
+
+
+def test_a_video_becomes_a_file_of_another_format_or_a_folder_of_frames(folder):
+    sea = JOBS[1]
+    jobs = [
+        sea | {"id": "editor", "output": "editor.mov"},
+        sea | {"id": "web", "format": "webm"},
+        sea | {"id": "frames", "format": "png", "frames": 9},
+    ]
+    (folder / "night.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
+    out, err = start(folder).communicate(timeout=120)
+    assert "done frames: frames/0001.png to 0009.png" in err
+    outputs, entries = folder / "outputs/night", manifest(folder)
+    names = [f"frames/000{number}.png" for number in range(1, 10)]
+    assert [each["file"] for each in entries["frames"]["outputs"]] == names
+    assert {entry["file"] for entry in entries.values()} == {"editor.mov", "web.webm", names[0]}
+    assert sorted(os.listdir(outputs / "frames")) == [Path(name).name for name in names]
+    line = read_metadata(outputs / names[1])
+    assert (line["format"], line["frames"]) == ("png", 9)
+
+    (outputs / names[2]).unlink()
+    out, err = start(folder).communicate(timeout=120)
+    assert "2 skipped" in out
+    (folder / "night.jsonl").write_text("".join(json.dumps(job | {"frames": 5}) + "\n" for job in jobs[2:]))
+    out, err = start(folder).communicate(timeout=120)
+    assert sorted(os.listdir(outputs / "frames")) == [Path(name).name for name in names[:5]]
+    assert [each["file"] for each in manifest(folder)["frames"]["outputs"]] == names[:5]
 
 
 def test_models_that_do_not_fit_into_memory_together_take_turns(folder):

@@ -1,6 +1,7 @@
 """The process of a node and the way of its files, without Ray and without a session."""
 
 import queue
+from dataclasses import replace
 from multiprocessing import Pipe
 
 import pytest
@@ -123,6 +124,26 @@ def test_a_file_comes_in_chunks_and_gets_its_name_when_it_counts(delivery):
     assert found.publish().status == "done"
     assert path.read_bytes() == b"hello"
     assert [each.name for each in path.parent.iterdir()] == ["fox.png"]
+
+
+def test_frames_of_a_video_come_as_they_are_named_and_replace_a_longer_one(tmp_path):
+    job, folder = make_job("fox"), tmp_path / "out" / "fox"
+    folder.mkdir(parents=True)
+    for number in (1, 2, 3):
+        (folder / f"000{number}.png").write_bytes(b"old")
+    earlier = {f"000{number}.png": content_of(folder / "0001.png") for number in (1, 2, 3)}
+    info = replace(job.info, file="fox/{frame}.png")
+    job = replace(job, info=info, replaces_numbered=earlier)
+    (tmp_path / "made").write_bytes(b"new")
+    new = content_of(tmp_path / "made")
+    made = tuple((name, new.size_bytes, new.sha256) for name in ("0001.png", "0002.png"))
+    outcome = JobOutcome(info, "done", written=new, files=made)
+    found = FileDelivery(job, outcome, attempt=3, output_dir=tmp_path / "out")
+    found.fetch(lambda file, offset, size: b"new"[offset : offset + size])
+    assert found.publish().file_names == ["fox/0001.png", "fox/0002.png"]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        "0001.png": b"new", "0002.png": b"new",
+    }  # fmt: skip
 
 
 def test_a_late_file_leaves_nothing(delivery):

@@ -50,10 +50,10 @@ def test_all_problems_of_a_job_are_reported_at_once() -> None:
 
 
 def test_a_wrong_file_name_is_reported_beside_the_models_own_problems() -> None:
-    texts = problems_of(job(1, model="qwen-image", fps=8, output="fox.mp4"), job(2, output="fox.png"))
+    texts = problems_of(job(1, model="qwen-image", fps=8, output="fox.mp4"), job(2, output="fox.jpg"))
     assert [text.partition(":")[0] for text in texts] == ["line 1", "line 1", "line 2"]
     assert "output = fox.mp4: a name that ends in .png" in texts[1]
-    assert "output = fox.png: a name that ends in .mp4" in texts[2]
+    assert "output = fox.jpg: a name that ends in .mp4" in texts[2]
 
 
 def test_a_video_of_one_frame_is_a_picture() -> None:

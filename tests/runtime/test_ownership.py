@@ -404,3 +404,80 @@ def test_a_folder_in_a_name_is_a_folder_inside_the_output_folder(
     claimed, (problem,) = claim_files(jobs, output_dir=folder, job_file=NIGHT, overwrite=True)
     assert [job.job_id for job in claimed] == ["x", "z"]
     assert expected in problem.accepted
+
+
+def job_of_frames(number: int = 3) -> AdmittedJob:
+    job = make_job("fox", line=3)
+    spec = replace(job.spec, frames=number)
+    return replace(job, info=replace(job.info, spec=spec, file="fox/{frame}.png", job_file=NIGHT))
+
+
+def made_frames(folder: Path, number: int = 3, **fields: Any) -> dict[str, Content]:
+    """The frames that a job has made, with their line in the manifest."""
+    (folder / "fox").mkdir()
+    names = [f"{idx + 1:04}.png" for idx in range(number)]
+    for name in names:
+        (folder / "fox" / name).write_bytes(name.encode())
+    found = {name: content_of(folder / "fox" / name) for name in names}
+    files = tuple((name, each.size_bytes, each.sha256) for name, each in found.items())
+    info = replace(job_of_frames().info, **fields)
+    done = JobOutcome(info, "done", 0.0, 0.0, 1.0, None, 1.0, (), written=found[names[0]], files=files)
+    note(folder, done)
+    return found
+
+
+def test_frames_of_a_job_replace_those_that_it_made_before_also_more_and_with_gaps(folder: Path) -> None:
+    content = made_frames(folder, 5)
+    (folder / "fox" / "0002.png").unlink()
+    found = claim(folder, job_of_frames(3))
+    assert isinstance(found, AdmittedJob), str(found)
+    assert found.replaces_numbered == {name: each for name, each in content.items() if name != "0002.png"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "message"),
+    [
+        ({}, b"painted over", "has changed since job fox of"),
+        ({"job_file": DAY}, b"0002.png", "is there already: job fox of"),
+        ({"asked": make_job("owl").spec, "spec": make_job("owl").spec}, b"0002.png", "job owl made it"),
+    ],
+)
+def test_a_frame_that_is_not_the_jobs_own_is_a_problem_before_the_run(
+    folder: Path, fields: dict[str, Any], content: bytes, message: str
+) -> None:
+    made_frames(folder, **fields)
+    (folder / "fox" / "0002.png").write_bytes(content)
+    text = reason(claim(folder, job_of_frames()))
+    assert message in text
+    assert text.startswith(f"line 3: {folder}/fox/000")
+    found = claim(folder, job_of_frames(), overwrite=True)
+    assert isinstance(found, AdmittedJob)
+    assert len(found.replaces_numbered) == 3
+
+
+def test_a_frame_without_a_line_in_the_manifest_is_kept(folder: Path) -> None:
+    (folder / "fox").mkdir()
+    (folder / "fox" / "0002.png").write_bytes(b"mine")
+    assert f"{folder}/fox/0002.png: is there already, and manifest.jsonl" in reason(
+        claim(folder, job_of_frames())
+    )
+    assert isinstance(claim(folder, job_of_frames(1)), AdmittedJob)
+
+
+def test_a_frame_that_a_job_reads_is_never_replaced(folder: Path) -> None:
+    made_frames(folder)
+    image = str(folder / "fox" / "0003.png")
+    job = job_of_frames()
+    job = replace(job, info=replace(job.info, spec=replace(job.spec, image=image)))
+    assert "0003.png: is the image of job fox, too" in reason(claim(folder, job))
+
+
+def test_frames_that_are_there_are_done_and_one_that_is_gone_makes_them_again(folder: Path) -> None:
+    made_frames(folder)
+    job = job_of_frames()
+    claims = Claims(output_dir=folder, job_file=NIGHT)
+    assert claims.done([job]) == {"fox"}
+    (folder / "fox" / "0003.png").unlink()
+    claims = Claims(output_dir=folder, job_file=NIGHT)
+    assert claims.claim([job])[1] == []
+    assert claims.status(job) == ("again", "its file is gone")

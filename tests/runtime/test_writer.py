@@ -19,7 +19,7 @@ from PIL import Image
 from gfgen.runtime.files import writer
 from gfgen.runtime.files.outputs import Frames, read_metadata
 from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
-from gfgen.runtime.ipc.content import Content, content_of
+from gfgen.runtime.ipc.content import Content, content_of, remove_unfinished, temporary_name
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
 from gfgen.runtime.ipc.output import OutputShape, map_for
 
@@ -232,3 +232,47 @@ def test_frames_of_a_video_are_one_animation_and_pictures_are_not(channel: Chann
     answer = ask_for_output(channel, replace(request, fps=None), frames)
     assert isinstance(answer, WriteDone), answer
     assert [name for name, _, _ in answer.files] == ["a-1.webp", "a-2.webp"]
+
+
+def test_frames_of_a_video_are_numbered_pictures_in_a_folder(channel: Channel, tmp_path: Path) -> None:
+    frames = np.stack([np.full((8, 8, 3), value, np.uint8) for value in (10, 90, 200)])
+    request = request_for(tmp_path / "fox" / "{frame}.png", frames)
+    names = ["0001.png", "0002.png", "0003.png"]
+    for answer in (ask(channel, request, frames), ask(channel, earlier_of(request, names), frames)):
+        assert isinstance(answer, WriteDone), answer
+        assert (Path(answer.path).name, [name for name, _, _ in answer.files]) == ("0001.png", names)
+        assert sorted(os.listdir(tmp_path / "fox")) == names
+    for name, frame in zip(names, frames, strict=True):
+        with Image.open(tmp_path / "fox" / name) as picture:
+            assert np.array_equal(np.asarray(picture), frame)
+    answer = ask_for_output(channel, replace(earlier_of(request, names), fps=None), frames)
+    assert isinstance(answer, WriteDone), answer
+    assert (len(answer.files), answer.made) == (3, (3, 8, 8))
+
+
+def earlier_of(request: WriteRequest, names: list[str]) -> WriteRequest:
+    folder = Path(request.path).parent
+    return replace(request, replaces_numbered={name: content_of(folder / name) for name in names})
+
+
+def test_a_shorter_video_leaves_no_frames_of_a_longer_one_unless_they_changed(
+    channel: Channel, tmp_path: Path
+) -> None:
+    frames, names = np.zeros((4, 8, 8, 3), np.uint8), ["0001.png", "0002.png", "0003.png", "0004.png"]
+    request = request_for(tmp_path / "{frame}.png", frames)
+    assert isinstance(ask(channel, request, frames), WriteDone)
+    shorter = earlier_of(request_for(tmp_path / "{frame}.png", frames[:1]), names)
+    (tmp_path / "0004.png").write_bytes(b"painted over")
+    answer = ask(channel, shorter, frames[:1])
+    assert isinstance(answer, WriteDone), answer
+    assert [name for name, _, _ in answer.files] == ["0001.png"]
+    assert sorted(os.listdir(tmp_path)) == ["0001.png", "0004.png"]
+
+
+def test_unfinished_frames_of_a_dead_writer_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "{frame}.png"
+    for name, pid in (("0003.png", 7), ("0001.png", 77)):
+        temporary_name(tmp_path / name, pid=pid).write_bytes(b"part")
+    (tmp_path / "0002.png").write_bytes(b"whole")
+    remove_unfinished(path, pid=7)
+    assert sorted(os.listdir(tmp_path)) == [".0001.tmp-77.png", "0002.png"]

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any, TextIO
 
 from gfgen import log
@@ -242,7 +243,8 @@ def outcome_line(outcome: JobOutcome) -> str:
         return f"failed {info.job_id}: {outcome.error}"
     if outcome.status == "cancelled":
         return f"cancelled {info.job_id}"
-    file = f"{outcome.files[0][0]} to {outcome.files[-1][0]}" if outcome.files else info.file
+    first, last = outcome.file_names[0], outcome.file_names[-1]
+    file = first if first == last else f"{first} to {PurePath(last).name}"
     line = f"done {info.job_id}: {file} in {in_words(outcome.ended_s - outcome.arrival_s)}"
     if outcome.deadline_s is None:
         return line
@@ -257,7 +259,7 @@ def outcome_fields(outcome: JobOutcome) -> dict[str, Any]:
         "latency_s": round(outcome.ended_s - outcome.arrival_s, 3),
         "met_deadline": outcome.met_deadline,
         "file": outcome.info.file if outcome.status == "done" and not outcome.files else None,
-        "files": [name for name, _, _ in outcome.files] or None,
+        "files": outcome.file_names if outcome.files else None,
         "error": outcome.error,
     }
     return {key: value for key, value in known.items() if value is not None}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gfgen.errors import InputError, JobError, ModelError, Problem, Warned
 from gfgen.graph import Stage, Trajectory
-from gfgen.job.spec import JobSpec, filled, output_name, spec_hash, with_defaults
+from gfgen.job.spec import FRAME, JobSpec, filled, output_name, spec_hash, with_defaults
 from gfgen.layout import Limits
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
@@ -185,6 +185,7 @@ def _admit_one(
     try:
         name = output_name(asked, geometry.output_kind(asked), has_alpha=geometry.has_alpha)
         file = filled(name, model=asked.model, index=asked.place)
+        run = replace(run, format="png") if FRAME in file else run  # a name that ends in .png is no picture
     except JobError as error:
         problems += error.problems
     if problems:

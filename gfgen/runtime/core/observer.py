@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Literal
 
 from gfgen.errors import Warned
@@ -102,6 +103,12 @@ class JobOutcome:
     """Why a policy had steps approximated; None if none did."""
     batch: int = 1
     """The most jobs, this one included, that a step of it was computed with."""
+
+    @property
+    def file_names(self) -> list[str]:
+        """Of all its files, from the output folder; the one it would have if there is none."""
+        file = self.info.file
+        return [str(PurePath(file).with_name(name)) for name, _, _ in self.files] or [file]
 
     @property
     def met_deadline(self) -> bool | None:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError, OutputError
@@ -67,7 +67,7 @@ class ManifestWriter(Observer):
             entry["made_with"] = dict(found)
         self._lines.append(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
         if outcome.written is not None:
-            self._written += _names(outcome)
+            self._written += outcome.file_names
 
     def close(self) -> None:
         self._lines.close()
@@ -82,7 +82,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         "version": SCHEMA_VERSION,
         "id": info.job_id,
         "status": outcome.status,
-        "file": _names(outcome)[0] if outcome.status == "done" else None,
+        "file": outcome.file_names[0] if outcome.status == "done" else None,
         "size_bytes": None if written is None else written.size_bytes,
         "sha256": None if written is None else written.sha256,
         "prompt": spec.prompt,
@@ -127,8 +127,8 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
     entry |= {name: value for name, value in given.items() if value is not None}
     if outcome.files:
         entry["outputs"] = [
-            {"file": _in_folder(outcome, name), "size_bytes": size, "sha256": digest}
-            for name, size, digest in outcome.files
+            {"file": name, "size_bytes": size, "sha256": digest}
+            for name, (_, size, digest) in zip(outcome.file_names, outcome.files, strict=True)
         ]
     return entry
 
@@ -154,15 +154,6 @@ def read_files(path: Path) -> dict[str, ManifestLine]:
     lines = _entries(read_from(path), path, first=1)
     done = [entry for entry in lines if entry.get("status") == "done" and not entry.get(SIMULATED)]
     return {str(each.get("file")): each for entry in done for each in _of_each_file(entry)}
-
-
-def _in_folder(outcome: JobOutcome, name: str) -> str:
-    """The name of one of several files of a job, with the folder that the job's own name has."""
-    return str(PurePath(outcome.info.file).with_name(name))
-
-
-def _names(outcome: JobOutcome) -> list[str]:
-    return [_in_folder(outcome, name) for name, _, _ in outcome.files] or [outcome.info.file]
 
 
 def _of_each_file(entry: ManifestLine) -> list[ManifestLine]:

@@ -20,12 +20,21 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from gfgen.errors import Problem
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
-from gfgen.job.spec import RANDOM_SEED, drawn, filled, input_files, name_key, numbered_name
+from gfgen.job.spec import (
+    FRAME,
+    RANDOM_SEED,
+    drawn,
+    filled,
+    input_files,
+    name_key,
+    numbered_name,
+    of_frames,
+)
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals, first_job_file, headers
@@ -102,21 +111,28 @@ def with_names(
             spec = replace(spec, seed=seeds.get(key) or entry.get("seed") or drawn(spec.seed))
         day = time.strftime("%Y-%m-%d", time.localtime(arrived.get(key, now + spec.arrival_s)))
         known: dict[str, Any] = {**values, "date": day, "seed": spec.seed, "model": spec.model}
-        file, place = filled(info.file, **known), spec.place
+        file, place, is_video = filled(info.file, **known), spec.place, FRAME in info.file
         if entry.get("file") is not None:  # it may have arrived around midnight, or had another place
             kept = str(entry["file"])
             file = re.sub(r"-1(\.\w+)$", r"\1", kept) if "outputs" in entry else kept
-        while place is not None and owners.setdefault(name_key(file), job.job_id) != job.job_id:
+            file = str(PurePath(kept).with_name(PurePath(info.file).name)) if is_video else file
+        while place is not None and owners.setdefault(_first_key(file), job.job_id) != job.job_id:
             place += 1
             file = filled(spec.output or "", **known, index=place)
+            file = of_frames(file) if is_video else file
         return replace(job, info=replace(info, file=file, spec=spec))
 
     return [named(job) if _is_named_there(job) else job for job in jobs]
 
 
+def _first_key(file: str) -> str:
+    """The key of a job's file, or of the first of a video's frames."""
+    return name_key(numbered_name(file, 1) if FRAME in file else file)
+
+
 def _is_named_there(job: AdmittedJob) -> bool:
     asked = job.info.asked
-    return asked.seed == RANDOM_SEED or asked.place is not None or "{" in job.info.file
+    return asked.seed == RANDOM_SEED or asked.place is not None or "{" in job.info.file.replace(FRAME, "")
 
 
 STATUSES = ("new", "done", "changed", "again")
@@ -196,11 +212,12 @@ class Claims:
             return "done", ""
         if entry is None or entry.get(SIMULATED):
             return "new", ""
-        if entry.get("spec_hash") != job.info.spec_hash or entry.get("file") not in (None, job.info.file):
+        name = numbered_name(job.info.file, 1) if "outputs" in entry else job.info.file
+        if entry.get("spec_hash") != job.info.spec_hash or entry.get("file") not in (None, name):
             return "changed", ""
         if entry.get("status") != "done":
             return "again", "it failed" if entry.get("status") == "failed" else "it was cancelled"
-        if not (self.output_dir / job.info.file).exists():
+        if not all((self.output_dir / str(each["file"])).exists() for each in entry.get("outputs", [entry])):
             return "again", "its file is gone"
         return "again", "--force" if self.force else "its file has changed"
 
@@ -251,8 +268,12 @@ def claim_files(
         if isinstance(found, str):
             problems.append(Problem(job.spec.line, None, str(path), found))
             continue
-        if job.trajectory.frames_shape is None:
-            job = replace(job, replaces_numbered=_numbered(path, job, files(), **options))
+        if job.trajectory.frames_shape is None or FRAME in path.name:
+            numbered = _numbered(path, job, files(), in_use=in_use, **options)
+            if isinstance(numbered, Problem):
+                problems.append(numbered)
+                continue
+            job = replace(job, replaces_numbered=numbered)
         claimed.append(replace(job, replaces=found))
     return claimed, problems
 
@@ -280,18 +301,34 @@ def _clash(job: AdmittedJob, owners: Mapping[str, str], output_dir: Path) -> str
 
 
 def _numbered(
-    path: Path, job: AdmittedJob, files: Mapping[str, ManifestLine], *, output_dir: Path, overwrite: bool
-) -> dict[str, Content]:
-    """The existing files of an earlier run of this job with several pictures that it may replace."""
-    found: dict[str, Content] = {}
+    path: Path,
+    job: AdmittedJob,
+    files: Mapping[str, ManifestLine],
+    *,
+    in_use: Mapping[tuple[int, int], str],
+    output_dir: Path,
+    overwrite: bool,
+) -> dict[str, Content] | Problem:
+    """The existing files of an earlier run of this job with several pictures that it may replace.
+
+    The names of a video's frames are known before the run, so one that is taken is a problem.
+    """
+    is_video, found = FRAME in path.name, dict[str, Content]()
     for number in itertools.count(1):
         each = path.with_name(numbered_name(path.name, number))
         if not os.path.lexists(each):
+            if is_video and number < (job.spec.frames or 1):
+                continue
             break
         content = _replaceable(each, job, files, output_dir=output_dir, overwrite=overwrite)
-        line = files.get(str(each.relative_to(output_dir)), {})
-        if isinstance(content, Content) and line.get("id") == job.job_id:
+        line = files.get(str(each.relative_to(output_dir))) or read_mark(each) or {}
+        is_own, used = line.get("id") == job.job_id, _use_of(each, in_use) if is_video else None
+        if isinstance(content, Content) and used is None and (is_own or (is_video and overwrite)):
             found[each.name] = content
+        elif is_video:
+            taken = f"is there already: job {line.get('id')} made it; {_WHAT_TO_DO}"
+            reason = used or (content if isinstance(content, str) else taken)
+            return Problem(job.spec.line, None, str(each), reason)
     return found
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from gfgen.errors import OutputError
-from gfgen.job.spec import numbered_name
+from gfgen.job.spec import FRAME, numbered_name
 from gfgen.runtime.files.outputs import Frames, Sound, write_output
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.content import ANIMATED_SUFFIXES, IMAGE_SUFFIXES, Content
+from gfgen.runtime.ipc.content import ANIMATED_SUFFIXES, IMAGE_SUFFIXES, Content, remove_replaced
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
 from gfgen.runtime.ipc.output import shape_in
 from gfgen.system.signals import leave_to_the_run
@@ -58,10 +58,10 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
         if frames_fd is None:
             raise OutputError("the request came without its frames")
         files = _write(request, frames_fd)
-        made = None
+        made, is_video = None, FRAME in request.path
         if request.shape is None:
             num_frames, height, width, _ = shape_in(frames_fd).pictures
-            made = num_frames // len(files), height, width
+            made = num_frames if is_video else num_frames // len(files), height, width
     except OutputError as error:
         is_full = getattr(error.__cause__, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         return WriteFailed(request.job_id, reason=str(error), is_full=is_full)
@@ -79,31 +79,39 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
         write_s=time.monotonic() - began,
         sha256=content.sha256,
         files=tuple((path.name, content.size_bytes, content.sha256) for path, content in files)
-        if len(files) > 1
+        if len(files) > 1 or is_video
         else (),
         made=made,
     )
 
 
 def _write(request: WriteRequest, frames_fd: int) -> list[tuple[Path, Content]]:
-    """Write all files of a job: a picture has one for each frame."""
+    """Write all files of a job."""
     path, sound = Path(request.path), None
     if request.shape is None:
         frames, sound = map_output(frames_fd)
     else:
         frames = map_frames(frames_fd, request.shape)
     write = partial(write_output, fps=request.fps, metadata=request.metadata, made_for=request.made_for)
-    suffix = path.suffix.lower()
-    is_animation = suffix in ANIMATED_SUFFIXES and request.fps is not None
-    if len(frames) == 1 or is_animation or suffix not in IMAGE_SUFFIXES:
+    parts = frames_by_file(frames, path, fps=request.fps)
+    if len(parts) == 1 and path in parts:
         return [(path, write(frames, path, replaces=request.replaces, sound=sound))]
     files = []
-    for idx in range(len(frames)):
-        each = path.with_name(numbered_name(path.name, idx + 1))
+    for number, (each, one) in enumerate(parts.items(), start=1):
         replaces = request.replaces_numbered.get(each.name)
-        one = frames[idx : idx + 1]
-        files.append((each, write(one, each, replaces=replaces, place=(idx + 1, len(frames)))))
+        files.append((each, write(one, each, replaces=replaces, place=(number, len(parts)))))
+    remove_replaced(path, {file.name for file, _ in files}, request.replaces_numbered)
     return files
+
+
+def frames_by_file(frames: Frames, path: Path, *, fps: float | None) -> dict[Path, Frames]:
+    """The frames of each file of a job: pictures have one file for each, and so has a video of pictures."""
+    suffix = path.suffix.lower()
+    is_whole = (suffix in ANIMATED_SUFFIXES and fps is not None) or suffix not in IMAGE_SUFFIXES
+    if FRAME not in path.name and (is_whole or len(frames) == 1):
+        return {path: frames}
+    names = (numbered_name(path.name, idx + 1) for idx in range(len(frames)))
+    return {path.with_name(name): frames[idx : idx + 1] for idx, name in enumerate(names)}
 
 
 def map_output(fd: int) -> tuple[Frames, Sound | None]:

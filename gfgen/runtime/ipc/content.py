@@ -18,13 +18,13 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gfgen.errors import OutputError
-from gfgen.job.spec import VIDEO_SUFFIXES
+from gfgen.job.spec import FRAME, VIDEO_SUFFIXES
 
 MARK = "user.gfgen"
 _NO_BLOCK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -166,9 +166,17 @@ def temporary_name(path: Path, *, pid: int | None = None) -> Path:
 
 
 def remove_unfinished(path: Path, *, pid: int) -> None:
-    """Delete the partial file of a dead writer."""
+    """Delete the partial file of a dead writer, also one of several of a job."""
     with contextlib.suppress(OSError):
-        temporary_name(path, pid=pid).unlink()
+        for each in path.parent.glob(f".*.tmp-{pid}{path.suffix}"):
+            each.unlink()
+
+
+def remove_replaced(path: Path, written: Collection[str], replaces: Mapping[str, Content]) -> None:
+    """Delete the last frames of a longer video that `written` replaces, unless they have changed."""
+    for name in replaces.keys() - set(written) if FRAME in path.name else ():
+        if is_unchanged(path.with_name(name), replaces[name]):
+            path.with_name(name).unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> int:
