@@ -282,7 +282,7 @@ def test_options_of_the_other_commands():
             *JOBS,
         ]
     )
-    assert options_of(subcommand("report")) == ["--html", "--json", "--output", "-o"]
+    assert options_of(subcommand("report")) == ["--html", "--json", "--output", "--sheet", "-o"]
     assert options_of(subcommand("config")) == ["--json"]
     assert options_of(subcommand("status")) == options_of(subcommand("top")) == ["--api-key", "--json"]
     assert options_of(subcommand("cancel")) == ["--api-key", "--json", "--target"]

@@ -16,10 +16,11 @@ from urllib.parse import quote
 import click
 
 from gfgen.cli.options import NamedPath, configure_log
-from gfgen.cli.shown.picture import find_traces, plot_runs
+from gfgen.cli.shown.picture import MAX_ON_SHEET, cell_side, draw_sheet, find_traces, plot_runs
 from gfgen.cli.shown.plot_timeline import plot_timeline
 from gfgen.errors import InputError
-from gfgen.job.images import ImageError, thumbnail
+from gfgen.job.images import ImageError, as_rgb, small_picture, thumbnail
+from gfgen.job.spec import numbered_name
 from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids
 from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestLine, ended_at, read_manifest
 from gfgen.system.wording import counted, first_of, in_words, size_in_words
@@ -65,18 +66,24 @@ def plot(*, traces: tuple[Path, ...], output: Path | None, title: str | None) ->
 @click.option("--html", "as_html", is_flag=True, help="Write a page with a gallery to DIR/report.html.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("--output", "-o", type=NamedPath(dir_okay=False), help="Another file for the page.")
-def report(*, folder: Path, as_html: bool, as_json: bool, output: Path | None) -> None:
+@click.option("--sheet", type=NamedPath(dir_okay=False), help="Draw all pictures, labelled, into this .png.")
+def report(*, folder: Path, as_html: bool, as_json: bool, output: Path | None, sheet: Path | None) -> None:
     """Report on the output folder DIR of runs: what was made, when, how long it took, and what failed.
 
     The page of --html is one file: it has thumbnails, prompts, seeds, times and failures, and links to the
-    files.
+    files. A --sheet has each picture, and the first frame of each video, with its prompt and id; more than
+    500 become several sheets.
     """
     configure_log("warning")
     found = FolderReport.read(folder)
+    sheets = {} if sheet is None else _sheets(found, sheet)
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=1))
     else:
         click.echo("\n".join(found.lines()))
+    for path, shown in sheets.items():
+        _write_sheet(path, shown)
+        click.echo(f"the sheet is {path}", err=as_json)
     if not as_html and output is None:
         return
     target = output or folder / "report.html"
@@ -132,6 +139,18 @@ class JobReport:
         facts += [f"{self.num_frames} frames"] if self.num_frames > 1 else []
         steps, seed, model = (self.line.get(name) for name in ("steps", "seed", "model"))
         return ", ".join([*facts, f"{steps} steps", f"seed {seed}", str(model)])
+
+    @property
+    def files(self) -> list[str]:
+        return [each["file"] for each in self.line.get("outputs") or [self.line] if each.get("file")]
+
+    def pictures(self, folder: Path) -> Iterator[tuple[Path, str, str]]:
+        """Each picture that is there, with prompt and name; of a video the file, or its first frame."""
+        files = self.files[:1] if self.num_frames > 1 else self.files
+        for number, file in enumerate(files, start=1):
+            if (folder / file).is_file():
+                name = self.job_id if len(files) == 1 else f"{self.job_id}, {number}"
+                yield folder / file, str(self.line.get("prompt") or ""), name
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +270,34 @@ def _file_of(job: JobReport, folder: Path, page_folder: Path, number: int) -> Ma
         "url": quote(str(url.relative_to(page_folder) if url.is_relative_to(page_folder) else url)),
         "thumbnail": _thumbnail(path) if number < MAX_THUMBNAILS else None,
     }
+
+
+def _sheets(found: FolderReport, sheet: Path) -> Mapping[Path, Sequence[tuple[Path, str, str]]]:
+    """The pictures of each sheet; with more than one, their names have numbers. Raises: InputError."""
+    shown = [each for job in found.jobs for each in job.pictures(found.folder)]
+    parts = [shown[start : start + MAX_ON_SHEET] for start in range(0, len(shown) or 1, MAX_ON_SHEET)]
+    names = [sheet.name] if len(parts) == 1 else [numbered_name(sheet.name, 1 + i) for i in range(len(parts))]
+    sheets = {sheet.with_name(name): part for name, part in zip(names, parts, strict=True)}
+    outputs = {(found.folder / file).resolve(): job.job_id for job in found.jobs for file in job.files}
+    if taken := next((path for path in sheets if path.resolve() in outputs), None):
+        raise InputError(f"{taken}: is a file of job {outputs[taken.resolve()]}; name another --sheet")
+    return sheets
+
+
+def _write_sheet(target: Path, shown: Sequence[tuple[Path, str, str]]) -> None:
+    cells = []
+    for path, prompt, name in shown:
+        try:
+            cells.append((as_rgb(small_picture(path, cell_side(len(shown)))), prompt, name))
+        except (OSError, ValueError, ImageError) as error:
+            logger.warning("%s is not on the sheet: %s", path, error)
+    if not cells:
+        raise InputError(f"{target}: none of the jobs has a picture or video that can be shown")
+    try:
+        draw_sheet(cells).save(target)
+    except (OSError, ValueError) as error:  # another suffix is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{target}: cannot be written ({reason}); name another --sheet") from None
 
 
 def _thumbnail(path: Path) -> str | None:

@@ -99,14 +99,19 @@ def _read_by_ffmpeg(path: Path, *output: str) -> subprocess.CompletedProcess[byt
 
 def thumbnail(path: Path, side: int) -> bytes:
     """A small WEBP of a picture, or of a video's first frame. Raises: ImageError; OSError."""
+    content = io.BytesIO()
+    small_picture(path, side).save(content, format="WEBP", quality=80)
+    return content.getvalue()
+
+
+def small_picture(path: Path, side: int) -> Image.Image:
+    """A picture, or a video's first frame, that fits into a square. Raises: ImageError; OSError."""
     from PIL import Image
 
     with Image.open(io.BytesIO(first_frame(path)) if is_video(path) else path) as picture:
         small = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     small.thumbnail((side, side))
-    content = io.BytesIO()
-    small.save(content, format="WEBP", quality=80)
-    return content.getvalue()
+    return small
 
 
 def check_content(content: bytes) -> str:

@@ -33,16 +33,8 @@ MAX_NUMBERED = 1_000
 
 FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "image": {"png": (".png",), "jpeg": (".jpg", ".jpeg"), "webp": (".webp",), "avif": (".avif",)},
-    "video": {
-        "mp4": (".mp4",),
-        "h265": (".mp4",),
-        "webm": (".webm",),
-        "av1": (".mp4", ".webm"),
-        "prores": (".mov",),
-        "png": (".png",),
-        "webp": (".webp",),
-        "gif": (".gif",),
-    },
+    "video": {"mp4": (".mp4",), "h265": (".mp4",), "webm": (".webm",), "av1": (".mp4", ".webm")}
+    | {"prores": (".mov",), "png": (".png",), "webp": (".webp",), "gif": (".gif",)},
 }
 """File name endings by format, the usual one first. An ending alone means the first format that has it. mp4
 has H.264, webm VP9, and png of a video is a numbered picture for each frame (`of_frames`)."""
@@ -52,13 +44,7 @@ FORMAT_NAMES = list(dict.fromkeys([*FORMATS["image"], *FORMATS["video"]]))
 ENDINGS = tuple(
     dict.fromkeys(end for formats in FORMATS.values() for ends in formats.values() for end in ends)
 )
-ENCODERS: Mapping[str, tuple[str, ...]] = {
-    "h265": ("libx265",),
-    "av1": ("libsvtav1",),
-    "webm": ("libvpx-vp9", "libopus"),
-    "prores": ("prores_ks",),
-}
-"""What ffmpeg needs for a format, with that of its sound."""
+ENCODERS = {"h265": "libx265", "av1": "libsvtav1", "webm": "libvpx-vp9 libopus", "prores": "prores_ks"}
 WITHOUT_QUALITY = ("png", "gif", "prores")
 
 PLACEHOLDERS = ("id", "index", "seed", "tag", "prompt", "model", "date", "time")
@@ -345,7 +331,7 @@ def lack_of(name: str) -> str | None:
             )
         except (ImportError, RuntimeError, OSError, subprocess.TimeoutExpired):
             return "there is no ffmpeg; pip install imageio-ffmpeg"
-        missing = [each for each in ENCODERS[name] if f" {each} ".encode() not in found.stdout]
+        missing = [each for each in ENCODERS[name].split() if f" {each} ".encode() not in found.stdout]
         return f"this ffmpeg has no encoder {missing[0]}" if missing else None
     return None
 

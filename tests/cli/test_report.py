@@ -9,10 +9,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from gfgen.cli.main import main
+from gfgen.cli.shown.picture import _label, _sheet_font, cell_side, draw_sheet
+from gfgen.runtime.files.outputs import write_output
 
 SHAPE = {"width": 64, "height": 64, "frames": 1, "fps": None}
 ENDED = "2026-11-23T14:00:10Z"
@@ -202,3 +205,89 @@ def test_a_folder_without_jobs_is_refused(capsys, tmp_path: Path, content):
     code, _, err = gfgen(capsys, "report", str(tmp_path))
     assert code == 2
     assert "name the output folder of a run" in err
+
+
+# Sheets -----------------------------------------------------------------------------------------
+
+
+def put(folder: Path, *lines: dict[str, Any]) -> None:
+    (folder / "manifest.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+
+def colours(path: Path) -> set[Any]:
+    """Of the areas of a sheet, without its black labels."""
+    with Image.open(path) as sheet:
+        found = sheet.convert("RGB").getcolors(1 << 24) or []
+    return {colour for count, colour in found if count > 500}
+
+
+def test_a_sheet_has_each_picture_and_the_first_frame_of_each_video(capsys, folder):
+    frames = np.zeros((2, 64, 64, 3), np.uint8)
+    frames[0, ..., 2] = 250
+    write_output(frames, folder / "sea.webm", fps=8, metadata={})
+    (folder / "walk").mkdir()
+    for name, colour in (("a-1", "lime"), ("a-2", "gray"), ("walk/0001", "fuchsia"), ("walk/0002", "navy")):
+        Image.new("RGB", (64, 64), colour).save(folder / f"{name}.png")
+    several, walk = ([{"file": f"{stem}{n}.png"} for n in (1, 2)] for stem in ("a-", "walk/000"))
+    moving = SHAPE | {"frames": 2}
+    put(
+        folder,
+        line("fox"),
+        line("gone"),
+        line("owl", status="failed", file=None),
+        line("a", file="a-1.png", outputs=several),
+        line("walk", file="walk/0001.png", outputs=walk, shape=moving),
+        line("sea", file="sea.webm", shape=moving),
+    )
+    code, out, err = gfgen(capsys, "report", "out", "--sheet", "sheet.png")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "the sheet is sheet.png"
+    shown = colours(Path("sheet.png"))
+    assert {(255, 0, 0), (0, 255, 0), (128, 128, 128), (255, 0, 255), (255, 255, 255)} < shown
+    (sea,) = shown - {(255, 0, 0), (0, 255, 0), (128, 128, 128), (255, 0, 255), (255, 255, 255)}
+    assert sea[2] > 200
+
+
+def test_labels_are_prompts_that_the_font_has_and_the_ends_of_ids():
+    font = _sheet_font()
+    assert _label("a fox", "fox-1", font, 160) == ["a fox", "fox-1"]
+    assert _label("\u96ea \U0001f98a", "fox-1", font, 160) == ["fox-1"]
+    assert _label("F\u00fcchse", "x", font, 160)[0] in ("F\u00fcchse", "Fuchse")
+    *lines, name = _label("a red fox " * 20, "a-red-fox-" * 5 + "0042", font, 160)
+    assert (len(lines), lines[-1][-3:], name[:3], name[-5:]) == (2, "...", "...", "-0042")
+    assert all(font.getlength(each) <= 160 for each in (*lines, name, *_label("W" * 99, "W" * 99, font, 160)))
+
+
+@pytest.mark.parametrize(
+    ("number", "columns", "side"), [(1, 1, 512), (2, 2, 512), (64, 8, 504), (100, 10, 401), (500, 23, 170)]
+)
+def test_sheets_of_1_to_500_pictures_have_a_sensible_size(number, columns, side):
+    assert cell_side(number) == side
+    sheet = draw_sheet([(Image.new("RGB", (16, 9)), "a fox", "fox")] * number)
+    assert sheet.width == columns * (side + 8) + 8
+
+
+def test_more_pictures_than_fit_become_several_sheets(capsys, folder, monkeypatch):
+    monkeypatch.setattr("gfgen.cli.report.MAX_ON_SHEET", 2)
+    put(folder, *(line(f"fox-{number}", file="fox.png") for number in range(3)))
+    _, out, _ = gfgen(capsys, "report", "out", "--sheet", "sheet.jpg")
+    assert out.splitlines()[-2:] == ["the sheet is sheet-1.jpg", "the sheet is sheet-2.jpg"]
+    assert colours(Path("sheet-1.jpg"))
+    with Image.open("sheet-1.jpg") as first, Image.open("sheet-2.jpg") as second:
+        assert second.width < first.width
+
+
+def test_a_sheet_that_cannot_be_is_refused_in_one_line(capsys, folder):
+    for name, message in {
+        "sheet.doc": "sheet.doc: cannot be written (unknown file extension: .doc); name another --sheet",
+        "out/fox.png": "out/fox.png: is a file of job fox; name another --sheet",
+        "none/sheet.png": "none/sheet.png: cannot be written (No such file or directory)",
+    }.items():
+        code, _, err = gfgen(capsys, "report", "out", "--sheet", name)
+        assert (code, message in err, err.count("\n")) == (2, True, 1), err
+    with Image.open("out/fox.png") as kept:
+        assert kept.size == (64, 64)
+    (folder / "fox.png").write_bytes(b"no picture")
+    (folder / "fox.png").unlink()
+    _, _, err = gfgen(capsys, "report", "out", "--sheet", "sheet.png")
+    assert "sheet.png: none of the jobs has a picture or video that can be shown" in err

@@ -1,7 +1,11 @@
-"""Pictures: formats, fonts, colours of jobs. One compares runs by deadlines met, latencies and throughput."""
+"""Pictures: formats, fonts, colours of jobs; a comparison of runs, and sheets of pictures with labels."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import textwrap
+import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +20,10 @@ from gfgen.system.wording import counted, in_words
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from PIL import Image
+    from PIL.ImageFont import FreeTypeFont, ImageFont
+
+    SheetFont = FreeTypeFont | ImageFont
 
 SUFFIXES = (".png", ".svg", ".pdf")
 GREY = "#777777"
@@ -230,3 +238,61 @@ def _title(timelines: Sequence[Timeline]) -> str:
     simulated = [timeline.is_simulated for timeline in timelines]
     note = ", simulated" if all(simulated) else ", partly simulated" if any(simulated) else ""
     return jobs + on + note
+
+
+# Sheets of pictures with labels ------------------------------------------------------------------
+
+MAX_ON_SHEET = 500
+SHEET_WIDTH, GAP = 4096, 8
+SMALLEST_SIDE, LARGEST_SIDE = 160, 512
+FONT_SIZE, LINE_HEIGHT, MAX_LINES = 12, 15, 3
+CHAR_WIDTH = 6.6
+SHEET_FONT = "DejaVuSans.ttf"
+"""If it is installed; Pillow's own font has ASCII alone."""
+
+
+def cell_side(number: int) -> int:
+    """The longest side, in pixels, of each of so many pictures on a sheet."""
+    return min(LARGEST_SIDE, max(SMALLEST_SIDE, SHEET_WIDTH // math.ceil(math.sqrt(number)) - GAP))
+
+
+def draw_sheet(cells: Sequence[tuple[Image.Image, str, str]]) -> Image.Image:
+    """Pictures of at most `cell_side` in rows, each with the beginning of a text and with a name below."""
+    from PIL import Image, ImageDraw
+
+    font, columns, side = _sheet_font(), math.ceil(math.sqrt(len(cells))), cell_side(len(cells))
+    rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
+    heights = [max(picture.height for picture, _, _ in row) + LINE_HEIGHT * MAX_LINES + GAP for row in rows]
+    sheet = Image.new("RGB", (columns * (side + GAP) + GAP, sum(heights) + GAP), "white")
+    pen, top = ImageDraw.Draw(sheet), GAP
+    for row, height in zip(rows, heights, strict=True):
+        low = top + height - LINE_HEIGHT * MAX_LINES - GAP
+        for idx, (picture, text, name) in enumerate(row):
+            left = GAP + idx * (side + GAP)
+            sheet.paste(picture, (left, low - picture.height))
+            for line_idx, line in enumerate(_label(text, name, font, side)):
+                pen.text((left, low + LINE_HEIGHT * line_idx), line, fill="black", font=font)
+        top += height
+    return sheet
+
+
+def _sheet_font() -> SheetFont:
+    from PIL import ImageFont
+
+    try:
+        return ImageFont.truetype(SHEET_FONT, FONT_SIZE)
+    except OSError:
+        return ImageFont.load_default(FONT_SIZE)
+
+
+def _label(text: str, name: str, font: SheetFont, side: int) -> list[str]:
+    """Lines that fit below a picture. Of the text those characters that the font has, of the name its end."""
+    missing = bytes(font.getmask("\U0010ffff"))
+    shown = {char for char in set(text) if char.isspace() or bytes(font.getmask(char)) != missing}
+    parts = (char if char in shown else unicodedata.normalize("NFKD", char)[:1] for char in text)
+    text = "".join(char for char in parts if char in shown or char.isascii())
+    lines = textwrap.wrap(text, int(side / CHAR_WIDTH), max_lines=MAX_LINES - 1, placeholder=" ...")
+    while any(font.getlength(line) > side for line in lines):
+        lines = [line[:-1] if font.getlength(line) > side else line for line in lines]
+    ends = (f"...{name[cut:]}" if cut else name for cut in itertools.count())
+    return [*lines, next(end for end in ends if font.getlength(end) <= side)]

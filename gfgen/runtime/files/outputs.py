@@ -134,9 +134,7 @@ def _check(frames: Frames, path: Path, fps: float | None) -> None:
     if suffix in VIDEO_SUFFIXES and fps is None:
         raise OutputError(f"{path}: a video needs fps, got none")
     if suffix in STILL_SUFFIXES and len(frames) > 1:
-        raise OutputError(
-            f"{path}: {len(frames)} frames do not fit an image; name it {' or '.join(VIDEO_SUFFIXES)}"
-        )
+        raise OutputError(f"{path}: {len(frames)} frames do not fit an image; name it .mp4 or .webm")
     if suffix not in IMAGE_SUFFIXES + VIDEO_SUFFIXES:
         accepted = ", ".join(IMAGE_SUFFIXES + VIDEO_SUFFIXES)
         raise OutputError(f"{path}: cannot write '{path.suffix}' files; name it {accepted}")

@@ -20,21 +20,12 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from gfgen.errors import Problem
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
-from gfgen.job.spec import (
-    FRAME,
-    RANDOM_SEED,
-    drawn,
-    filled,
-    input_files,
-    name_key,
-    numbered_name,
-    of_frames,
-)
+from gfgen.job.spec import FRAME, RANDOM_SEED, drawn, filled, input_files, name_key, numbered_name, of_frames
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals, first_job_file, headers
@@ -102,7 +93,7 @@ def with_names(
         seeds[key] = each.get("seed")
     began_at = next((each["named_at"] for each in headers(journal) if "named_at" in each), now)
     values = {"time": time.strftime("%H-%M-%S", time.localtime(began_at))}
-    owners = {name_key(str(entry["file"])): each for each, entry in entries.items() if entry.get("file")}
+    owners = {name_key(_unnumbered(entry)): each for each, entry in entries.items() if entry.get("file")}
 
     def named(job: AdmittedJob) -> AdmittedJob:
         info, spec, entry = job.info, job.info.spec, entries.get(job.job_id, {})
@@ -111,23 +102,24 @@ def with_names(
             spec = replace(spec, seed=seeds.get(key) or entry.get("seed") or drawn(spec.seed))
         day = time.strftime("%Y-%m-%d", time.localtime(arrived.get(key, now + spec.arrival_s)))
         known: dict[str, Any] = {**values, "date": day, "seed": spec.seed, "model": spec.model}
-        file, place, is_video = filled(info.file, **known), spec.place, FRAME in info.file
+        file, place = filled(info.file, **known), spec.place
         if entry.get("file") is not None:  # it may have arrived around midnight, or had another place
-            kept = str(entry["file"])
-            file = re.sub(r"-1(\.\w+)$", r"\1", kept) if "outputs" in entry else kept
-            file = str(PurePath(kept).with_name(PurePath(info.file).name)) if is_video else file
-        while place is not None and owners.setdefault(_first_key(file), job.job_id) != job.job_id:
+            file = _unnumbered(entry)
+        while place is not None and owners.setdefault(name_key(file), job.job_id) != job.job_id:
             place += 1
-            file = filled(spec.output or "", **known, index=place)
-            file = of_frames(file) if is_video else file
+            output = spec.output or ""
+            file = filled(of_frames(output) if FRAME in file else output, **known, index=place)
         return replace(job, info=replace(info, file=file, spec=spec))
 
     return [named(job) if _is_named_there(job) else job for job in jobs]
 
 
-def _first_key(file: str) -> str:
-    """The key of a job's file, or of the first of a video's frames."""
-    return name_key(numbered_name(file, 1) if FRAME in file else file)
+def _unnumbered(entry: ManifestLine) -> str:
+    """The name of a finished job's file; of several files the one that they have numbers of."""
+    first = str(entry["file"])
+    if "outputs" not in entry:
+        return first
+    return re.sub(r"(?<=/)0001(?=\.\w+$)", FRAME, re.sub(r"-1(\.\w+)$", r"\1", first))
 
 
 def _is_named_there(job: AdmittedJob) -> bool:
@@ -212,8 +204,8 @@ class Claims:
             return "done", ""
         if entry is None or entry.get(SIMULATED):
             return "new", ""
-        name = numbered_name(job.info.file, 1) if "outputs" in entry else job.info.file
-        if entry.get("spec_hash") != job.info.spec_hash or entry.get("file") not in (None, name):
+        has_name = entry.get("file") is None or _unnumbered(entry) == job.info.file
+        if entry.get("spec_hash") != job.info.spec_hash or not has_name:
             return "changed", ""
         if entry.get("status") != "done":
             return "again", "it failed" if entry.get("status") == "failed" else "it was cancelled"
