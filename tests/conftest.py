@@ -13,6 +13,7 @@ import pytest
 
 from gfgen.models.families.registry import TINY_NAMES, make_tiny_models, resolve_checkpoint, tiny_dir
 from gfgen.runtime.control.state import State
+from gfgen.system.signals import FOR_THE_RUN
 
 MAX_CHECKED_JOBS = 100
 """A check looks at every job, so the few tests with thousands of jobs go without."""
@@ -25,6 +26,16 @@ def pytest_configure() -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             is_interrupt = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_they_were() -> Iterator[None]:
+    """A command that ends in a test may leave signals ignored, and what later tests start would, too."""
+    before = {number: signal.getsignal(number) for number in FOR_THE_RUN}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

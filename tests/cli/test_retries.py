@@ -42,7 +42,9 @@ class Session:
 
 
 def options(tmp_path: Any, retries: int) -> Any:
-    return SimpleNamespace(retries=retries, trace=tmp_path / "trace.json", closes_at=None)
+    return SimpleNamespace(
+        retries=retries, trace=tmp_path / "trace.json", closes_at=None, output_dir=tmp_path
+    )
 
 
 @pytest.mark.parametrize(
