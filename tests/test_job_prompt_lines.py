@@ -27,6 +27,7 @@ def job(line: str, **options: Any) -> dict[str, Any]:
              "width": 64, "height": 32},
         ),
         ('--sampler_name "Euler a" --prompt fox', {"scheduler": "Euler a", "prompt": "fox"}),
+        ("--prompt a red fox --sampler_name Euler a", {"scheduler": "Euler a", "prompt": "a red fox"}),
         ("--prompt fox --seed -1 --sd_model m", {"prompt": "fox", "seed": -1, "model": "m"}),
         ("--prompt fox --batch_size 2 --n_iter 3", {"prompt": "fox", "num_images": 6}),
         (
@@ -48,7 +49,7 @@ def test_a_line_gives_the_job_that_it_means(line: str, fields: dict[str, Any]) -
 
 
 def test_loras_are_files_of_the_folder() -> None:
-    found = job("a <lora:ink:0.8> fox <lora:old.safetensors> --s 4", loras=Path("/loras"))
+    found = job("a <lora:ink:0.8> fox --s 4 <lora:old.safetensors>", loras=Path("/loras"))
     assert found == {
         "prompt": "a fox",
         "steps": 4,
@@ -64,6 +65,7 @@ def test_loras_are_files_of_the_folder() -> None:
     [
         ("a fox --s 4 --x 1", "--x = 1: is none of the options of kohya; --n, --w, --h, --d, --s, --l are"),
         ("--prompt fox --step 4", "--step = 4: is none of the options of A1111; did you mean --steps?"),
+        ("a fox --s 4 --s 5", "--s = 5: is there twice"),
         ('--prompt "a fox', "its quotes are not closed"),
     ],
 )  # fmt: skip

@@ -39,10 +39,15 @@ def test_a_recipe_sets_what_the_job_leaves_open() -> None:
 
 
 def test_fields_of_the_job_count_above_its_recipe() -> None:
-    spec = resolved("wan2.2-t2v-a14b", recipe=MINE, steps=6, guidance_scale=3, scheduler="euler")
-    assert (spec.steps, spec.sigmas, spec.guidance_scale) == (6, None, 3)
+    spec = resolved("wan2.2-t2v-a14b", recipe=MINE, steps=2, guidance_scale=3, scheduler="euler")
+    assert (spec.steps, spec.sigmas, spec.guidance_scale) == (2, [1.0, 0.5], 3)
     assert spec.scheduler == {"class": "FlowMatchEulerDiscreteScheduler"}
     assert resolved("wan2.2-t2v-a14b", recipe=MINE, sigmas=[0.9, 0.4, 0.1]).steps == 3
+
+
+def test_steps_beside_the_noise_levels_of_a_recipe_are_a_problem() -> None:
+    with pytest.raises(JobError, match="steps = 6: the recipe has noise levels for 2 steps"):
+        resolved("wan2.2-t2v-a14b", recipe=MINE, steps=6)
 
 
 @pytest.mark.parametrize(

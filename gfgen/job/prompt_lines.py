@@ -54,6 +54,10 @@ class PromptLines:
         """The fields of a line. Raises: JobError for an option that is not known, or has no value."""
         if self.is_plain:
             return {"prompt": line}
+        loras = [] if self.loras is None else _LORA.findall(line)
+        if loras:
+            self.recognised[LORAS] += 1
+            line = " ".join(_LORA.sub("", line).split())
         names = _OPTION.findall(line)
         found: dict[str, Any] = {"prompt": line}
         if line.startswith("--") and "prompt" in names:
@@ -62,9 +66,7 @@ class PromptLines:
             prompt, *rest = _OPTION.split(line)
             options = zip(rest[::2], map(str.strip, rest[1::2]), strict=True)
             found = {"prompt": prompt.strip(), **dict(self._options(KOHYA, OF_KOHYA, options))}
-        if self.loras is not None and (loras := _LORA.findall(str(found["prompt"]))):
-            self.recognised[LORAS] += 1
-            found["prompt"] = " ".join(_LORA.sub("", found["prompt"]).split())
+        if self.loras is not None and loras:
             files = [(f"{name.removesuffix(SUFFIX)}{SUFFIX}", scale or "1") for name, scale in loras]
             found["lora"] = [
                 {"path": str(self.loras / file), "scale": number_of(scale)} for file, scale in files
@@ -75,13 +77,16 @@ class PromptLines:
         self, kind: str, known: Mapping[str, str], options: Iterator[tuple[str, str]]
     ) -> Iterator[tuple[str, Any]]:
         self.recognised[kind] += 1
-        num_images = 1
+        num_images, given = 1, set[str]()
         for name, text in options:
             if name not in known:
                 near = nearest(name, known)
                 accepted = f"did you mean --{near}?" if near else f"--{', --'.join(known)} are accepted"
                 accepted = f"is none of the {kind}; {accepted}; with --plain, lines are taken as they are"
                 raise JobError(Problem.of(f"--{name}", text or None, accepted))
+            if name in given:
+                raise JobError(Problem.of(f"--{name}", text or None, "is there twice"))
+            given.add(name)
             field_name, value = known[name], text if known[name] in _TEXTS else number_of(text)
             if field_name == "num_images" and isinstance(value, int):
                 value = num_images = num_images * value
@@ -89,12 +94,14 @@ class PromptLines:
 
 
 def _words(line: str) -> Iterator[tuple[str, str]]:
-    """The options of a line and their values, in quotes if they have spaces."""
+    """The options of a line and their values: all words up to the next option, in quotes or not."""
     try:
         words = shlex.split(line)
     except ValueError as error:
         raise JobError(Problem.of(None, line, f"its quotes are not closed ({error})")) from None
     while words:
         name = words.pop(0)
-        value = words.pop(0) if words and not words[0].startswith("--") else ""
-        yield name.removeprefix("--"), value
+        value = []
+        while words and not words[0].startswith("--"):
+            value.append(words.pop(0))
+        yield name.removeprefix("--"), " ".join(value)

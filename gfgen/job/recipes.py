@@ -45,8 +45,9 @@ def with_recipe(spec: JobSpec, *, family: str) -> JobSpec:
         raise JobError(Problem.of("recipe", None, f"has no values for {family}, but for {known}"))
     if fields.pop("lora", False) and not spec.lora:
         raise JobError(Problem.of("recipe", None, "is for a LoRA; name its file in the field lora"))
-    if spec.steps is not None and spec.steps != len(fields.get("sigmas", ())):
-        fields.pop("sigmas", None)
-    elif "sigmas" in fields:
-        fields["steps"] = len(fields["sigmas"])
+    if "sigmas" in fields and spec.sigmas is None:
+        fields["steps"] = num_steps = len(fields["sigmas"])
+        if spec.steps not in (None, num_steps):
+            accepted = f"the recipe has noise levels for {num_steps} steps; leave it out, or give sigmas"
+            raise JobError(Problem.of("steps", spec.steps, accepted))
     return replace(spec, **{name: x for name, x in fields.items() if getattr(spec, name) is None})

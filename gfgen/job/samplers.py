@@ -45,6 +45,8 @@ SAMPLERS: Mapping[str, tuple[str, Options]] = {
     "dpmpp_3m": (_MULTISTEP, {"solver_order": 3}),
     "dpmpp_3m_sde": (_MULTISTEP, {**_SDE, "solver_order": 3}),
 }
+_TOGETHER = {name.replace("_", ""): name for name in SAMPLERS}
+"""Names as some write them: `dpmpp2m`, `eulera`."""
 _OF_FLOW: Mapping[str, tuple[str, Options]] = {
     _EULER: ("FlowMatchEulerDiscreteScheduler", {}),
     _EULER_A: ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}),
@@ -102,6 +104,8 @@ def ignored_schedule(name: str) -> str | None:
 
 def _parts(name: str) -> tuple[str, str]:
     """Sampler and schedule, one of which may be empty."""
-    plain = re.sub(r"[\s_-]+", "_", name.strip().lower().replace("++", "pp")).removeprefix("k_")
+    plain = re.sub(r"[\s_-]+", "_", name.strip().lower().replace("++", "pp_")).strip("_").removeprefix("k_")
+    plain = plain.replace("dpmpp_", "dpmpp").replace("dpmpp", "dpmpp_")
     found = next((each for each in SCHEDULES if plain == each or plain.endswith(f"_{each}")), "")
-    return plain.removesuffix(found).strip("_"), found
+    sampler = plain.removesuffix(found).strip("_")
+    return _TOGETHER.get(sampler.replace("_", ""), sampler), found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import ipaddress
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -23,11 +24,14 @@ from gfgen.job.reader import JobSource, to_mapping
 from gfgen.job.spec import JobSpec, default_seed, input_files
 from gfgen.system.wording import counted
 
+logger = logging.getLogger(__name__)
+
 TIMEOUT_S = 30.0
 SUBMIT_S = 300.0
 """A server checks all jobs of a file before it answers."""
 PAGE = 100
-_OWN = ("id", "output", "format", "quality", "arrival")
+_OF_FILES = ("output", "format", "quality")
+_OWN = ("id", "arrival", *_OF_FILES)
 """Fields that a single job over HTTP does not have: the server chooses names and formats."""
 _EXACT = re.compile(r"(batch|job|image|video)_[0-9a-f]{24}")
 
@@ -114,6 +118,9 @@ class Server:
 
     def submit(self, source: JobSource) -> Submitted:
         specs = selected_jobs(source).specs
+        for name in _OF_FILES:
+            if any(getattr(spec, name) for spec in specs):
+                logger.warning("%s has no effect: the server names and encodes files itself", name)
         single = [_request_of(spec) for spec in specs if input_files(spec)]
         plain = [to_mapping(spec) for spec in specs if not input_files(spec)]
         answers = []

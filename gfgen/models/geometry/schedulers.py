@@ -87,8 +87,11 @@ def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int)
         if value is True and option in _SPACINGS and has_spacing and (name, option) != _KARRAS_OF_FLOW:
             reason = f"{name} spaces no noise levels of flow so; leave it out, or use unipc or euler"
             yield Problem.of(f"scheduler.{option}", "true", reason)
-    if spec.sigmas is not None and (spec.sigmas[0] > 1 or (has_spacing and spec.sigmas[-1] == 0)):
+    if spec.sigmas is not None and (spec.sigmas[0] > 1 or spec.sigmas[-1] == 0):
         accepted = "numbers up to 1 are accepted, without the 0 at the end, which the scheduler adds"
+        yield Problem.of("sigmas", shown(spec.sigmas), accepted)
+    if spec.sigmas is not None and (own := [each for each in _SPACINGS if options.get(each) is True]):
+        accepted = f"{own[0]} of the scheduler spaces the noise levels itself; leave one out"
         yield Problem.of("sigmas", shown(spec.sigmas), accepted)
     if spec.reuse is not None and name == TWICE_A_STEP:
         yield Problem.of("reuse", spec.reuse, f"{name} evaluates the model twice a step; leave one out")
