@@ -22,7 +22,14 @@ from gfgen.errors import InputError
 from gfgen.job.images import ImageError, as_rgb, small_picture, thumbnail
 from gfgen.job.spec import numbered_name
 from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids
-from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestLine, ended_at, read_manifest
+from gfgen.runtime.files.manifest import (
+    MANIFEST_NAME,
+    SIMULATED,
+    ManifestLine,
+    ended_at,
+    of_each_file,
+    read_manifest,
+)
 from gfgen.system.wording import counted, first_of, in_words, size_in_words
 
 logger = logging.getLogger(__name__)
@@ -206,8 +213,9 @@ class FolderReport:
         yield f"made      {_clock(first)} to {_clock(last)}, with {busy} of rank time"
         if first_uses_s := sum(job.timings.get("first_uses_s", 0.0) for job in self.jobs):
             yield f"first use {in_words(first_uses_s)} of it in tasks that were the first of their kind"
-        kinds = Counter(Path(str(job.line.get("file"))).suffix.lstrip(".").upper() for job in done)
-        size = sum(job.line.get("size_bytes") or 0 for job in done)
+        made = [file for job in done for file in of_each_file(job.line)]
+        kinds = Counter(Path(str(file.get("file"))).suffix.lstrip(".").upper() for file in made)
+        size = sum(file.get("size_bytes") or 0 for file in made)
         files = [f"{count} {kind}" for kind, count in sorted(kinds.items())]
         yield f"files     {', '.join([*files, size_in_words(size)])}"
         if due := [job for job in self.jobs if job.line.get("met_deadline") is not None]:

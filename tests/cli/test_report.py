@@ -62,6 +62,14 @@ def gfgen(capsys, *arguments: str) -> tuple[object, str, str]:
     return end.value.code, captured.out, captured.err
 
 
+def test_the_text_counts_every_file_of_a_job(capsys, folder):
+    frames = [{"file": f"owl/000{n}.png", "size_bytes": 500_000, "sha256": ""} for n in (1, 2, 3)]
+    with (folder / "manifest.jsonl").open("a") as file:
+        file.write(json.dumps(line("owl", **frames[0], outputs=frames)) + "\n")
+    _, out, _ = gfgen(capsys, "report", "out")
+    assert "files     1 MP4, 4 PNG, 5.5 MB" in out.splitlines()
+
+
 def test_the_text_counts_jobs_names_failures_and_how_to_run_them_again(capsys, folder):
     code, out, _ = gfgen(capsys, "report", "out")
     assert code == 0

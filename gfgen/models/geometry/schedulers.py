@@ -85,7 +85,7 @@ def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int)
         if option in OF_FLOW and value != OF_FLOW[option]:
             yield Problem.of(f"scheduler.{option}", shown(value), "this model predicts flow; leave it out")
         if value is True and option in _SPACINGS and has_spacing and (name, option) != _KARRAS_OF_FLOW:
-            reason = f"{name} spaces no noise levels of flow so; leave it out, or use unipc or euler"
+            reason = f"{name} spaces no noise levels of flow so; leave it out, or use euler"
             yield Problem.of(f"scheduler.{option}", "true", reason)
     if spec.sigmas is not None and (spec.sigmas[0] > 1 or spec.sigmas[-1] == 0):
         accepted = "numbers up to 1 are accepted, without the 0 at the end, which the scheduler adds"

@@ -153,10 +153,10 @@ def read_files(path: Path) -> dict[str, ManifestLine]:
     """The latest line with status done of each file; empty when there is no manifest."""
     lines = _entries(read_from(path), path, first=1)
     done = [entry for entry in lines if entry.get("status") == "done" and not entry.get(SIMULATED)]
-    return {str(each.get("file")): each for entry in done for each in _of_each_file(entry)}
+    return {str(each.get("file")): each for entry in done for each in of_each_file(entry)}
 
 
-def _of_each_file(entry: ManifestLine) -> list[ManifestLine]:
+def of_each_file(entry: ManifestLine) -> list[ManifestLine]:
     """A line for each file of a job."""
     return [{**entry, **file} for file in entry.get("outputs", [{}])]
 
@@ -208,7 +208,7 @@ def is_finished(info: JobInfo, entry: ManifestLine | None, folder: Path) -> bool
     """
     if entry is None or entry.get("status") != "done" or entry.get(SIMULATED):
         return False
-    files = _of_each_file(entry)
+    files = of_each_file(entry)
     numbered = [numbered_name(info.file, number) for number in range(1, len(files) + 1)]
     names = [file.get("file") for file in files]
     if entry.get("spec_hash") != info.spec_hash or names != (numbered if "outputs" in entry else [info.file]):
