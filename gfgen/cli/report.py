@@ -149,7 +149,7 @@ class JobReport:
 
     @property
     def files(self) -> list[str]:
-        return [each["file"] for each in self.line.get("outputs") or [self.line] if each.get("file")]
+        return [each["file"] for each in of_each_file(self.line) if each.get("file")]
 
     def pictures(self, folder: Path) -> Iterator[tuple[Path, str, str]]:
         """Each picture that is there, with prompt and name; of a video the file, or its first frame."""

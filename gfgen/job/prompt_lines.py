@@ -54,10 +54,14 @@ class PromptLines:
         """The fields of a line. Raises: JobError for an option that is not known, or has no value."""
         if self.is_plain:
             return {"prompt": line}
-        loras = [] if self.loras is None else _LORA.findall(line)
-        if loras:
+        lora: dict[str, Any] = {}
+        if self.loras is not None and (loras := _LORA.findall(line)):
             self.recognised[LORAS] += 1
             line = " ".join(_LORA.sub("", line).split())
+            files = [(f"{name.removesuffix(SUFFIX)}{SUFFIX}", scale or "1") for name, scale in loras]
+            lora["lora"] = [
+                {"path": str(self.loras / file), "scale": number_of(scale)} for file, scale in files
+            ]
         names = _OPTION.findall(line)
         found: dict[str, Any] = {"prompt": line}
         if line.startswith("--") and "prompt" in names:
@@ -66,12 +70,7 @@ class PromptLines:
             prompt, *rest = _OPTION.split(line)
             options = zip(rest[::2], map(str.strip, rest[1::2]), strict=True)
             found = {"prompt": prompt.strip(), **dict(self._options(KOHYA, OF_KOHYA, options))}
-        if self.loras is not None and loras:
-            files = [(f"{name.removesuffix(SUFFIX)}{SUFFIX}", scale or "1") for name, scale in loras]
-            found["lora"] = [
-                {"path": str(self.loras / file), "scale": number_of(scale)} for file, scale in files
-            ]
-        return found
+        return found | lora
 
     def _options(
         self, kind: str, known: Mapping[str, str], options: Iterator[tuple[str, str]]

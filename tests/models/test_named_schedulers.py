@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import QwenImagePipeline, WanImageToVideoPipeline, WanPipeline
-from diffusers.utils import load_image
+from own_calls import arguments_of
 from stepping_process import SteppingProcess, dumps, loads
 
 from gfgen.errors import JobError
@@ -152,23 +152,8 @@ def _reference(case: Case, checkpoint: Path, spec: JobSpec) -> torch.Tensor:
     new = getattr(diffusers, case.kind).from_config(pipeline.scheduler.config, **case.options)
     _adapt(new, spec, generator)
     pipeline.scheduler = new
-    arguments: dict[str, Any] = {
-        **{name: getattr(spec, name) for name in ("prompt", "negative_prompt", "width", "height")},
-        "num_inference_steps": spec.steps,
-        "generator": generator,
-        "output_type": "latent",
-        "return_dict": False,
-        **(spec.args or {}),
-    }
-    if case.pipeline is QwenImagePipeline:
-        arguments["true_cfg_scale"] = spec.true_cfg_scale
-    else:
-        arguments |= {"num_frames": spec.frames, "guidance_scale": spec.guidance_scale}
-    if spec.guidance_scale_2 is not None:
-        arguments["guidance_scale_2"] = spec.guidance_scale_2
-    if spec.image is not None:
-        arguments["image"] = load_image(spec.image)
-    return pipeline(**arguments)[0]
+    arguments = arguments_of(spec, case.pipeline, output_type="latent")
+    return pipeline(**arguments, generator=generator)[0]
 
 
 def _adapt(scheduler: Any, spec: JobSpec, generator: torch.Generator) -> None:

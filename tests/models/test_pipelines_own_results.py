@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline, WanImageToVideoPipeline, WanPipeline
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.utils import load_image
+from own_calls import arguments_of
 from stepping_process import SteppingProcess, loads
 
 from gfgen.job.spec import JobSpec
@@ -119,25 +119,9 @@ def _call(case: Case, checkpoint: Path, spec: JobSpec, *, output_type: str) -> A
         pipeline.scheduler = type(scheduler).from_config(scheduler.config, flow_shift=case.call["flow_shift"])
     if "boundary_ratio" in case.call:
         pipeline.register_to_config(boundary_ratio=case.call["boundary_ratio"])
-    arguments: dict[str, Any] = {
-        "prompt": spec.prompt,
-        "negative_prompt": spec.negative_prompt,
-        "width": spec.width,
-        "height": spec.height,
-        "num_inference_steps": spec.steps,
-        "generator": torch.Generator("cpu").manual_seed(spec.seed or 0),
-        "output_type": output_type,
-        "return_dict": False,
-    }
-    if case.pipeline is QwenImagePipeline:
-        arguments["true_cfg_scale"] = spec.true_cfg_scale
-    else:
-        arguments |= {"num_frames": spec.frames, "guidance_scale": spec.guidance_scale}
-    if spec.guidance_scale_2 is not None:
-        arguments["guidance_scale_2"] = spec.guidance_scale_2
-    if spec.image is not None:
-        arguments["image"] = load_image(spec.image)
-    result = pipeline(**arguments)[0]
+    generator = torch.Generator("cpu").manual_seed(spec.seed or 0)
+    arguments = arguments_of(spec, case.pipeline, output_type=output_type)
+    result = pipeline(**arguments, generator=generator)[0]
     return result if case.pipeline is QwenImagePipeline or output_type == "latent" else result[0]
 
 
