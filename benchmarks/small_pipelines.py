@@ -67,7 +67,27 @@ _SANA = {
 }
 _ZIMAGE = {"dim": 32, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
 
+_UNET_SDXL = {
+    "cross_attention_dim": 2 * WIDTH,
+    "transformer_layers_per_block": (1, 2),
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": WIDTH + 6 * 8,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
+    "UNet2DConditionModel": {
+        "in_channels": 16,
+        "out_channels": 16,
+        "block_out_channels": (16, 32),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "attention_head_dim": (2, 4),
+        "cross_attention_dim": WIDTH,
+    },
     "AutoencoderKL": {
         "block_out_channels": (8, 8),
         "down_block_types": ("DownEncoderBlock2D",) * 2,
@@ -820,6 +840,19 @@ _SPRINT = {"transformer": {"guidance_embeds": True}, "scheduler": lambda: diffus
 _CONTROL = {"transformer": {"in_channels": 128, "out_channels": 64}}
 
 PIPELINES: dict[str, dict[str, Any]] = {
+    "StableDiffusionPipeline": {
+        "feature_extractor": lambda: None,
+        "scheduler": {"steps_offset": 1, "clip_sample": False},
+    },
+    "StableDiffusionXLPipeline": {
+        "scheduler": lambda: diffusers.EulerDiscreteScheduler(),
+        "unet": _UNET_SDXL,
+    },
+    "LatentConsistencyModelPipeline": {
+        "feature_extractor": lambda: None,
+        "scheduler": lambda: diffusers.LCMScheduler(),
+        "unet": {"time_cond_proj_dim": 256},
+    },
     "EasyAnimateInpaintPipeline": {"transformer": {"in_channels": 33, "out_channels": 16}},
     "HeliosPipeline": {"scheduler": {"stages": 1}},
     "Kandinsky5I2IPipeline": {**_VAE8, "transformer": {"visual_cond": True}},

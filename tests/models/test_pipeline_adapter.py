@@ -308,7 +308,16 @@ def test_an_embedded_guidance_scale_is_one_branch() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["FluxPipeline", "Flux2KleinPipeline", "LTXPipeline", "StableDiffusion3Pipeline"]
+    "name",
+    [
+        "FluxPipeline",
+        "Flux2KleinPipeline",
+        "LatentConsistencyModelPipeline",
+        "LTXPipeline",
+        "StableDiffusion3Pipeline",
+        "StableDiffusionPipeline",
+        "StableDiffusionXLPipeline",
+    ],
 )
 def test_calls_of_transformers_go_through_records(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -388,12 +388,12 @@ def _timed_blocks(
 ) -> Iterator[None]:
     """Inside, a forward ends in `decide`, with the share of a block's time that its launches take.
 
-    `decide` is called when the last timed block is done.
+    `decide` is called when the last timed block is done. Of blocks that differ, as a UNet's do, all count.
     """
     lists = [child for child in transformer.children() if isinstance(child, torch.nn.ModuleList)]
     blocks = list(max(lists, key=len, default=[transformer]))
     timed = blocks[1 : 1 + TIMED_BLOCKS] or blocks
-    shares: list[float] = []
+    times_s: list[tuple[float, float]] = []
     began_s = 0.0
 
     def before(*_: object) -> None:
@@ -405,9 +405,13 @@ def _timed_blocks(
         launched_s = time.monotonic()
         synchronize()
         done_s = time.monotonic()
-        shares.append((launched_s - began_s) / max(done_s - began_s, 1e-9))
-        if len(shares) == len(timed):
-            decide(sorted(shares)[len(shares) // 4])
+        times_s.append((launched_s - began_s, max(done_s - began_s, 1e-9)))
+        if len(times_s) < len(timed):
+            return
+        shares = sorted(launching / whole for launching, whole in times_s)
+        if len(set(map(type, blocks))) > 1:
+            shares = [sum(launching for launching, _ in times_s) / sum(whole for _, whole in times_s)]
+        decide(shares[len(shares) // 4])
 
     hooks = [block.register_forward_pre_hook(before) for block in timed]
     hooks += [block.register_forward_hook(after) for block in timed]

@@ -276,10 +276,12 @@ def prepare_kernels(transformer: torch.nn.Module, *, may_copy: bool) -> None:
 
 
 def _transformers(pipeline: Any) -> list[torch.nn.Module]:
+    """The pipeline's transformers, or its UNet: what steps evaluate."""
     return [
         part
         for name, part in pipeline.components.items()
-        if "transformer" in name and isinstance(part, torch.nn.Module)
+        if ("transformer" in name and isinstance(part, torch.nn.Module))
+        or isinstance(part, diffusers.UNet2DConditionModel)
     ]
 
 
