@@ -110,7 +110,7 @@ def _clip(*, is_projected: bool) -> Any:
     return kind(config)
 
 
-def _clip_tokenizer() -> Any:
+def clip_tokenizer() -> Any:
     """A byte-pair tokenizer without merges: letters, and letters at the end of a word."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
@@ -125,8 +125,8 @@ def _chat_tokenizer() -> Any:
 
 
 _ENCODERS: Mapping[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "CLIPTextModelWithProjection": (lambda: _clip(is_projected=True), _clip_tokenizer),
-    "CLIPTextModel": (lambda: _clip(is_projected=False), _clip_tokenizer),
+    "CLIPTextModelWithProjection": (lambda: _clip(is_projected=True), clip_tokenizer),
+    "CLIPTextModel": (lambda: _clip(is_projected=False), clip_tokenizer),
     "UMT5": (lambda: transformers.UMT5EncoderModel(transformers.UMT5Config(**_T5)), t5_tokenizer),
     "T5": (lambda: transformers.T5EncoderModel(transformers.T5Config(**_T5)), t5_tokenizer),
     "LlamaModel": (lambda: transformers.LlamaModel(transformers.LlamaConfig(**_DECODER)), _chat_tokenizer),
