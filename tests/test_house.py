@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 61_865,
-    "files of the package": 309,
+    "lines of the package": 61_884,
+    "files of the package": 310,
     "lines of the core": 5_945,
     "files of the core": 27,
     "modules of one folder": 14,

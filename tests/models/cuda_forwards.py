@@ -60,6 +60,7 @@ JOBS = {
     "flux2": Job("Flux2KleinPipeline", SMALL),
     "ltx": Job("LTXPipeline", {**SMALL, "frames": 9}),
     "sd3": Job("StableDiffusion3Pipeline", SMALL),
+    "sdxl": Job("StableDiffusionXLPipeline", SMALL),
 }
 STEPS = 4
 TEXTS = ("a fox", "a fox in the snow", "two foxes below a tree in the snow at night")

@@ -52,6 +52,8 @@ def test_records_give_the_bits_of_launches_and_nothing_waits(
     if (job := cuda_forwards.JOBS[name]).is_pipeline:
         checkpoint = str(save_checkpoint(job.model, tmp_path))
         cases = [each for each in layouts() if each.ulysses <= 2]  # they have two heads
+        if name == "sdxl":  # ranks do not share steps with a UNet
+            cases = [each for each in cases if each.degree == 1]
     first = ranks.next_dispatch(cuda_forwards.PASSES * len(cases) * cuda_forwards.STEPS)
     arguments = (name, str(picture), checkpoint, cases, first)
     for found in ranks.run(range(NUM_RANKS), cuda_forwards.compare, *arguments):

@@ -24,6 +24,8 @@ from gfgen.models.fast.evaluation import evaluate_call
 from gfgen.models.fast.kernels import using
 from gfgen.models.fast.recording import Graphs, evaluate
 from gfgen.models.lora.merging import MergedLoras
+from gfgen.models.stepping.adapter import PipelineAdapter
+from gfgen.models.stepping.channels_last import channels_last
 
 CPU = torch.device("cpu")
 NAMES = ("LatentConsistencyModelPipeline", "StableDiffusionPipeline", "StableDiffusionXLPipeline")
@@ -189,3 +191,32 @@ def test_a_record_follows_the_loras_of_jobs(tmp_path: Path, monkeypatch: pytest.
     assert recorder.num_replays == len(results)
     assert torch.equal(results[0], results[2])
     assert not torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_last_change_results_by_rounding(dtype: torch.dtype) -> None:
+    pipeline = small_pipeline("StableDiffusionXLPipeline").to(dtype)
+    given = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(dtype) if x.dim() else x, inputs_of(pipeline.unet)
+    )
+    wanted = evaluate(pipeline.unet, given), pipeline.vae.decode(given["sample"]).sample
+    channels_last(pipeline)
+    assert pipeline.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    found = evaluate(pipeline.unet, given), pipeline.vae.decode(given["sample"]).sample
+    rounding = 1e-5 if dtype is torch.float32 else 0.05
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).abs().max() <= rounding * other.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "is_last"),
+    [("cuda", "fused", True), ("cuda", "own", False), ("cpu", "compiled", False)],
+)
+def test_weights_on_cpus_and_of_diffusers_own_kernels_keep_their_order(
+    device: str, kernels: Any, is_last: bool
+) -> None:
+    pipeline = small_pipeline("StableDiffusionXLPipeline")
+    geometry: Any = SimpleNamespace(family="StableDiffusionXLPipeline", signature=None, token_side=None)
+    PipelineAdapter(geometry, pipeline, device=device, kernels=kernels)
+    for weight in (pipeline.unet.conv_in.weight, pipeline.vae.decoder.conv_in.weight):
+        assert weight.is_contiguous(memory_format=torch.channels_last) == is_last

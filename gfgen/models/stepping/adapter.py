@@ -45,6 +45,7 @@ from gfgen.models.loading.components import LoadPipeline, load_class, load_pipel
 from gfgen.models.parallel import hooks
 from gfgen.models.parallel.branches import Evaluate, evaluate_itself, shared_step, unevaluated, watch
 from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.stepping.channels_last import channels_last
 from gfgen.models.stepping.program import NotSteppableError, sets_processors
 from gfgen.models.stepping.stepper import IS_FINISHED, NUM_DONE, NUM_ITERATIONS, SEED, Stepper, is_finished
 from gfgen.models.stepping.values import pack, parts_of, unpack
@@ -74,6 +75,8 @@ class PipelineAdapter(Adapter):
         self.is_rehearsed = self._can_record or kernels == "compiled"
         for transformer in transformers:
             prepare_kernels(transformer, may_copy=device != "cpu")
+        if kernels != "own" and device != "cpu":
+            channels_last(pipeline)
         self._shares_tokens = _prepare_sharing(pipeline, geometry)
         self.patches = Patches(pipeline)
         self._calls = functools.lru_cache(NUM_SCHEDULERS)(self._new_call)
