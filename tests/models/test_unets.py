@@ -18,11 +18,14 @@ from test_compiled import StubCompiler
 from test_lora import asked, kohya_lora, small_sdxl
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from benchmarks.small_checkpoints import save_checkpoint
 from benchmarks.small_pipelines import small_pipeline
+from gfgen.job.spec import JobSpec
+from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import compiled, recording
-from gfgen.models.fast.evaluation import evaluate_call
+from gfgen.models.fast.evaluation import evaluate, evaluate_call
 from gfgen.models.fast.kernels import using
-from gfgen.models.fast.recording import Graphs, evaluate
+from gfgen.models.fast.recording import Graphs
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.stepping.adapter import PipelineAdapter
 from gfgen.models.stepping.channels_last import channels_last
@@ -220,3 +223,36 @@ def test_weights_on_cpus_and_of_diffusers_own_kernels_keep_their_order(
     PipelineAdapter(geometry, pipeline, device=device, kernels=kernels)
     for weight in (pipeline.unet.conv_in.weight, pipeline.vae.decoder.conv_in.weight):
         assert weight.is_contiguous(memory_format=torch.channels_last) == is_last
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_channels_last_change_results_of_a_gpu_by_rounding(name: str) -> None:
+    pipeline = small_pipeline(name)
+    inputs = inputs_of(pipeline.unet)
+    wanted = evaluate(pipeline.unet, inputs), pipeline.vae.decode(inputs["sample"]).sample
+    pipeline.to("cuda")
+    given = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cuda, inputs)
+    channels_last(pipeline)
+    found = evaluate(pipeline.unet, given), pipeline.vae.decode(given["sample"]).sample
+    for one, other in zip(found, wanted, strict=True):  # convolutions have ten bits (TF32)
+        assert (one.cpu() - other).abs().max() <= 0.02 * other.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures_are_those_of_the_pipelines_own_call(name: str, tmp_path: Path) -> None:
+    """They become bytes where they were made."""
+    adapter: Any = load_adapter(save_checkpoint(name, tmp_path))
+    asked = JobSpec(id="a", prompt="a red cat", width=64, height=64, steps=3, guidance_scale=3.0, seed=3)
+    spec = adapter.geometry.resolve(asked)
+    prompt = adapter.encode(spec)
+    condition, latents = adapter.prepare(spec, prompt)
+    for step in range(3):
+        latents = adapter.denoise(spec, prompt, condition, latents, step=step)
+    call = {"width": 64, "height": 64, "num_inference_steps": 3, "guidance_scale": 3.0, "output_type": "np"}
+    pipeline = getattr(diffusers, name).from_pretrained(tmp_path)
+    own = pipeline("a red cat", **call, generator=torch.Generator().manual_seed(3)).images
+    wanted = (own * 255).round().astype("uint8")
+    assert adapter.arguments(spec)["output_type"] == "pt"
+    assert (adapter.decode(spec, latents).tensors["frames"].numpy() == wanted).all()

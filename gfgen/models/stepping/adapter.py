@@ -14,6 +14,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from tqdm import tqdm
 
 from gfgen.errors import ModelError
@@ -208,7 +209,7 @@ class PipelineAdapter(Adapter):
         for name, path in (spec.files or {}).items():
             arguments[name] = _load(name, path, hashes.get(name), **colours)
         if "output_type" in self._signature.arguments:
-            arguments["output_type"] = "np"
+            arguments["output_type"] = "pt" if _can_keep_pictures(self.pipeline) else "np"
         return arguments
 
 
@@ -288,6 +289,12 @@ def _transformers(pipeline: Any) -> list[torch.nn.Module]:
     ]
 
 
+def _can_keep_pictures(pipeline: Any) -> bool:
+    """Whether pictures may stay on the device until they are bytes, so that the next task need not wait."""
+    has_unet = isinstance(pipeline.components.get("unet"), diffusers.UNet2DConditionModel)
+    return has_unet and type(getattr(pipeline, "image_processor", None)) is VaeImageProcessor
+
+
 def _prepare_sharing(pipeline: Any, geometry: PipelineGeometry) -> bool:
     """Let ranks share steps of a pipeline; whether they can share tokens, not only guidance."""
     transformers = _transformers(pipeline)
@@ -330,7 +337,10 @@ def as_frames(output: Any) -> torch.Tensor:
     found = next((value for value in values if value is not None), None)
     if found is None:
         found = output[0]
-    pictures = torch.as_tensor(np.stack([np.asarray(each) for each in _flat(found)]))
+    if isinstance(found, torch.Tensor) and found.dim() == 4:
+        pictures = found.movedim(-3, -1)
+    else:
+        pictures = torch.as_tensor(np.stack([np.asarray(each) for each in _flat(found)]))
     if pictures.dtype != torch.uint8:
         pictures = (pictures.float() * 255).round().clamp(0, 255).to(torch.uint8)
     return pictures.reshape(-1, *pictures.shape[-3:])[..., :4].contiguous()
