@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from gfgen.models.fast.kernels import using
 from gfgen.models.fast.recording import Graphs
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.stepping.adapter import PipelineAdapter
-from gfgen.models.stepping.channels_last import channels_last
+from gfgen.models.stepping.channels_last import _Norm, channels_last
 
 CPU = torch.device("cpu")
 NAMES = ("LatentConsistencyModelPipeline", "StableDiffusionPipeline", "StableDiffusionXLPipeline")
@@ -223,6 +224,33 @@ def test_weights_on_cpus_and_of_diffusers_own_kernels_keep_their_order(
     PipelineAdapter(geometry, pipeline, device=device, kernels=kernels)
     for weight in (pipeline.unet.conv_in.weight, pipeline.vae.decoder.conv_in.weight):
         assert weight.is_contiguous(memory_format=torch.channels_last) == is_last
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(2, 320, 128, 128), (1, 128, 256, 250), (2, 2560, 32, 32), (3, 1920, 5, 7)]
+)
+@pytest.mark.parametrize("activates", [False, True])
+def test_group_norms_of_a_gpu_are_those_of_torch(
+    shape: tuple[int, ...], activates: bool, dtype: torch.dtype
+) -> None:
+    """Given in either order; the result has channels last."""
+    norm: Any = torch.nn.GroupNorm(32, shape[1], eps=1e-6).cuda()
+    norm.weight.normal_()
+    norm.bias.normal_()
+    x = torch.randn(shape, device="cuda").mul(3).add(2).to(dtype)
+    norm.to(dtype)
+    wanted = copy.deepcopy(norm).double()(x.double())
+    wanted = torch.nn.functional.silu(wanted) if activates else wanted
+    norm.__class__ = _Norm
+    norm.activates = activates
+    rounding = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}[dtype]
+    for given in (x, x.contiguous(memory_format=torch.channels_last)):
+        found = norm(given)
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(found.double(), wanted, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,8 @@ number is no constant: unrolled, each row waits for the stores of the row before
 ROWS_EACH = 4
 FEATURES_EACH = 32
 """That a program of `int8_layers` computes."""
+NUM_VALUES, PLACES_EACH, MAX_PARTS = 4096, 16, 256
+"""Of a group norm: values that a program holds, and parts of a picture that are added up apart."""
 
 
 def add_norm(
@@ -98,6 +100,67 @@ def heads(
         NUM_NORMED=len(weights), HAS_TURNS=has_turns, IN_FP8=out.element_size() == 1,
         COPIED=copied, num_warps=NUM_WARPS,
     )  # fmt: skip
+
+
+def group_norm(x: Tensor, float32: Any, norm: Any, out: Tensor, *, activate: bool) -> None:
+    """A `torch.nn.GroupNorm`, and SiLU if `activate`; x, out [N, H, W, C] contiguous. float32: torch's."""
+    assert x.is_contiguous()
+    samples, height, width, channels = x.shape
+    num_places, block = height * width, triton.next_power_of_2(channels)
+    num_parts = min(MAX_PARTS, triton.cdiv(num_places, PLACES_EACH))
+    shape = {"BLOCK": block, "PLACES": max(1, NUM_VALUES // block), "num_warps": NUM_WARPS}
+    num_blocks = triton.cdiv(num_places, shape["PLACES"])
+    sums = x.new_empty((samples, num_parts, 2, norm.num_groups, channels // norm.num_groups), dtype=float32)
+    each = triton.cdiv(num_blocks, num_parts)
+    _group_sums[(num_parts, samples)](x, sums, num_places, each, channels, **shape)
+    _group_norm[(triton.cdiv(num_blocks, ROWS_EACH), samples)](
+        x, sums.sum((1, 4)), norm.weight, norm.bias, out, num_places, norm.eps, channels, norm.num_groups,
+        ACTIVATE=activate, EACH=ROWS_EACH, **shape,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_places", "each"])
+def _group_sums(x, sums, num_places, each, channels, BLOCK: tl.constexpr, PLACES: tl.constexpr):
+    """Grid: parts, samples. The sum and the sum of squares of each channel."""
+    columns = tl.arange(0, BLOCK)
+    sample = tl.program_id(1).to(tl.int64)
+    total = tl.zeros((PLACES, BLOCK), tl.float32)
+    squares = tl.zeros((PLACES, BLOCK), tl.float32)
+    for idx in range(each):
+        place = (tl.program_id(0) * each + idx) * PLACES + tl.arange(0, PLACES)[:, None]
+        here = (place < num_places) & (columns < channels)[None, :]
+        at = (sample * num_places + place) * channels + columns[None, :]
+        value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+        total += value
+        squares += value * value
+    own = sums + (sample * tl.num_programs(0) + tl.program_id(0)) * 2 * channels + columns
+    tl.store(own, tl.sum(total, axis=0), mask=columns < channels)
+    tl.store(own + channels, tl.sum(squares, axis=0), mask=columns < channels)
+
+
+@triton.jit(do_not_specialize=["num_places", "groups"])
+def _group_norm(
+    x, moments, weight, bias, out, num_places, eps, channels, groups,
+    BLOCK: tl.constexpr, PLACES: tl.constexpr, ACTIVATE: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """Grid: a few blocks of places each, samples."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < channels
+    sample = tl.program_id(1).to(tl.int64)
+    own = moments + sample * 2 * groups + columns // (channels // groups)
+    count = num_places * (channels // groups) * 1.0
+    mean = tl.load(own, mask=inside, other=0.0) / count
+    variance = tl.load(own + groups, mask=inside, other=0.0) / count - mean * mean
+    scale = tl.rsqrt(tl.maximum(variance, 0.0) + eps) * _values(weight, columns, inside)
+    shift = _values(bias, columns, inside) - mean * scale
+    for idx in tl.static_range(EACH):
+        place = (tl.program_id(0) * EACH + idx) * PLACES + tl.arange(0, PLACES)[:, None]
+        here = (place < num_places) & inside[None, :]
+        at = (sample * num_places + place) * channels + columns[None, :]
+        value = tl.load(x + at, mask=here, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
+        if ACTIVATE:
+            value = value * tl.sigmoid(value)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_each"])
