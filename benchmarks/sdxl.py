@@ -132,6 +132,7 @@ def rows(asked: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str, in
     pipeline.set_progress_bar_config(disable=True)
     for side, name in itertools.product(asked.sides, asked.cases):
         case = CASES[name]._replace(num_jobs=4, steps=3, side=64) if asked.tiny else CASES[name]
+        case = case._replace(num_jobs=asked.pictures or case.num_jobs)
         if side == "compiled" and pipeline.unet._compiled_call_impl is None:
             for part in (pipeline.unet, pipeline.vae):
                 part.to(memory_format=torch.channels_last)
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     sides = ("gfgen", "eager", "compiled")
     parser.add_argument("--sides", nargs="+", default=sides, choices=sides, help="in this order")
+    parser.add_argument("--pictures", type=int, help="of each case [20 and 24]")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     print("| case | side | pictures | s | s per picture | |\n|---|---|---|---|---|---|", flush=True)
