@@ -239,7 +239,7 @@ class Loras:
         """Log for which of these models main memory has the copies."""
         for path in sorted(checkpoints):
             need = self.of(path)
-            if need.is_on_host and need.loras:
+            if need.is_on_host and need.num_changed:
                 logger.info(
                     "%s: GPUs lack room for copies of the weights that LoRAs change, so main memory has them "
                     "(%s for %s); a switch of LoRAs copies up to %s to a GPU",
@@ -259,11 +259,12 @@ def _no_copies(job: AdmittedJob, size: int, *, beside: int | None, available: in
 
     `beside` is for its model and its state; None: GPUs have these, and main memory lacks room for copies.
     """
-    kind, others = "main memory", "which do not fit on GPUs"
+    kind, others = "main memory needed for", "which do not fit on GPUs"
     if beside is not None:
-        kind, others = "memory", f"beside {size_in_words(beside)} for the model and the job"
+        kind = "memory needed for LoRAs and"
+        others = f"beside {size_in_words(beside)} for the model and the job"
     accepted = (
-        f"at least {size_in_words(size)} of {kind} needed for copies of the weights that LoRAs change, "
+        f"at least {size_in_words(size)} of {kind} copies of the weights that LoRAs change, "
         f"{others}, {size_in_words(available)} available; fewer --ranks, or LoRAs of fewer layers would help"
     )
     return Problem(job.spec.line, "lora", None, accepted)

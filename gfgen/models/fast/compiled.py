@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,12 +38,13 @@ def prepare(transformer: nn.Module, *, has_any_texts: bool = False, backend: Any
 
     has_any_texts: texts have many lengths, so what is compiled is for all of them.
     """
-    compiler = _Compiler(type(transformer).__name__, has_any_texts=has_any_texts, backend=backend)
+    compiler = _Compiler(transformer, has_any_texts=has_any_texts, backend=backend)
     for block in repeated_blocks(transformer):
         block.forward = functools.partial(_forward, compiler, _Block(block.forward))
         modules: list[Any] = list(block.modules())
         for module in modules:
-            if type(module) is GELU and module.approximate == "tanh" and module.proj.bias is not None:
+            is_plain = type(module) is GELU and type(module.proj) is nn.Linear  # its weight is not quantised
+            if is_plain and module.approximate == "tanh" and module.proj.bias is not None:
                 module.__class__ = EpilogueGelu
 
 
@@ -95,11 +97,17 @@ class _Block:
 class _Compiler:
     """Compiles the blocks of one transformer."""
 
-    def __init__(self, name: str, *, has_any_texts: bool, backend: Any) -> None:
-        self._name = name
+    def __init__(self, transformer: nn.Module, *, has_any_texts: bool, backend: Any) -> None:
+        self._name = type(transformer).__name__
+        self._transformer = weakref.ref(transformer)
         self._has_any_texts = has_any_texts
         self._backend = backend
         self.has_failed = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Changes of weights that run beside layers are not in compiled blocks."""
+        return not self.has_failed and not getattr(self._transformer(), "runs_beside", False)
 
     def run(self, block: _Block, args: Any, kwargs: Any) -> Any:
         """The result of the compiled block.
@@ -141,6 +149,6 @@ def _of_any_text(args: Sequence[Any]) -> Sequence[Any]:
 
 def _forward(compiler: _Compiler, block: _Block, *args: Any, **kwargs: Any) -> Any:
     """In place of a block's forward."""
-    if present_choice() != "compiled" or compiler.has_failed:
+    if present_choice() != "compiled" or not compiler.is_usable:
         return block.own(*args, **kwargs)
     return compiler.run(block, args, kwargs)

@@ -97,6 +97,8 @@ class _ForwardCall(NamedTuple):
     """Names of the attention arguments that hold the text's length."""
     degrees: tuple[int, int, int] | None
     """None for a rank alone."""
+    runs_beside: bool = False
+    """Whether changes of weights run beside layers, which a record would keep from job to job."""
 
 
 _Handler = Callable[[_ForwardCall, Any, Mapping[str, Any]], bool]
@@ -354,7 +356,11 @@ class Graphs:
         text = tuple(kinds.pop(name, None) for name in OF_TEXT)
         names = tuple(inputs.get(OF_ATTENTION) or ())
         degrees = None if sharing is None else sharing.parallel.degrees
-        return _ForwardCall(self._lives[transformer], tuple(kinds.items()), text, names, degrees)
+        is_changed = getattr(transformer, "runs_beside", False)
+        call = _ForwardCall(self._lives[transformer], tuple(kinds.items()), text, names, degrees, is_changed)
+        if is_changed:
+            self._is_worth[_with_any_text(call)] = False
+        return call
 
     def _key(self, call: _ForwardCall, transformer: Any, sharing: Sharing | None) -> object:
         """What determines the launches of a forward, whichever ranks share it."""

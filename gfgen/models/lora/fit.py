@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gfgen.errors import ModelError
 from gfgen.models.geometry.weight_files import read_header
-from gfgen.models.geometry.weights import component_files, quantisation
+from gfgen.models.geometry.weights import EXPERTS, component_files, quantisation_in
 from gfgen.models.lora.accounting import SECOND, Settings, compare
 from gfgen.system.lifeline import ask_child
 
@@ -28,7 +28,8 @@ class LoraFit:
     error: str | None = None
     """Why it does not fit; the rest is empty then."""
     changed: Mapping[str, int] = field(default_factory=dict)
-    """By weight, such as "transformer.blocks.0.attn1.to_q.weight": its parameters."""
+    """By weight, such as "transformer.blocks.0.attn1.to_q.weight": its parameters; 0 if it stays as it is and
+    the change runs beside its layer."""
     num_factors: int = 0
     """Parameters of the file."""
     components: Sequence[str] = ()
@@ -78,8 +79,9 @@ def by_headers(checkpoint: Path, path: Path) -> LoraFit | None:
     try:
         entries = read_header(path)
         files = component_files(checkpoint)
-        if form := quantisation(checkpoint):
-            return LoraFit(error=f"{path}: cannot be merged into a {form} model; give bf16 or fp16 weights")
+        for form in (quantisation_in(checkpoint / name) for name in (*EXPERTS, "unet")):
+            if form not in (None, "GGUF"):
+                return LoraFit(error=f"{path}: cannot be merged into a {form} model; give GGUF, bf16 or fp16")
         components = tuple(name for name in ("transformer", "unet", SECOND) if name in files)
         weights = {
             f"{component}.{name}": entry["shape"]

@@ -7,7 +7,8 @@ weights of changed layers are kept on the device, or in host memory where the de
 fused block has it as rows of a larger one (weights.py), so recorded forwards stay valid. Layers in 8 bits get
 the sum quantised; their base weights are read from the checkpoint (stored_weights.py) when a LoRA first
 changes them. Nothing is subtracted, so a model without LoRAs has the bits that it was loaded with. Bits do
-not depend on where base weights are.
+not depend on where base weights are. Linear layers of GGUF models keep their weights, and changes run beside
+them: `W x + scale * B (A x)`, as peft computes it without `fuse_lora`.
 
 A linear layer's change is the product of two factors, computed as in `fuse_lora`. On a GPU, one kernel reads
 the base weight once and adds the product (low_rank.py).
@@ -38,7 +39,7 @@ from gfgen.models.loading.stored_weights import StoredWeights
 from gfgen.models.lora.accounting import Placed
 from gfgen.models.lora.fit import KEPT_FILES
 from gfgen.models.lora.reading import Content, components_of, read_lora
-from gfgen.models.lora.weights import QuantisedRows, original_weights
+from gfgen.models.lora.weights import FixedWeight, QuantisedRows, original_weights
 
 logger = logging.getLogger(__name__)
 
@@ -161,14 +162,14 @@ class _Model:
         hook = getattr(model, "_hf_hook", None)
         self._device: torch.device | None = None if hook is None else hook.execution_device
         """Where an offloaded expert computes; None for a model that stays where it is."""
-        self._weights: dict[str, Tensor | QuantisedRows] = {}
+        self._weights: dict[str, _Weight] = {}
         """Under the names of diffusers' model."""
         self._base: dict[str, Tensor] = {}
         self._changed: set[str] = set()
         """Weights that may not have their original values."""
 
     @property
-    def weights(self) -> Mapping[str, Tensor | QuantisedRows]:
+    def weights(self) -> Mapping[str, _Weight]:
         if not self._weights or self._device is not None:  # an offloaded expert may have moved since
             self._weights = original_weights(self._model)
         return self._weights
@@ -176,7 +177,9 @@ class _Model:
     @torch.no_grad()
     def set(self, wanted: Mapping[str, Sequence[tuple[_Change, float]]]) -> None:
         """Make these changes to the original weights, each times a scale, and no others."""
-        weights = self.weights
+        self._run_beside(wanted)
+        weights = {name: x for name, x in self._weights.items() if not isinstance(x, FixedWeight)}
+        wanted = {name: changes for name, changes in wanted.items() if name in weights}
         for name in sorted(self._changed - wanted.keys()):
             weight, base = weights[name], self._base[name]
             if isinstance(weight, QuantisedRows):
@@ -184,7 +187,8 @@ class _Model:
             else:
                 weight.copy_(base, non_blocking=True)
         self._changed &= wanted.keys()
-        for name, base in self._originals(wanted.keys() - self._base.keys()):
+        new = {name: weights[name] for name in sorted(wanted.keys() - self._base.keys())}
+        for name, base in self._originals(new):
             self._base[name] = base
         self._changed |= wanted.keys()
         for name, changes in wanted.items():
@@ -201,14 +205,23 @@ class _Model:
                 weight.copy_(out)
         self._changed = set(wanted)
 
-    def _place(self, weight: Tensor | QuantisedRows) -> torch.device:
+    def _run_beside(self, wanted: Mapping[str, Sequence[tuple[_Change, float]]]) -> None:
+        """Let these changes, and no others, run beside layers that keep their weights."""
+        fixed = {name: x for name, x in self.weights.items() if isinstance(x, FixedWeight)}
+        for name, weight in fixed.items():
+            changes = wanted.get(name, ())
+            for change, _ in changes:
+                change.move(self._place(weight))
+            weight.run_beside(partial(_sum_beside, changes) if changes else None)
+        self._model.__dict__["runs_beside"] = not wanted.keys().isdisjoint(fixed)
+
+    def _place(self, weight: _Weight) -> torch.device:
         return self._device or weight.device
 
-    def _originals(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    def _originals(self, weights: Mapping[str, Tensor | QuantisedRows]) -> Iterator[tuple[str, Tensor]]:
         """Copies of weights that were never changed."""
         quantised: dict[str, QuantisedRows] = {}
-        for name in sorted(names):
-            weight = self._weights[name]
+        for name, weight in weights.items():
             if isinstance(weight, QuantisedRows):
                 quantised[name] = weight
             else:
@@ -268,9 +281,16 @@ class _Product:
     alpha: float
     divisor: float
 
+    def move(self, device: torch.device) -> None:
+        self.up, self.down = self.up.to(device), self.down.to(device)
+
+    def beside(self, x: Tensor, scale: float) -> Tensor:
+        """What peft's `forward` adds to the layer's result, in the same order."""
+        inner = nn.functional.linear(x.to(self.down.dtype), self.down)
+        return nn.functional.linear(inner, self.up) * (scale * self.alpha / self.divisor)
+
     def add(self, source: Tensor, scale: float, *, out: Tensor) -> None:
-        if self.up.device != out.device:
-            self.up, self.down = self.up.to(out.device), self.down.to(out.device)
+        self.move(out.device)
         scale = scale * self.alpha / self.divisor
         if out.is_cuda:
             from gfgen.models.lora import low_rank
@@ -292,18 +312,38 @@ class _Computed:
     alpha: float = 1.0
     divisor: float = 1.0
 
+    def move(self, device: torch.device) -> None:
+        self.tensors = [each.to(device) for each in self.tensors]
+
+    def beside(self, x: Tensor, scale: float) -> Tensor:
+        """The change is computed anew each time, because only its tensors have room."""
+        dtype = self.tensors[0].dtype
+        return nn.functional.linear(x.to(dtype), self._change(scale, dtype, (-1, x.shape[-1])))
+
     def add(self, source: Tensor, scale: float, *, out: Tensor) -> None:
-        self.tensors = [each.to(out.device) for each in self.tensors]
-        dtype = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
-        change = self.compute(*(each.to(dtype) for each in self.tensors)).reshape(source.shape)
-        torch.add(source, (change * (scale * self.alpha / self.divisor)).to(out.dtype), out=out)
+        self.move(out.device)
+        torch.add(source, self._change(scale, out.dtype, source.shape), out=out)
+
+    def _change(self, scale: float, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        change = self.compute(*(each.to(wide) for each in self.tensors)).reshape(shape)
+        return (change * (scale * self.alpha / self.divisor)).to(dtype)
 
 
 _Change = _Product | _Computed
+_Weight = Tensor | QuantisedRows | FixedWeight
+
+
+def _sum_beside(changes: Sequence[tuple[_Change, float]], x: Tensor, result: Tensor) -> Tensor:
+    """The result of a layer and its changes."""
+    total = result
+    for change, scale in changes:
+        total = total + change.beside(x, scale)
+    return total.to(result.dtype)
 
 
 def changes_of(
-    content: Content, weights: Mapping[str, Mapping[str, Tensor | QuantisedRows]]
+    content: Content, weights: Mapping[str, Mapping[str, _Weight]]
 ) -> Mapping[str, Sequence[_Change]]:
     """What a file changes in each model, of which these are the weights."""
     changes: dict[str, list[_Change]] = {}
@@ -314,7 +354,7 @@ def changes_of(
 
 
 def _layer_changes(
-    layer: Placed, tensors: dict[str, Tensor], weights: Mapping[str, Tensor | QuantisedRows]
+    layer: Placed, tensors: dict[str, Tensor], weights: Mapping[str, _Weight]
 ) -> Iterator[_Change]:
     """Each part of a fused layer gets its share of the rows."""
     scaling = _scaling(layer, tensors)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from gfgen.errors import ModelError
 from gfgen.models.geometry.checkpoint import read_checkpoint
+from gfgen.models.geometry.weights import quantisation_in
 from gfgen.models.loading.components import load_class, weightless, without_progress_bars
 from gfgen.models.lora.accounting import (
     Match,
@@ -34,6 +35,7 @@ from gfgen.models.lora.accounting import (
     split,
     unwrapped,
 )
+from gfgen.models.lora.weights import fixed_layers
 from gfgen.system.lifeline import answer_all
 
 _REFUSALS = (OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, AssertionError)
@@ -199,8 +201,17 @@ def answer(checkpoint: Path, path: Path) -> dict[str, Any]:
         for name, weight in getattr(pipeline, component).named_parameters()
     }
     content = read_lora(path, pipeline, weights)
-    found = {"changed": content.match.changed, "components": components, "lacking": content.lacking}
-    number = sum(tensor.numel() for tensor in content.tensors.values())
+    fixed = {
+        f"{component}.{layer}.weight"
+        for component in components
+        if quantisation_in(checkpoint / component)
+        for layer in fixed_layers(getattr(pipeline, component))
+    }
+    changed = {name: 0 if name in fixed else number for name, number in content.match.changed.items()}
+    found = {"changed": changed, "components": components, "lacking": content.lacking}
+    number = sum(
+        content.tensors[name].numel() for one in content.match.placed for name in one.tensors.values()
+    )
     return found | {"warnings": content.warnings, "num_factors": number}
 
 

@@ -1,4 +1,4 @@
-"""The weights of models under the names of diffusers' model, also where blocks are fused or in 8 bits."""
+"""The weights of models under the names of diffusers' model, also where blocks are fused or in few bits."""
 
 from __future__ import annotations
 
@@ -53,14 +53,53 @@ class QuantisedRows:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class FixedWeight:
+    """The weight of a linear layer that keeps it: changes run beside the layer.
+
+    In the few bits of GGUF the sum of a weight and a small change would be the weight again.
+    """
+
+    layer: nn.Module
+    shape: torch.Size
+    dtype: torch.dtype
+    """That the layer computes in."""
+    device: torch.device
+
+    @staticmethod
+    def of(layer: Any) -> FixedWeight:
+        dtype = getattr(layer, "compute_dtype", layer.weight.dtype)
+        return FixedWeight(
+            layer, torch.Size((layer.out_features, layer.in_features)), dtype, layer.weight.device
+        )
+
+    def run_beside(self, add: Callable[..., Tensor] | None) -> None:
+        """From now on the layer's result is `add(input, result)`; None: its own."""
+        if (handle := self.layer.__dict__.pop("_beside", None)) is not None:
+            handle.remove()
+        if add is not None:
+            handle = self.layer.register_forward_hook(lambda _, args, result: add(*args, result))
+            self.layer.__dict__["_beside"] = handle
+
+
+def fixed_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The layers of a GGUF model that keep their weights; also those few that are not in few bits."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+
+
 def original_weights(model: nn.Module) -> dict[str, Any]:
-    """All weights by name, `Tensor` or `QuantisedRows`: those of merged layers as rows of the fused ones."""
+    """All weights by name, `Tensor`, `QuantisedRows` or `FixedWeight`.
+
+    Those of merged layers are rows of the fused ones.
+    """
     found: dict[str, Any] = {}
     for name, weight in _own_weights(model):
         layer = name.split(".")[-2:][0]
         parts = FUSED.get(layer, (layer,))
         for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
             found[name.replace(f".{layer}.", f".{part}.")] = rows
+    if getattr(model, "is_quantized", False):
+        found |= {f"{name}.weight": FixedWeight.of(layer) for name, layer in fixed_layers(model).items()}
     modulation = getattr(model, "modulation", None)
     for idx in range(len(modulation.layers) // 2 if isinstance(modulation, Modulation) else 0):
         for offset, part in enumerate(("img_mod", "txt_mod")):
