@@ -20,7 +20,7 @@ from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.fast import rows
 from gfgen.models.fast.fused import fuse
-from gfgen.models.fast.linears import Modulation, QuantisedLinear
+from gfgen.models.fast.linears import Modulation, QuantisedLinear, in_e4m3
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import parallel_from
@@ -128,6 +128,17 @@ def test_layers_of_full_size_take_any_number_of_rows(device: str, inner: int, ou
     for num_rows in (1, 7, 16, 32, 33, 64, 127, 128, 200, 256, 257):
         x = random(1, num_rows, inner, seed=1).to(device, torch.bfloat16)
         assert distance(layer(x).float(), plain(x).float()) < FP8_ERROR
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("scale", [1e-6, 0.37, 3e4, -0.5])
+def test_the_upcast_weight_gives_back_every_value_of_the_file(device: str, scale: float) -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    values = values[values.float().isfinite()].view(2, -1).to(device)
+    upcast = (values.float() * scale).bfloat16()
+    found, scales = in_e4m3(upcast, torch.tensor([scale, scale]))
+    assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(scales.cpu(), torch.full((2, 1), scale))
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

@@ -99,15 +99,10 @@ class _Compiler:
 
     def __init__(self, transformer: nn.Module, *, has_any_texts: bool, backend: Any) -> None:
         self._name = type(transformer).__name__
-        self._transformer = weakref.ref(transformer)
+        self.transformer = weakref.ref(transformer)
         self._has_any_texts = has_any_texts
         self._backend = backend
         self.has_failed = False
-
-    @property
-    def is_usable(self) -> bool:
-        """Changes of weights that run beside layers are not in compiled blocks."""
-        return not self.has_failed and not getattr(self._transformer(), "runs_beside", False)
 
     def run(self, block: _Block, args: Any, kwargs: Any) -> Any:
         """The result of the compiled block.
@@ -149,6 +144,7 @@ def _of_any_text(args: Sequence[Any]) -> Sequence[Any]:
 
 def _forward(compiler: _Compiler, block: _Block, *args: Any, **kwargs: Any) -> Any:
     """In place of a block's forward."""
-    if present_choice() != "compiled" or not compiler.is_usable:
+    runs_beside = getattr(compiler.transformer(), "runs_beside", False)  # changes that no block compiles
+    if present_choice() != "compiled" or compiler.has_failed or runs_beside:
         return block.own(*args, **kwargs)
     return compiler.run(block, args, kwargs)

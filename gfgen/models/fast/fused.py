@@ -131,8 +131,8 @@ def _wan_conditions(
 
 
 def _fuse_wan_block(block: WanTransformerBlock, current: threading.local) -> None:
-    block.attn1.fuse_projections()
-    block.attn2.fuse_projections()
+    block.attn1.to_qkv = joined([block.attn1.to_q, block.attn1.to_k, block.attn1.to_v])
+    block.attn2.to_kv = joined([block.attn2.to_k, block.attn2.to_v])
     for attention, names in ((block.attn1, ("to_q", "to_k", "to_v")), (block.attn2, ("to_k", "to_v"))):
         for name in names:
             delattr(attention, name)

@@ -1,8 +1,9 @@
 """Linear layers with a GELU behind them, and both in fp8 (e4m3) with half the memory of bf16.
 
-Weights are quantised once, with one scale for each output channel. Activations are quantised with one scale
-for each token: by the norm before the layer (rows.py), or else in one pass over the rows. So a token's
-numbers do not depend on the other tokens of a rank, and degrees differ by rounding only.
+Weights are quantised once, with one scale for each output channel. Those that a file has in e4m3 keep its
+values and scales; loading leaves the scales at the layers as `file_scales` (components.py). Activations are
+quantised with one scale for each token: by the norm before the layer (rows.py), or else in one pass over the
+rows. So a token's numbers do not depend on the other tokens of a rank, and degrees differ by rounding only.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
     names = [name for name, _ in whole.named_parameters()]
     parts = {name: torch.cat([getattr(each, name).data for each in layers]) for name in names}
     whole.load_state_dict(parts, assign=True)
+    if any("file_scales" in each.__dict__ for each in layers):
+        scales = [getattr(each, "file_scales", in_e4m3(each.weight)[1]) for each in layers]
+        whole.file_scales = torch.cat([each.flatten().to(whole.weight.device) for each in scales])
     return whole.requires_grad_(False)
 
 
@@ -83,7 +87,8 @@ class QuantisedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        values, scales = in_e4m3(layer.weight)
+        self.file_scales: Tensor | None = getattr(layer, "file_scales", None)
+        values, scales = in_e4m3(layer.weight, self.file_scales)
         self.register_buffer("weight", values)
         self.register_buffer("scales", scales.view(1, -1))
         self.bias = layer.bias
@@ -249,14 +254,21 @@ class Int8Layers(nn.Module):
         return result
 
 
-def in_e4m3(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[F, C] -> e4m3 [F, C] and scales [F, 1] in fp32."""
-    rows = to_fp8(weight)
-    return rows.values, rows.scales
+def in_e4m3(weight: Tensor, file_scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[F, C] -> e4m3 [F, C] and scales [F, 1] in fp32.
+
+    file_scales: [F], if the weight is a file's values in e4m3 times these, rounded to bf16. The result has
+    the file's values: rounding moved them by 1/512 at most, and half a step of e4m3 is at least 1/32.
+    """
+    if file_scales is None:
+        rows = to_fp8(weight)
+        return rows.values, rows.scales
+    scales = file_scales.to(weight.device, copy=True).view(-1, 1)
+    return (weight.float() / scales.where(scales != 0, 1)).to(torch.float8_e4m3fn), scales
 
 
-def in_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[F, C] -> int8 [F, C] and scales [F, G] in bf16."""
+def in_int8(weight: Tensor, file_scales: None = None) -> tuple[Tensor, Tensor]:
+    """[F, C] -> int8 [F, C] and scales [F, G] in bf16. No file has these."""
     groups = weight.float().view(len(weight), -1, GROUP)
     scales = (groups.abs().amax(dim=2) / 127).clamp(min=1e-20).bfloat16()
     values = (groups / scales.float()[..., None]).round().clamp(-127, 127)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from diffusers import GGUFQuantizationConfig, pipelines
 from diffusers.loaders.single_file import load_single_file_sub_model
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from diffusers.loaders.single_file_utils import load_single_file_checkpoint
 from diffusers.utils import logging as diffusers_logging
 from safetensors import safe_open
@@ -29,6 +30,7 @@ from gfgen.models.geometry.weight_files import (
     PART_OF_KEY,
     is_published,
     is_scale,
+    own_tensors,
     part_of,
     scales_of,
     variant_of,
@@ -70,7 +72,7 @@ def load_pipeline(
     """A pipeline of this class with its weights on the device, ready for inference.
 
     What does not stay on the device by `placement` waits in host memory (waiting.py). With
-    `has_host_experts`, transformers stay there for the caller.
+    `has_host_experts`, transformers stay there for the caller, with the scales of their files.
 
     Components in `own_code` are of classes in the checkpoint's own files, which are run.
 
@@ -91,7 +93,10 @@ def load_pipeline(
                 name = files.folder.name
                 is_on_host = placement.waits(name, names) or (has_host_experts and name in EXPERTS)
                 place = "cpu" if is_on_host else device
-                return _load_model(files, kind, device=place, dtype=wanted.get(name, dtype))
+                model = _load_model(files, kind, device=place, dtype=wanted.get(name, dtype))
+                if has_host_experts and name in EXPERTS:
+                    note_scales(model, files)
+                return model
 
             if own_code:
                 pipeline = _with_own_code(pipeline_class, checkpoint, own_code, load)
@@ -230,6 +235,23 @@ def _scale(model: Any, scales: Mapping[str, Tensor], folder: Path) -> None:
     for name in distinct.values():
         parameter, scale = parameters[name], scales[name]
         parameter.data = scaled(parameter.data, scale, dtype=parameter.dtype)
+
+
+def note_scales(model: Any, component: ComponentFiles) -> None:
+    """Tell linear layers the scales of weights that the files have in e4m3; without a scale it is 1."""
+    scales = read_scales(component.files)
+    found = {
+        name.removeprefix("model.diffusion_model."): scales.get(name, torch.ones(1))
+        for path in component.files
+        if path.suffix == ".safetensors"
+        for name, entry in own_tensors(path).items()
+        if entry["dtype"] == "F8_E4M3"
+    }
+    if is_published(component.files[0]) and not found.keys() <= model.state_dict().keys():
+        found = SINGLE_FILE_LOADABLE_CLASSES[type(model).__name__]["checkpoint_mapping_fn"](checkpoint=found)
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and (scale := found.get(f"{name}.weight")) is not None:
+            layer.file_scales = scale.expand(layer.out_features)
 
 
 def _published_tensors(component: ComponentFiles, *, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -183,7 +183,7 @@ class _Model:
         for name in sorted(self._changed - wanted.keys()):
             weight, base = weights[name], self._base[name]
             if isinstance(weight, QuantisedRows):
-                weight.copy_(base.to(self._place(weight), non_blocking=True))
+                weight.copy_(base.to(self._place(weight), non_blocking=True), is_original=True)
             else:
                 weight.copy_(base, non_blocking=True)
         self._changed &= wanted.keys()

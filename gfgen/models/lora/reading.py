@@ -209,9 +209,7 @@ def answer(checkpoint: Path, path: Path) -> dict[str, Any]:
     }
     changed = {name: 0 if name in fixed else number for name, number in content.match.changed.items()}
     found = {"changed": changed, "components": components, "lacking": content.lacking}
-    number = sum(
-        content.tensors[name].numel() for one in content.match.placed for name in one.tensors.values()
-    )
+    number = sum(content.tensors[x].numel() for one in content.match.placed for x in one.tensors.values())
     return found | {"warnings": content.warnings, "num_factors": number}
 
 

@@ -21,7 +21,9 @@ class QuantisedRows:
     scales: Tensor
     dtype: torch.dtype
     """Of weights that they take."""
-    quantise: Callable[[Tensor], tuple[Tensor, Tensor]]
+    quantise: Callable[..., tuple[Tensor, Tensor]]
+    file_scales: Tensor | None = None
+    """Of original values, if the model's files have them in as few bits."""
 
     @property
     def shape(self) -> torch.Size:
@@ -36,17 +38,19 @@ class QuantisedRows:
         return self.values.device
 
     def chunk(self, number: int) -> list[QuantisedRows]:
-        parts = zip(self.values.chunk(number), self.scales.chunk(number), strict=True)
-        return [QuantisedRows(*part, self.dtype, self.quantise) for part in parts]
+        of_file = [None] * number if self.file_scales is None else self.file_scales.chunk(number)
+        parts = zip(self.values.chunk(number), self.scales.chunk(number), of_file, strict=True)
+        return [QuantisedRows(x, scales, self.dtype, self.quantise, own) for x, scales, own in parts]
 
-    def copy_(self, weight: Tensor) -> None:
+    def copy_(self, weight: Tensor, *, is_original: bool = False) -> None:
         """Take these values, which are quantised on their own device."""
-        for own, new in zip((self.values, self.scales), self.quantise(weight), strict=True):
+        found = self.quantise(weight, self.file_scales if is_original else None)
+        for own, new in zip((self.values, self.scales), found, strict=True):
             own.copy_(new.view_as(own))
 
     def hold(self, weight: Tensor) -> bool:
-        """Whether `copy_` would change nothing."""
-        both = zip((self.values, self.scales), self.quantise(weight), strict=True)
+        """Whether `copy_` of this original weight would change nothing."""
+        both = zip((self.values, self.scales), self.quantise(weight, self.file_scales), strict=True)
         return all(
             torch.equal(own.view(torch.uint8), new.to(own.device).view_as(own).view(torch.uint8))
             for own, new in both
@@ -114,7 +118,8 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
         yield name, parameter.data
     for name, layer in model.named_modules():
         if isinstance(layer, QuantisedLinear):
-            rows = QuantisedRows(layer.weight, layer.scales.view(-1), layer.dtype, in_e4m3)
+            scales = layer.scales.view(-1)
+            rows = QuantisedRows(layer.weight, scales, layer.dtype, in_e4m3, layer.file_scales)
             yield f"{name}.weight", rows
         elif isinstance(layer, Int8Layers):
             for idx, (values, scales, bias) in enumerate(
