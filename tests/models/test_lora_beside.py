@@ -226,9 +226,28 @@ def test_two_ranks_differ_from_one_by_rounding_and_any_two_not_at_all(case: Case
 # What files may have ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("case", [WAN], indirect=True)
+def test_a_convolution_gets_the_sum(case: Case, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = case.theirs().transformer.patch_embedding.weight.shape
+    factors = {"lora_A.weight": (2, *shape[1:]), "lora_B.weight": (shape[0], 2, 1, 1, 1)}
+    tensors = {f"transformer.patch_embedding.{kind}": torch.randn(size) for kind, size in factors.items()}
+    save_file(tensors, path := tmp_path / "conv.safetensors")
+    assert fit_of(case.checkpoint, path).changed["transformer.patch_embedding.weight"] == shape.numel()
+    spec = replace(asked((path, 0.7)), **SMALL, **FIELDS[WAN])
+    adapter: Any = load_adapter(case.checkpoint)
+    weight = adapter.patches._pipeline.transformer.patch_embedding.weight
+    before = weight.clone()
+    latents_of(adapter, spec)
+    up, down = (tensors[f"transformer.patch_embedding.lora_{name}.weight"].flatten(1) for name in "BA")
+    torch.testing.assert_close(weight, before + 0.7 * (up @ down).view(shape))
+    latents_of(adapter, case.job())
+    assert torch.equal(weight, before)
+
+
 @pytest.mark.parametrize("case", [FLUX], indirect=True)
 def test_all_kinds_of_changes_act_as_on_plain_weights(case: Case, tmp_path: Path) -> None:
-    """Factors with a bias, LoKr, whole differences, fused layers; and a convolution, which is merged."""
+    """Factors with a bias, LoKr, whole differences, fused layers."""
     torch.manual_seed(0)
     layer, tensors = "transformer.transformer_blocks.0", dict[str, Tensor]()
     width = case.theirs().transformer.inner_dim

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gfgen.errors import ModelError
+from gfgen.job.images import lora_sha256
 from gfgen.job.spec import JobSpec
 from gfgen.models.families import registry
 from gfgen.models.families.precision import Precision
@@ -114,15 +116,35 @@ def gguf_file(weights: dict[str, torch.Tensor], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kind", ["file", "gguf_file"])
+@pytest.mark.parametrize(("kind", "has_lora"), [("file", False), ("gguf_file", False), ("gguf_file", True)])
 def test_frames_are_those_of_diffusers(
-    kind: str, device: str, base: Path, request: pytest.FixtureRequest
+    kind: str,
+    has_lora: bool,
+    device: str,
+    base: Path,
+    weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     file: Path = request.getfixturevalue(kind)
     adapter: Any = load_adapter(resolve_checkpoint(f"tiny-wan:{file}"), device=device)
     asked = JobSpec(id="x", prompt="a red fox", seed=5, steps=3, width=64, height=64, frames=5)
+    if has_lora:
+        tensors = {}
+        for name, each in weights.items():
+            if each.ndim == 2 and "blocks." in name:
+                layer = f"transformer.{name.removesuffix('.weight')}"
+                tensors[f"{layer}.lora_A.weight"] = torch.full((2, each.shape[1]), 0.1)
+                tensors[f"{layer}.lora_B.weight"] = torch.full((each.shape[0], 2), 0.1)
+        save_file(tensors, tmp_path / "lora.safetensors")
+        sha256 = lora_sha256(tmp_path / "lora.safetensors")
+        files: Any = {
+            "lora": [{"sha256": sha256, "scale": 1.0}],
+            "lora_files": [str(tmp_path / "lora.safetensors")],
+        }
+        asked = replace(asked, **files)
     spec = adapter.geometry.resolve(asked)
     with torch.no_grad():
         prompt = adapter.encode(spec)
@@ -144,6 +166,8 @@ def test_frames_are_those_of_diffusers(
     pipeline = diffusers.WanPipeline.from_pretrained(
         base, transformer=transformer, vae=vae, dtype=dtype, local_files_only=True
     ).to(device)
+    if has_lora:
+        pipeline.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
     theirs = pipeline(
         prompt="a red fox",
         width=64,
