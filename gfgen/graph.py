@@ -122,7 +122,7 @@ class Trajectory:
 
     @property
     def frames_shape(self) -> tuple[int, int, int, int] | None:
-        """Of the job's frames, [F, H, W, 3]; None if only the decode knows it."""
+        """Of the job's frames, bytes [F, H, W, 3] (6 of 16 bits); None if only the decode knows it."""
         fields = self.artifact("frames").fields
         if not fields:
             return None

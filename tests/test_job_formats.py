@@ -70,9 +70,13 @@ def test_a_format_decides_the_ending_of_the_default_name(kind, format_, expected
         (
             "image",
             {"format": "gif"},
-            r"format = gif: one of png, jpeg, webp, avif, because the model makes images",
+            r"format = gif: one of png, png16, jpeg, webp, avif, because the model makes images",
         ),
-        ("video", {"format": "jpeg"}, r"format = jpeg: one of mp4, h265, webm, av1, prores, png, webp, gif"),
+        (
+            "video",
+            {"format": "jpeg"},
+            r"format = jpeg: one of mp4, h265, webm, av1, prores, png, png16, webp, gif",
+        ),
         (
             "video",
             {"output": "a.jpg"},
@@ -85,6 +89,7 @@ def test_a_format_decides_the_ending_of_the_default_name(kind, format_, expected
             r"a name that ends in \.webp, as format = 'webp' asks",
         ),
         ("image", {"quality": 90}, "quality = 90: png files have none"),
+        ("image", {"quality": 90, "format": "png16"}, "quality = 90: png16 files have none"),
         ("video", {"quality": 90, "output": "a.gif"}, "quality = 90: gif files have none"),
         ("video", {"quality": 90, "output": "a.mov"}, "quality = 90: prores files have none"),
         (
@@ -108,6 +113,7 @@ def test_a_name_gives_the_format_and_both_may_agree():
 
 def test_frames_of_a_video_as_png_are_in_a_folder_of_its_name():
     assert name("video", format="png") == "fox/{frame}.png"
+    assert name("video", format="png16") == "fox/{frame}.png"
     assert name("video", output="shots/a.PNG") == "shots/a/{frame}.PNG"
     numbered = [numbered_name("shots/a/{frame}.png", number) for number in (1, 49, 12_345)]
     assert numbered == ["shots/a/0001.png", "shots/a/0049.png", "shots/a/12345.png"]
@@ -150,7 +156,7 @@ def test_formats_are_written_in_several_ways(tmp_path):
     )
     assert [spec.format for spec in parsed.specs] == ["jpeg", "jpeg", "mp4", "prores", "webm"]
     (problem,) = parsed.problems
-    assert "one of png, jpeg, webp, avif, mp4, h265, webm, av1, prores, gif" in str(problem)
+    assert "one of png, png16, jpeg, webp, avif, mp4, h265, webm, av1, prores, gif" in str(problem)
 
 
 def test_a_format_makes_another_job_and_none_changes_no_hash():

@@ -32,20 +32,22 @@ MAX_NUMBERED = 1_000
 """Pictures of one job whose names are compared with those of other jobs."""
 
 FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "image": {"png": (".png",), "jpeg": (".jpg", ".jpeg"), "webp": (".webp",), "avif": (".avif",)},
+    "image": {"png": (".png",), "png16": (".png",), "jpeg": (".jpg", ".jpeg")}
+    | {"webp": (".webp",), "avif": (".avif",)},
     "video": {"mp4": (".mp4",), "h265": (".mp4",), "webm": (".webm",), "av1": (".mp4", ".webm")}
-    | {"prores": (".mov",), "png": (".png",), "webp": (".webp",), "gif": (".gif",)},
+    | {"prores": (".mov",), "png": (".png",), "png16": (".png",), "webp": (".webp",), "gif": (".gif",)},
 }
 """File name endings by format, the usual one first. An ending alone means the first format that has it. mp4
-has H.264, webm VP9, and png of a video is a numbered picture for each frame (`of_frames`)."""
+has H.264, webm VP9, and png or png16 of a video is a numbered picture for each frame (`of_frames`)."""
 FRAME = "{frame}"
 """Stands for the number in the name of a video's frames; no job can write it itself."""
 FORMAT_NAMES = list(dict.fromkeys([*FORMATS["image"], *FORMATS["video"]]))
 ENDINGS = tuple(
     dict.fromkeys(end for formats in FORMATS.values() for ends in formats.values() for end in ends)
 )
-ENCODERS = {"h265": "libx265", "av1": "libsvtav1", "webm": "libvpx-vp9 libopus", "prores": "prores_ks"}
-WITHOUT_QUALITY = ("png", "gif", "prores")
+ENCODERS = {"h265": "libx265", "av1": "libsvtav1", "webm": "libvpx-vp9 libopus"}
+ENCODERS |= {"prores": "prores_ks", "png16": "png"}
+WITHOUT_QUALITY = ("png", "png16", "gif", "prores")
 
 PLACEHOLDERS = ("id", "index", "seed", "tag", "prompt", "model", "date", "time")
 """Admission fills in the index and the default model; the folder knows date, time and random seeds
@@ -167,6 +169,11 @@ class JobSpec:
         return self.reuse is not None
 
     @property
+    def sample_bytes(self) -> int:
+        """Bytes of one colour of a pixel in its file."""
+        return 2 if self.format == "png16" else 1
+
+    @property
     def size_text(self) -> str:
         """Such as "832x480"; auto if only the model knows it."""
         return "auto" if self.width is None else f"{self.width}x{self.height}"
@@ -286,12 +293,15 @@ def output_name(spec: JobSpec, kind: str, *, has_alpha: bool = False) -> str:
     if has_alpha and written == "jpeg" and spec.background is None:
         accepted = "has no alpha, unlike the model's pictures; use png, webp or avif, or give background"
         raise JobError(Problem.of("format" if spec.format else "output", spec.format or name, accepted))
+    if has_alpha and written == "png16" and spec.background is not None:
+        accepted = "png16 keeps alpha; leave it out, or use png"
+        raise JobError(Problem.of("background", spec.background, accepted))
     if spec.quality is not None and written in WITHOUT_QUALITY:
         raise JobError(Problem.of("quality", str(spec.quality), f"{written} files have none; leave it out"))
     container = format_of(os.path.splitext(name)[1], kind) or ""
     if (lack := lack_of(written) or lack_of(container)) is not None:
         raise JobError(Problem.of("format", written, lack))
-    return of_frames(name) if (kind, written) == ("video", "png") else name
+    return of_frames(name) if kind == "video" and written in ("png", "png16") else name
 
 
 def of_frames(name: str) -> str:

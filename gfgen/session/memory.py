@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _FRAME_COPIES = 5
 """Bytes per byte of uint8 frames: 4 as fp32 on their rank, and 1 in the writer's memory."""
 _DECODE_BYTES = 100
-"""Peak bytes of an fp32 decode per byte of its frames: 704x1280x81, 219 MB, took 23 GB on an H200."""
+"""Peak bytes of an fp32 decode per sample of its frames: 704x1280x81, 219 MB, took 23 GB on an H200."""
 _CPU_BYTES = 4
 """Of a parameter on CPU ranks, in fp32."""
 _SPARE = 10
@@ -240,7 +240,8 @@ class GpuMemory(HostMemory):
         return job.state_bytes + max(job.state_bytes, frames_bytes)
 
     def work_bytes(self, job: AdmittedJob) -> int:
-        return max(self.job_bytes(job), job.state_bytes + _DECODE_BYTES * job.trajectory.frames_bytes)
+        samples = job.trajectory.frames_bytes // job.spec.sample_bytes
+        return max(self.job_bytes(job), job.state_bytes + _DECODE_BYTES * samples)
 
     def check_waiting(self, checkpoints: Collection[Path]) -> int:
         available, total = available_bytes(), 0

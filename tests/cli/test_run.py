@@ -90,6 +90,8 @@ def test_a_video_becomes_a_file_of_another_format_or_a_folder_of_frames(folder):
         sea | {"id": "editor", "output": "editor.mov"},
         sea | {"id": "web", "format": "webm"},
         sea | {"id": "frames", "format": "png", "frames": 9},
+        sea | {"id": "deep", "format": "png16"},
+        JOBS[0] | {"id": "one", "format": "png16"},
     ]
     (folder / "night.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
     out, err = start(folder).communicate(timeout=120)
@@ -97,15 +99,19 @@ def test_a_video_becomes_a_file_of_another_format_or_a_folder_of_frames(folder):
     outputs, entries = folder / "outputs/night", manifest(folder)
     names = [f"frames/000{number}.png" for number in range(1, 10)]
     assert [each["file"] for each in entries["frames"]["outputs"]] == names
-    assert {entry["file"] for entry in entries.values()} == {"editor.mov", "web.webm", names[0]}
+    files = {entry["file"] for entry in entries.values()}
+    assert files == {"editor.mov", "web.webm", names[0], "deep/0001.png", "one.png"}
+    for name in ("deep/0001.png", "deep/0005.png", "one.png"):
+        assert (outputs / name).read_bytes()[24] == 16, "bits per colour"
+        assert read_metadata(outputs / name)["format"] == "png16"
     assert sorted(os.listdir(outputs / "frames")) == [Path(name).name for name in names]
     line = read_metadata(outputs / names[1])
     assert (line["format"], line["frames"]) == ("png", 9)
 
     (outputs / names[2]).unlink()
     out, err = start(folder).communicate(timeout=120)
-    assert "2 skipped" in out
-    (folder / "night.jsonl").write_text("".join(json.dumps(job | {"frames": 5}) + "\n" for job in jobs[2:]))
+    assert "4 skipped" in out
+    (folder / "night.jsonl").write_text("".join(json.dumps(job | {"frames": 5}) + "\n" for job in jobs[2:3]))
     out, err = start(folder).communicate(timeout=120)
     assert sorted(os.listdir(outputs / "frames")) == [Path(name).name for name in names[:5]]
     assert [each["file"] for each in manifest(folder)["frames"]["outputs"]] == names[:5]

@@ -69,6 +69,28 @@ def made_by(adapter: Adapter, spec: JobSpec) -> np.ndarray:
     return adapter.decode(spec, latents).tensors["frames"].numpy()
 
 
+@pytest.mark.parametrize("name", ["tiny-wan", "tiny-qwen-image"])
+def test_pictures_of_16_bits_are_the_rounded_floats_of_the_pipeline(
+    tiny_models: Mapping[str, Path], name: str
+) -> None:
+    adapter = load_adapter(tiny_models[name])
+    asked = JobSpec(id="a", prompt="a fox", width=64, height=64, steps=2, seed=5, format="png16")
+    scale: dict[str, Any] = {"frames": 5} if name == "tiny-wan" else {"true_cfg_scale": 1.0}
+    asked = dataclasses.replace(asked, **scale)
+    spec = adapter.geometry.resolve(asked)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny_models[name])
+    size = {"width": 64, "height": 64, "num_inference_steps": 2} | ({"num_frames": 5} if spec.fps else scale)
+    theirs = pipeline(
+        prompt="a fox", generator=torch.Generator("cpu").manual_seed(5), output_type="np", **size
+    )[0]
+    made = made_by(adapter, spec)
+    assert made.dtype == np.uint8
+    wanted = np.asarray(theirs).reshape(-1, 64, 64, 3)
+    assert np.array_equal(made.view("<u2"), (wanted * np.float32(65_535)).round())
+    shape = adapter.geometry.trajectory(spec).frames_shape or made.shape
+    assert made.shape == shape == (len(wanted), 64, 64, 6)
+
+
 def layered_checkpoint(base: Path, folder: Path) -> Path:
     """A Qwen-Image-Layered checkpoint whose VAE has four channels, as the published one."""
     parts = diffusers.QwenImagePipeline.from_pretrained(base)
@@ -153,3 +175,7 @@ def test_outputs_have_three_or_four_channels(channels: int) -> None:
     frames = as_frames(type("Output", (), {"images": made}))
     assert frames.shape == (2, 4, 6, channels)
     assert frames.unique().tolist() == [128]
+    deep = as_frames(type("Output", (), {"images": made}), per_sample=2)
+    assert np.unique(deep.numpy().view("<u2")).tolist() == [32_768]
+    eight = as_frames(type("Output", (), {"images": frames.numpy()}), per_sample=2)
+    assert np.unique(eight.numpy().view("<u2")).tolist() == [128 * 257]

@@ -65,7 +65,7 @@ def run(checkpoint: Path, spec: JobSpec) -> torch.Tensor:
     return adapters[1].decode(spec, latents).tensors["frames"]
 
 
-def own_call(checkpoint: Path, **others: object) -> np.ndarray:
+def own_call(checkpoint: Path, *, most: int = 255, **others: object) -> np.ndarray:
     pipeline = diffusers.LTXPipeline.from_pretrained(checkpoint)
     made = pipeline(
         prompt=JOB.prompt,
@@ -79,11 +79,27 @@ def own_call(checkpoint: Path, **others: object) -> np.ndarray:
         output_type="np",
         **others,
     )
-    return (made.frames[0] * 255).round().astype(np.uint8)
+    return (made.frames[0] * most).round().astype(np.uint8 if most == 255 else np.uint16)
 
 
 def test_frames_are_those_of_the_pipelines_own_call(checkpoint: Path) -> None:
     assert np.array_equal(run(checkpoint, JOB).numpy(), own_call(checkpoint))
+
+
+def test_frames_of_16_bits_are_the_rounded_floats_of_the_pipelines_own_call(checkpoint: Path) -> None:
+    made = run(checkpoint, dataclasses.replace(JOB, format="png16")).numpy()
+    assert np.array_equal(made.view("<u2"), own_call(checkpoint, most=65_535))
+
+
+def test_16_bits_are_refused_where_the_call_gives_pictures_of_8(checkpoint: Path) -> None:
+    geometry, spec = load_geometry(checkpoint), dataclasses.replace(JOB, format="png16")
+    assert isinstance(geometry, PipelineGeometry)
+    named = {name: each for name, each in geometry.signature.arguments.items() if name != "output_type"}
+    signature = dataclasses.replace(geometry.signature, arguments=named)
+    with pytest.raises(JobError, match=r"format = png16: this model gives pictures of 8 bits; use png"):
+        dataclasses.replace(geometry, signature=signature).resolve(spec)
+    sizes = [geometry.trajectory(geometry.resolve(each)).frames_bytes for each in (JOB, spec)]
+    assert sizes[1] == 2 * sizes[0]
 
 
 def test_a_jobs_args_reach_the_call(checkpoint: Path) -> None:

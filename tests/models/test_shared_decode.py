@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forked_ranks import ForkedRanks
@@ -150,3 +151,19 @@ def test_frames_put_together_from_bands_differ_by_one_grey_level_at_most(
     found = torch.cat([band.tensors["frames"] for band in bands], dim=1)
     assert found.shape == whole.shape
     assert (found.int() - whole.int()).abs().max() <= 1
+
+
+def test_bands_of_16_bits_are_put_together_as_those_of_8(tiny_models: Mapping[str, Path]) -> None:
+    adapter: Any = load_adapter(tiny_models["tiny-wan"])
+    asked = JobSpec(id="a", prompt="a fox", seed=3, steps=2, format="png16", **JOBS["tiny-wan"])
+    spec = adapter.geometry.resolve(asked)
+    prompt = adapter.encode(spec)
+    _, latents = adapter.prepare(spec, prompt)
+    whole = adapter.decode(spec, latents).tensors["frames"]
+    forked = ForkedRanks(2, lambda parallel: adapter.decode(spec, latents, parallel=parallel))
+    bands = forked.run(Layout.bands((1, 0)))
+    forked.close()
+    found = torch.cat([band.tensors["frames"] for band in bands], dim=1)
+    assert found.shape == whole.shape == adapter.geometry.trajectory(spec).frames_shape
+    deep, wanted = (each.numpy().view("<u2").astype(int) for each in (found, whole))
+    assert np.abs(deep - wanted).max() <= 4, "of 65,535: float32 rounding"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -58,6 +59,18 @@ def ask(channel: Channel, request: WriteRequest, frames: Frames) -> Any:
     return answer_of(channel)
 
 
+def deep_pixels(path: Path, channels: int) -> np.ndarray:
+    """The pixels of a PNG of 16 bits, which Pillow reads as 8."""
+    content = path.read_bytes()
+    width, height, bits = *struct.unpack(">II", content[16:24]), content[24]
+    assert bits == 16
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-i", str(path), "-f", "rawvideo"]
+    raw = subprocess.run(
+        [*command, "-pix_fmt", {3: "rgb48le", 4: "rgba64le"}[channels], "-"], capture_output=True, check=True
+    ).stdout
+    return np.frombuffer(raw, "<u2").reshape(height, width, channels)
+
+
 def answer_of(channel: Channel) -> Any:
     received = channel.receive()
     assert received is not None
@@ -74,6 +87,26 @@ def test_frames_in_shared_memory_become_a_file(
     assert (answer.job_id, answer.path) == ("fox-1", str(tmp_path / name))
     assert Content(answer.size_bytes, answer.sha256) == content_of(tmp_path / name)
     assert read_metadata(tmp_path / name) == {"seed": "42"}
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_pixels_of_two_bytes_per_colour_become_a_png_of_16_bits_with_its_texts(
+    channel: Channel, tmp_path: Path, channels: int
+) -> None:
+    deep = np.random.default_rng(3).integers(0, 2**16, (2, 15, 7, channels)).astype("<u2")
+    frames = deep.view(np.uint8)
+    request = request_for(tmp_path / "fox" / "{frame}.png", frames)
+    answer = ask(channel, replace(request, shape=frames.shape), frames)
+    assert isinstance(answer, WriteDone), answer
+    assert [name for name, *_ in answer.files] == ["0001.png", "0002.png"]
+    for each, name in zip(deep, answer.files, strict=True):
+        path = tmp_path / "fox" / name[0]
+        assert np.array_equal(deep_pixels(path, channels), each)
+        assert read_metadata(path) == {"seed": "42"}
+        with Image.open(path) as image:
+            image.load()
+            assert image.info["parameters"]
+            assert image.info.get("aspect", (1, 1)) == (1, 1)
 
 
 def test_a_bad_job_fails_and_the_next_one_is_written(channel: Channel, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ class Adapter(Protocol):
         """
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
-        """The artifact `frames`: uint8 [F, H, W, 3] on the adapter's device, and the sum of the pixels.
+        """The artifact `frames`: uint8 [F, H, W, 3 * spec.sample_bytes] on its device, and the sum of pixels.
 
         With `parallel`, all ranks of a layout make the same call, and each returns its own rows of all
         frames: [F, h, W, 3] from row `first_row`. The bits are the same for the same degrees on any ranks.

@@ -73,15 +73,21 @@ def load_video(path: str | Path, *, sha256: str | None = None) -> list[Image.Ima
     return frames
 
 
-def to_uint8(pictures_FCHW: torch.Tensor) -> torch.Tensor:
+def to_uint8(pictures_FCHW: torch.Tensor, *, per_sample: int = 1) -> torch.Tensor:
     """Pictures in [0, 1] as bytes, on their own device.
 
-    Shapes: pictures_FCHW [F, C, H, W] float -> [F, H, W, C] uint8, contiguous.
+    Shapes: pictures_FCHW [F, C, H, W] float -> [F, H, W, C * per_sample] uint8, contiguous. Two bytes per
+            sample are little-endian.
     Source: diffusers 0.42 VaeImageProcessor.pt_to_numpy and numpy_to_pil, which round half to
             even as torch does; converting before the copy to the host moves a quarter of the bytes.
     """
-    pictures_FHWC = pictures_FCHW.permute(0, 2, 3, 1).float()
-    return (pictures_FHWC * 255).round().to(torch.uint8).contiguous()
+    most = 256**per_sample - 1
+    levels = (pictures_FCHW.permute(0, 2, 3, 1).float() * most).round_().clamp_(0, most)
+    if per_sample == 1:
+        return levels.to(torch.uint8).contiguous()
+    levels = levels.to(torch.int32)
+    halves = (levels & 255).to(torch.uint8), (levels >> 8).to(torch.uint8)
+    return torch.stack(halves, dim=-1).flatten(-2).contiguous()
 
 
 def denormalize_latents(latents_BCTHW: torch.Tensor, config: Any) -> torch.Tensor:

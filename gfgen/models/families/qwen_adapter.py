@@ -119,7 +119,8 @@ class QwenImageAdapter(BatchAdapter):
         pixels_BCTHW, first_row = shared_decode.decode_rows(self._vae, scaled_BCTHW, parallel)
         picture_BCHW = pixels_BCTHW[:, :, 0].float()
         picture_BCHW = self._pipeline.image_processor.postprocess(picture_BCHW, output_type="pt")
-        tensors = {"frames": to_uint8(picture_BCHW), PIXEL_SUM: pixels_BCTHW.sum(dtype=torch.float32)}
+        frames = to_uint8(picture_BCHW, per_sample=spec.sample_bytes)
+        tensors = {"frames": frames, PIXEL_SUM: pixels_BCTHW.sum(dtype=torch.float32)}
         return Fields(tensors, {"first_row": first_row})
 
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:

@@ -148,7 +148,8 @@ class WanAdapter(BatchAdapter):
         scaled = denormalize_latents(sample_BCTHW, self._vae.config)
         video, first_row = shared_decode.decode_rows(self._vae, scaled, parallel)
         pictures = self._text.video_processor.postprocess_video(video.float(), output_type="pt")[0]
-        tensors = {"frames": to_uint8(pictures), PIXEL_SUM: video.sum(dtype=torch.float32)}
+        frames = to_uint8(pictures, per_sample=spec.sample_bytes)
+        tensors = {"frames": frames, PIXEL_SUM: video.sum(dtype=torch.float32)}
         return Fields(tensors, {"first_row": first_row})
 
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:

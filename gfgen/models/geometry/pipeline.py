@@ -152,10 +152,10 @@ class PipelineGeometry:
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
         pictures = rules.known(spec.frames) * num_pictures(spec.args)
-        pixels = pictures * math.prod(_size(spec))
+        pixel_bytes = (4 if self.has_alpha else 3) * spec.sample_bytes
         artifacts = (
             *(Artifact(name, (), room_bytes=ROOM_BYTES) for name in ("prompt", "condition", "latents")),
-            Artifact("frames", (), room_bytes=pixels * (4 if self.has_alpha else 3)),
+            Artifact("frames", (), room_bytes=pictures * math.prod(_size(spec)) * pixel_bytes),
         )
         return with_reuse(Trajectory(spec.id, rules.known(spec.steps), artifacts), spec, output=None)
 
@@ -220,6 +220,8 @@ class PipelineGeometry:
         yield from rules.whole_problems(spec, "steps", low=1, high=MAX_STEPS)
         if spec.width is not None and spec.height is not None:
             yield from rules.size_problems(spec.width, spec.height, multiple=(max(8, self.multiple),) * 2)
+        if spec.sample_bytes > 1 and "output_type" not in self.signature.arguments:
+            yield Problem.of("format", spec.format, "this model gives pictures of 8 bits; use png")
         if not self._makes_videos:
             reason = "this model makes single pictures; leave it out"
             if spec.frames not in (None, 1):

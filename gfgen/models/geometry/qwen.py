@@ -119,7 +119,8 @@ class QwenGeometry:
         num_tokens = max_text_tokens(spec, MAX_TEXT_TOKENS)
         prompt = tuple((name, (1, num_tokens, self.text_dim), "float32") for name in names)
         latent = (1, self.num_tokens(spec), self.in_channels)
-        picture = (1, rules.known(spec.height), rules.known(spec.width), 4 if self.has_alpha else 3)
+        pixel_bytes = (4 if self.has_alpha else 3) * spec.sample_bytes
+        picture = (1, rules.known(spec.height), rules.known(spec.width), pixel_bytes)
         artifacts = (
             Artifact("prompt", prompt),
             Artifact("condition", ()),

@@ -320,4 +320,4 @@ def _shifted(sigma: float, shift: float) -> float:
 
 
 def _picture(spec: JobSpec) -> tuple[int, int, int]:
-    return rules.known(spec.height), rules.known(spec.width), 3
+    return rules.known(spec.height), rules.known(spec.width), 3 * spec.sample_bytes

@@ -31,7 +31,7 @@ from gfgen.models.families.outputs import (
     keep_outputs,
     watch_scheduler,
 )
-from gfgen.models.families.pictures import load_frames, load_image, load_video
+from gfgen.models.families.pictures import load_frames, load_image, load_video, to_uint8
 from gfgen.models.families.solver import NUM_SCHEDULERS, scheduler_like
 from gfgen.models.fast import compiled, stop_checks
 from gfgen.models.fast.cut_texts import cut_texts
@@ -157,7 +157,7 @@ class PipelineAdapter(Adapter):
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
         self.patches.merge(spec)
         output = self._call(spec).decode(latents)
-        frames = as_frames(output)
+        frames = as_frames(output, per_sample=spec.sample_bytes)
         made = Fields({"frames": frames, PIXEL_SUM: frames.sum(dtype=torch.float32)}, {"first_row": 0})
         if (sound_CS := _sound(output)) is not None:
             made.tensors[SOUND], made.scalars[SOUND_RATE] = sound_CS, self._sound_rate()
@@ -328,10 +328,10 @@ def _load(name: str, path: str | list[str], sha256: str | list[str] | None, **co
     return frames if len(frames) > 1 or "video" in name else frames[0]
 
 
-def as_frames(output: Any) -> torch.Tensor:
+def as_frames(output: Any, *, per_sample: int = 1) -> torch.Tensor:
     """What a pipeline returned as uint8 [F, H, W, C]; several pictures of one call are frames.
 
-    C is 3, or 4 with alpha.
+    C is 3, or 4 with alpha, times the bytes per sample.
     """
     values = [getattr(output, name, None) for name in ("images", "frames", "video", "videos")]
     found = next((value for value in values if value is not None), None)
@@ -341,9 +341,10 @@ def as_frames(output: Any) -> torch.Tensor:
         pictures = found.movedim(-3, -1)
     else:
         pictures = torch.as_tensor(np.stack([np.asarray(each) for each in _flat(found)]))
-    if pictures.dtype != torch.uint8:
-        pictures = (pictures.float() * 255).round().clamp(0, 255).to(torch.uint8)
-    return pictures.reshape(-1, *pictures.shape[-3:])[..., :4].contiguous()
+    pictures = pictures.reshape(-1, *pictures.shape[-3:])[..., :4]
+    if pictures.dtype == torch.uint8:
+        pictures = pictures / 255
+    return to_uint8(pictures.movedim(-1, 1), per_sample=per_sample)
 
 
 def _sound(output: Any) -> torch.Tensor | None:

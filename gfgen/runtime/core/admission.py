@@ -185,7 +185,7 @@ def _admit_one(
     try:
         name = output_name(asked, geometry.output_kind(asked), has_alpha=geometry.has_alpha)
         file = filled(name, model=asked.model, index=asked.place)
-        run = replace(run, format="png") if FRAME in file else run  # a name that ends in .png is no picture
+        run = replace(run, format=run.format or "png") if FRAME in file else run  # ".png" alone: a picture
     except JobError as error:
         problems += error.problems
     if problems:
@@ -199,7 +199,7 @@ def _admit_one(
         spec_hash=spec_hash(asked, has_random_weights=model.has_random_weights),
         family=geometry.family,
     )
-    has_own_artifacts = run.may_approximate or bool(run.scheduler or run.args)
+    has_own_artifacts = run.may_approximate or bool(run.scheduler or run.args or run.sample_bytes > 1)
     key = (model.name, geometry.shape_key(run), has_own_artifacts)
     if (first := alike.get(key)) is None:
         first = alike[key] = AdmittedJob(

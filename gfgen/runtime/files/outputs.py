@@ -6,6 +6,7 @@ A file appears under its name only when it is complete (`name_file`).
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +36,8 @@ from gfgen.system.linefile import FULL
 from gfgen.system.machine import free_bytes, num_cores
 from gfgen.system.wording import size_in_words
 
-Frames = NDArray[np.uint8]
+Frames = NDArray[np.uint8 | np.uint16]
+"""16 bits only for PNG."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ _CONTAINERS = {
     ".mov": ("-c:a", "pcm_s16le", "-movflags", "+faststart+use_metadata_tags"),
 }
 """Without "bitexact" a WebM has a random id; without "use_metadata_tags" a MOV's texts have 64 KB at most."""
+_PNG_HEAD_BYTES = 33
 _EXIF_MAKER_NOTE, _EXIF_IFD, _EXIF_USER_COMMENT = 0x927C, 0x8769, 0x9286
 _JPEG_EXIF_BYTES = 65_533
 _INSTALL_FFMPEG = "cannot write videos without ffmpeg; pip install imageio-ffmpeg"
@@ -129,7 +132,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
 def _check(frames: Frames, path: Path, fps: float | None) -> None:
     suffix = path.suffix.lower()
     channels = (3,) if suffix in VIDEO_SUFFIXES else (3, 4)
-    if frames.ndim != 4 or frames.shape[3] not in channels or frames.dtype != np.uint8 or frames.size == 0:
+    dtypes = (np.uint8, np.uint16) if suffix == ".png" else (np.uint8,)
+    if frames.ndim != 4 or frames.shape[3] not in channels or frames.dtype not in dtypes or frames.size == 0:
         raise OutputError(f"{path}: frames must be uint8 [F, H, W, 3], got {frames.dtype} {frames.shape}")
     if suffix in VIDEO_SUFFIXES and fps is None:
         raise OutputError(f"{path}: a video needs fps, got none")
@@ -145,7 +149,8 @@ def _write_image(
 ) -> None:
     from PIL import Image, PngImagePlugin
 
-    image, *later = map(Image.fromarray, frames)
+    is_deep = frames.dtype == np.uint16
+    image, *later = map(Image.fromarray, (frames >> 8).astype(np.uint8) if is_deep else frames)
     if (background := metadata.get("background")) is not None:
         image, *later = (as_rgb(each, background=background) for each in (image, *later))
     text = labels.parameters_text(metadata, size=image.size, place=place)
@@ -160,7 +165,10 @@ def _write_image(
                 chunks = PngImagePlugin.PngInfo()
                 chunks.add_text("parameters", text)
                 chunks.add_itxt("gfgen", as_json)
-                image.save(stream, format="PNG", pnginfo=chunks)
+                if is_deep:
+                    stream.write(_deep_png(frames[0], chunks.chunks))
+                else:
+                    image.save(stream, format="PNG", pnginfo=chunks)
             elif suffix == ".gif":
                 image.save(stream, format="GIF", comment=as_json.encode(), **options)
             else:
@@ -172,6 +180,27 @@ def _write_image(
                 image.save(stream, format=kind, quality=quality, exif=exif, **options)
     except ValueError as error:
         raise OutputError(f"cannot write {path.name}: {error}") from error
+
+
+def _deep_png(frame: Frames, texts: Sequence[tuple[Any, ...]]) -> bytes:
+    """A PNG of 16 bits by ffmpeg, since Pillow writes none with colours, with text chunks after its head."""
+    from PIL.PngImagePlugin import putchunk
+
+    height, width, channels = frame.shape
+    command = [
+        *(_ffmpeg_path(), "-hide_banner", "-loglevel", "error", "-f", "rawvideo", "-s", f"{width}x{height}"),
+        *("-pix_fmt", "rgb48le" if channels == 3 else "rgba64le", "-i", "pipe:0", "-vf", "setsar=1"),
+        *("-f", "image2pipe", "-c:v", "png", "-pred", "mixed", "pipe:1"),
+    ]
+    end = partial(die_with_parent, os.getpid())
+    options: dict[str, Any] = {"capture_output": True, "start_new_session": True, "preexec_fn": end}
+    done = subprocess.run(command, input=frame.tobytes(), check=False, **options)
+    if done.returncode != 0:
+        raise _encoder_error(done.returncode, io.BytesIO(done.stderr))
+    chunks = io.BytesIO()
+    for kind, text, *_ in texts:
+        putchunk(chunks, kind, text)
+    return done.stdout[:_PNG_HEAD_BYTES] + chunks.getvalue() + done.stdout[_PNG_HEAD_BYTES:]
 
 
 def _exif(text: str, as_json: str) -> bytes:

@@ -92,6 +92,7 @@ def _write(request: WriteRequest, frames_fd: int) -> list[tuple[Path, Content]]:
         frames, sound = map_output(frames_fd)
     else:
         frames = map_frames(frames_fd, request.shape)
+    frames = frames.view("<u2") if frames.shape[3] > 4 else frames
     write = partial(write_output, fps=request.fps, metadata=request.metadata, made_for=request.made_for)
     parts = frames_by_file(frames, path, fps=request.fps)
     if len(parts) == 1 and path in parts:
