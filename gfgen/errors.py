@@ -94,13 +94,16 @@ def listed(problems: Sequence[Problem], *, limit: int = MAX_PROBLEMS_SHOWN) -> l
 
     What a field accepts is said once, too; later lines have only the hint of each value.
     """
-    lines, said = [], set()
+    lines, said = [], dict[object, int | None]()
     for problem in problems[:limit]:
         accepted, _, hint = problem.accepted.rpartition("; ")
-        kind = (problem.field, accepted or hint)
-        if problem.field and problem.value is not None and kind in said:
-            problem = replace(problem, accepted=hint if accepted else "as above")
-        said.add(kind)
+        kind, line = (problem.field, accepted or hint), problem.line
+        if problem.field and problem.value is not None and kind in said and accepted:
+            problem = replace(problem, accepted=hint)
+        elif problem.field and problem.value is not None and (first := said.get(kind)) not in (None, line):
+            problem = replace(problem, accepted=f"as in {at(first)}")
+        if said.get(kind) is None:  # the first without a hint of its own
+            said[kind] = None if accepted else line
         lines.append(str(problem))
     if (num_others := len(problems) - limit) > 0:
         lines.append(f"and {num_others:,} more problem{'s' if num_others != 1 else ''}")
@@ -219,9 +222,14 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     return longer[0] if len(longer) == 1 else None
 
 
+def whole(value: object) -> object:
+    """A float without a fraction as a whole number, which people read more easily; others as they are."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
 def _shortened(value: object, limit: int = 80) -> str | None:
     if value is None:
         return None
-    text = value if isinstance(value, str) else repr(value)
+    text = value if isinstance(value, str) else repr(whole(value))
     text = text.replace("\n", "\\n")
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -550,11 +550,37 @@ class TestUnknownFields:
         found = read("\n".join(json.dumps({"prompt": "a", **line}) for line in lines)).problems
         assert listed(found) == [
             "line 1: steps = 0: a whole number from 1 to 1,000",
-            "line 2: steps = 2000: as above",
+            "line 2: steps = 2000: as in line 1",
             'line 3: steps = "7": write it without quotes',
             "line 4: frames = 0: a whole number from 1 to 4,093",
-            "line 5: steps = 0: as above",
+            "line 5: steps = 0: as in line 1",
         ]
+
+    def test_a_reason_names_the_line_that_has_it_and_none_with_another_reason_between(self) -> None:
+        reasons = [
+            "too large",
+            "too small",
+            "too large",
+            "from 1 to 9; no quotes",
+            "from 1 to 9",
+            "from 1 to 9",
+        ]
+        found = [Problem(line, "steps", "5", reason) for line, reason in enumerate(reasons, start=1)]
+        assert listed([*found, replace(found[1], line=2), Problem(None, "steps", "5", "too small")]) == [
+            "line 1: steps = 5: too large",
+            "line 2: steps = 5: too small",
+            "line 3: steps = 5: as in line 1",
+            "line 4: steps = 5: from 1 to 9; no quotes",
+            "line 5: steps = 5: from 1 to 9",
+            "line 6: steps = 5: as in line 5",
+            "line 2: steps = 5: too small",
+            "steps = 5: as in line 2",
+        ]
+
+    @pytest.mark.parametrize(("value", "text"), [(0.0, "0"), (2e5, "200000"), (4.5, "4.5"), (-3.0, "-3")])
+    def test_whole_numbers_are_shown_whole(self, value: float, text: str) -> None:
+        assert problem(steps=value).value == text
+        assert Problem.of("steps", value, "").value == text
 
     def test_all_names_are_noted_when_none_is_near(self) -> None:
         found = problem(qqq=1)

@@ -17,6 +17,7 @@ import click
 from gfgen.cli.run_files import RunOptions, check_records, claims_of, has_bar, session_of
 from gfgen.cli.shown.prediction import known_here, machine
 from gfgen.errors import InputError, Problem, RunError, listed
+from gfgen.job.fields import shown
 from gfgen.job.inputs import FileLine
 from gfgen.job.reader import JobSource
 from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
@@ -309,7 +310,7 @@ def _problem_as_json(problem: Problem) -> dict[str, Any]:
 
 
 def _fields(fields: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items())
+    return ", ".join(f"{name} = {shown(value)}" for name, value in fields.items())
 
 
 def _named(ids: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 from typing import Any
 
-from gfgen.errors import Problem, nearest
+from gfgen.errors import Problem, nearest, whole
 from gfgen.job.images import IMAGE_FORMATS, VIDEO_FORMATS, ImageError, ImageReader, LoraError
 from gfgen.job.recipes import recipes
 from gfgen.job.spec import (
@@ -124,6 +124,9 @@ class Repeated:
 
 class Exponential(float):
     """A number that was written with an exponent, as Excel writes long ones: digits may be missing."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
 
 
 class Refused(Exception):
@@ -565,7 +568,8 @@ def parse_duration(text: str) -> float | None:
 def shown(value: object) -> str:
     """A value as JSON, on one short line that is safe to print."""
     try:
-        text = json.dumps(value, ensure_ascii=False, default=repr)
+        text = json.dumps(whole(value), ensure_ascii=False, default=repr)
+        text = value.text if isinstance(value, Exponential) else text
     except (ValueError, RecursionError):
         text = f"({type(value).__name__})"
     return printable(text)

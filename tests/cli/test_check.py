@@ -101,7 +101,7 @@ def test_more_than_twenty_problems_are_listed_and_what_is_accepted_once(capsys, 
     _, out, _ = gfgen(capsys, "check", "jobs.jsonl", "--device", "cpu")
     assert [line for line in out.splitlines() if "steps" in line] == [
         "  line 1: steps = 0: a whole number from 1 to 1,000",
-        *(f"  line {idx + 1}: steps = {-idx}: as above" for idx in range(1, 50)),
+        *(f"  line {idx + 1}: steps = {-idx}: as in line 1" for idx in range(1, 50)),
     ]
 
 
@@ -181,6 +181,8 @@ def test_rounding_warnings_and_fields_of_all_jobs_are_shown(capsys, folder):
     lines = out.splitlines()
     assert "fields    seed = 3 on all jobs, by options" in lines
     assert any("steps = 4 where a line of jobs.jsonl has no value, by its defaults" in line for line in lines)
+    _, out, _ = gfgen(capsys, "check", "jobs.jsonl", "--seed", "3.0", "-n", "1e1", "--device", "cpu")
+    assert "fields    seed = 3, num_images = 1e1 on all jobs, by options" in out.splitlines()
 
 
 def test_the_end_is_predicted_where_a_profile_knows_the_models(capsys, folder, monkeypatch):

@@ -143,7 +143,7 @@ def test_vllm_omni_text_to_image(server):
     ).json()
     assert len(answer["data"]) == 1
     assert answer["peak_memory_mb"] == 0
-    assert answer["warnings"] == ["true_cfg_scale = 4.0: this model has no use for it; ignored"]
+    assert answer["warnings"] == ["true_cfg_scale = 4: this model has no use for it; ignored"]
 
 
 @calls(
@@ -296,7 +296,7 @@ def test_a_conversation_without_a_prompt_is_refused(server, fields, param):
         ({"sice": "64x64"}, "sice: not a field, ignored; did you mean size?"),
         ({"steps": 5}, "steps: not a field, ignored; did you mean num_inference_steps?"),
         ({"extra_args": "{'a': 1}"}, "extra_args: not a JSON object, ignored"),
-        ({"true_cfg_scale": 3}, "true_cfg_scale = 3.0: this model has no use for it; ignored"),
+        ({"true_cfg_scale": 3}, "true_cfg_scale = 3: this model has no use for it; ignored"),
         ({"lora": None}, None),
     ],
 )
