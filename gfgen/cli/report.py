@@ -21,7 +21,7 @@ from gfgen.cli.shown.plot_timeline import plot_timeline
 from gfgen.errors import InputError
 from gfgen.job.images import ImageError, as_rgb, small_picture, thumbnail
 from gfgen.job.spec import numbered_name
-from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids
+from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids, num_waiting
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
     SIMULATED,
@@ -42,7 +42,7 @@ PAUSE_S = 300.0
 """A longer time without jobs parts two timelines."""
 BAR_WIDTH, CHAR_WIDTH, TICK_WIDTH, MAX_WIDTH = 64, 7, 120, 60_000
 """Pixels of an average bar, a character of its name, the axis between two ticks, and of a timeline."""
-STATUSES = ("left", "failed", "cancelled", "done")
+STATUSES = ("left", "waiting", "failed", "cancelled", "done")
 
 
 @click.command()
@@ -166,6 +166,8 @@ class FolderReport:
     jobs: Sequence[JobReport]
     left: Collection[str]
     """Jobs that have not ended in the last run that had them, although an earlier one may have a line."""
+    num_waiting: int
+    """Jobs of the last run that have not arrived."""
 
     @classmethod
     def read(cls, folder: Path) -> FolderReport:
@@ -176,14 +178,17 @@ class FolderReport:
             for name, line in lines.items()
             if not line.get(SIMULATED)
         ]
-        if not jobs and not left:
+        waiting = num_waiting(folder / JOURNAL_NAME, lines)
+        if not jobs and not left and not waiting:
             raise InputError(f"{folder}: no jobs in {MANIFEST_NAME} there; name the output folder of a run")
         jobs.sort(key=lambda job: (STATUSES.index(job.status), job.started_at))
-        return cls(folder, jobs, left)
+        return cls(folder, jobs, left, waiting)
 
     @property
     def counts(self) -> Counter[str]:
-        return Counter(job.status for job in self.jobs) | Counter(left=len(self.left))
+        return Counter(job.status for job in self.jobs) | Counter(
+            left=len(self.left), waiting=self.num_waiting
+        )
 
     @property
     def failed(self) -> Sequence[JobReport]:
@@ -206,6 +211,8 @@ class FolderReport:
         if self.left:
             names = ", ".join(first_of(sorted(self.left), "job"))
             yield f"left      {names}: run the same command again to go on"
+        if self.num_waiting:
+            yield f"waiting   {counted(self.num_waiting, 'job')} of the last run had not arrived"
         if not self.jobs:
             return
         first, last = min(job.started_at for job in self.jobs), max(job.ended_at for job in self.jobs)

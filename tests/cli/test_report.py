@@ -93,7 +93,7 @@ def test_json_has_every_line_of_the_manifest(capsys, folder):
     assert code == 0
     assert [job["id"] for job in found["jobs"]] == ["owl", "fox", "<b>"]
     assert found["jobs"][1]["ended_at"] - found["jobs"][1]["started_at"] == 3
-    assert found["counts"] == {"left": 0, "failed": 1, "cancelled": 0, "done": 2}
+    assert found["counts"] == {"left": 0, "waiting": 0, "failed": 1, "cancelled": 0, "done": 2}
     assert found["left"] == []
 
 
@@ -105,10 +105,10 @@ def test_the_time_of_first_uses_is_named(capsys, folder):
     assert "first use 1.5 s of it in tasks that were the first of their kind" in out.splitlines()
 
 
-def run_in_journal(started: str, *ids: str) -> str:
+def run_in_journal(started: str, *ids: str, jobs: int = 0) -> str:
     """A run that began at this time, and in which these jobs arrived."""
     started_at = datetime.fromisoformat(started).timestamp() + 0.1234
-    header = {"gfgen_journal": 2, "started_at": started_at, "job_file": "../jobs.jsonl"}
+    header = {"gfgen_journal": 2, "started_at": started_at, "job_file": "../jobs.jsonl", "jobs": jobs}
     arrivals = [{"event": "JobArrived", "time_s": 0.0, "job_id": name, "spec_hash": "x"} for name in ids]
     return "".join(json.dumps(each) + "\n" for each in (header, *arrivals))
 
@@ -124,9 +124,25 @@ def test_what_a_killed_run_left_is_counted(capsys, folder):
     assert lines[1] == "left      elk, hen, owl: run the same command again to go on"
     assert not [each for each in lines if each.startswith(("failed", "again"))]
     found = json.loads(gfgen(capsys, "report", "out", "--json")[1])
-    assert found["counts"] == {"left": 3, "failed": 0, "cancelled": 0, "done": 2}
+    assert found["counts"] == {"left": 3, "waiting": 0, "failed": 0, "cancelled": 0, "done": 2}
     assert found["left"] == ["elk", "hen", "owl"]
     assert gfgen(capsys, "report", "out", "--html")[0] == 0
+
+
+def test_jobs_that_had_not_arrived_in_the_last_run_wait(capsys, folder):
+    """The first run is over; of the second one's jobs elk arrived, and owl was cancelled."""
+    (folder / "journal.jsonl").write_text(
+        run_in_journal("2026-11-23T13:00:00Z", "fox", "owl", jobs=6)
+        + run_in_journal("2026-11-23T14:30:00Z", "elk", jobs=4)
+    )
+    with (folder / "manifest.jsonl").open("a") as manifest:
+        manifest.write(json.dumps(line("owl", status="cancelled", written_at="2026-11-23T14:30:09Z")) + "\n")
+    lines = gfgen(capsys, "report", "out")[1].splitlines()
+    assert lines[0] == "out: 6 jobs: 2 done, 1 cancelled, 2 waiting, 1 left"
+    assert lines[2] == "waiting   2 jobs of the last run had not arrived"
+    (folder / "manifest.jsonl").unlink()
+    (folder / "journal.jsonl").write_text(run_in_journal("2026-11-23T13:00:00Z", jobs=2))
+    assert gfgen(capsys, "report", "out")[1].splitlines()[0] == "out: 2 jobs: 2 waiting"
 
 
 def test_a_run_that_was_killed_before_a_job_ended_has_a_report(capsys, folder):

@@ -176,6 +176,15 @@ def left_ids(path: Path, lines: Mapping[str, ManifestLine], *, since: float = 0.
     return {job_id for job_id, at in arrived.items() if ended_at(lines.get(job_id, {})) <= at - 1}
 
 
+def num_waiting(path: Path, lines: Mapping[str, ManifestLine]) -> int:
+    """Jobs of a journal's last run that have neither arrived nor ended."""
+    last = [{}, *headers(path)][-1]
+    begun_at = float(last.get("started_at") or 0.0)
+    known = {each["job_id"] for at, each in arrivals(path) if at == begun_at}
+    known |= {job_id for job_id, line in lines.items() if ended_at(line) > begun_at - 1}
+    return max(0, int(last.get("jobs") or 0) - len(known))
+
+
 def first_job_file(path: Path) -> str | None:
     """The job file that the first run in this journal names; None if there is none, or no journal."""
     return next((header["job_file"] for header in headers(path) if header.get("job_file")), None)
