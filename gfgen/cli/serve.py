@@ -17,6 +17,7 @@ import click
 
 from gfgen import log
 from gfgen.cli import options as opt
+from gfgen.cli.config import own_recipes
 from gfgen.cli.remote.server import is_loopback
 from gfgen.cli.run_files import ClusterOptions, session_of
 from gfgen.cli.shown.progress import LineProgress
@@ -248,6 +249,7 @@ def serve(given: Arguments) -> int:
             log_level=logs.level,
             log_json=logs.log_json,
             log_file=None if logs.log_file is None else logs.log_file.absolute(),
+            recipes=own_recipes(),
         ),
         job_bounds=replace(given.bounds, step_s=given.max_step_time),
         model=models[0],

@@ -244,6 +244,28 @@ def test_recipes_of_files_have_names_in_jobs_and_in_the_list(capsys, folder):
     assert "gfgen.toml: recipes: write tables, such as [recipes.mine.wan]" in err
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "[recipes.mine]\nsteps = 3",
+            "mine.steps: the family of models is missing; write a table such as [recipes.mine.wan]",
+        ),
+        ("[recipes.mine]", "mine: the family of models is missing; write a table such as [recipes.mine.wan]"),
+        ("[recipes]\nmine = 4", "mine: the family of models is missing"),
+        ("[recipes.mine.wan]\nsteps = 0", "mine.wan: steps = 0: a whole number from 1 to 1,000"),
+        ("[recipes.mine.wan]\nstpes = 3", "mine.wan: stpes is not one of steps, "),
+    ],
+)
+@pytest.mark.parametrize("command", [["check", "jobs.jsonl"], ["models"], ["serve", "--device", "cpu"]])
+def test_what_is_wrong_with_a_recipe_names_its_file(capsys, folder, text, problem, command):
+    (folder / "gfgen.toml").write_text(f"{text}\n")
+    (folder / "jobs.jsonl").write_text('{"prompt": "a fox", "recipe": "mine"}\n')
+    code, _, err = gfgen(capsys, *command)
+    assert code == 2
+    assert f"gfgen.toml: recipes.{problem}" in err
+
+
 def test_short_options_stand_for_fields_of_all_jobs():
     given = JobOptions(prompts=("a fox",), negative_prompt="a=b", output_name="{id}.webp", format="webp")
     assert given.source().overrides == {"negative_prompt": "a=b", "output": "{id}.webp", "format": "webp"}

@@ -29,6 +29,7 @@ def served(folder, port):
 
 def test_pictures_and_videos_are_made_and_a_stop_costs_nothing(tmp_path, tiny_models):
     port = free_port()
+    (tmp_path / "gfgen.toml").write_text("[recipes.mine.wan]\nsteps = 3\n")
     server = served(tmp_path, port)
     early = server.http
     deadline_s = time.monotonic() + 30
@@ -55,6 +56,10 @@ def test_pictures_and_videos_are_made_and_a_stop_costs_nothing(tmp_path, tiny_mo
     assert movie.content[4:8] == b"ftyp"
     with Image.open(io.BytesIO(server.http.get(short["thumbnail_url"]).content)) as picture:
         assert picture.format == "WEBP"
+    named = {"prompt": "the sea", "size": "64x64", "frames": 5, "recipe": "mine", "model": "tiny-wan"}
+    assert server.wait_for(server.post("/v1/jobs", **named).json()["id"])["steps"] == 3
+    other = server.post("/v1/jobs", **named | {"recipe": "mien"})
+    assert (other.status_code, "did you mean mine?" in other.text) == (400, True)
     long = server.post("/v1/videos", **values | {"num_inference_steps": 150}).json()["id"]
     while server.job(long)["step"] < 3:
         time.sleep(0.05)

@@ -24,6 +24,7 @@ import uvicorn
 
 from gfgen import log
 from gfgen.errors import GfgenError, OutputError
+from gfgen.job.recipes import recipes
 from gfgen.server.http.app import make_app
 from gfgen.server.http.guard import ApiKeys
 from gfgen.server.http.streams import FEED_S, StateFeeds
@@ -70,6 +71,7 @@ class Front:
             return 1
         assert isinstance(settings, FrontSettings)
         _configure_log(settings)
+        recipes().update(settings.recipes)  # in this process
         store = Store(settings.output_dir / STORE_NAME, began_at=time.time())
         try:
             server, service = self._prepare(settings, store)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import Problem
+from gfgen.job.recipes import Recipes
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob
@@ -54,6 +55,8 @@ class FrontSettings:
     log_file: Path | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     """Named keys, each of which sees its own jobs; `api_key` sees all."""
+    recipes: Recipes = field(default_factory=dict)
+    """A user's own, which jobs can name."""
 
 
 @dataclass(frozen=True, slots=True)
