@@ -183,7 +183,7 @@ def _adapt(scheduler: Any, spec: JobSpec, generator: torch.Generator) -> None:
     ("model", "fields", "problem"),
     [
         ("tiny-wan", {"scheduler": {"class": "ddim"}},
-         "scheduler.class = DDIMScheduler: this model predicts"),
+         "flow, as euler, heun, lcm, unipc, dpmpp_2m, dpmpp_2s, deis, sa_solver do"),
         ("tiny-wan", {"scheduler": {"class": "deis", "use_karras_sigmas": True}}, "spaces no noise levels"),
         ("tiny-wan", {"scheduler": {"class": "dpmp_2m"}}, "did you mean dpmpp_2m?"),
         ("tiny-wan", {"scheduler": {"class": "FlowMatchEuler"}}, "did you mean FlowMatchEuler"),

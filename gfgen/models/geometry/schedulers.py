@@ -11,7 +11,7 @@ from typing import Any
 from gfgen.errors import Problem
 from gfgen.graph import Artifact
 from gfgen.job.fields import shown
-from gfgen.job.samplers import known_sampler
+from gfgen.job.samplers import SAMPLERS, known_sampler
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import options_of, scheduler_problems, signature_of
@@ -75,7 +75,8 @@ def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int)
     name = options.get("class", own_class)
     found = [*scheduler_problems(spec, own_class)] if options or spec.sigmas else []
     if not found and name not in FLOW_SCHEDULERS:
-        accepted = f"this model predicts flow, as {', '.join(FLOW_SCHEDULERS)} do"
+        samplers = {(known_sampler(each, is_flow=True) or {})["class"]: each for each in reversed(SAMPLERS)}
+        accepted = f"this model predicts flow, as {', '.join(samplers[each] for each in FLOW_SCHEDULERS)} do"
         found = [Problem.of("scheduler.class", name, accepted)]
     yield from found
     if not (options or spec.sigmas) or any(problem.field == "scheduler.class" for problem in found):

@@ -34,6 +34,7 @@ from gfgen.runtime.files.manifest import (
     SIMULATED,
     ManifestLine,
     is_finished,
+    of_each_file,
     read_files,
     read_manifest,
 )
@@ -209,7 +210,7 @@ class Claims:
             return "changed", ""
         if entry.get("status") != "done":
             return "again", "it failed" if entry.get("status") == "failed" else "it was cancelled"
-        if not all((self.output_dir / str(each["file"])).exists() for each in entry.get("outputs", [entry])):
+        if not all((self.output_dir / str(each["file"])).exists() for each in of_each_file(entry)):
             return "again", "its file is gone"
         return "again", "--force" if self.force else "its file has changed"
 
