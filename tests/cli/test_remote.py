@@ -89,9 +89,15 @@ def test_jobs_are_submitted_to_a_watched_folder_and_its_refusals_are_printed(tmp
             assert [job.job_id for job in inbox.take()] == ["fox", "owl"]
             with pytest.raises(InputError, match="line 1: tag = no: is refused"):
                 gfgen("submit", "-p", "a cat", "--set", "tag=no", "--target", "out")
+            (tmp_path / "words.txt").write_text(
+                "a hen <lora:ink:0.8>\na (red:1.3) hen\n<lora:ink:0.8> a cat\n"
+            )
+            err = gfgen("submit", "words.txt", "--target", "in").stderr
+            assert "lines 1, 3 (2 jobs): <lora:...> in a prompt loads no LoRA; use the field lora" in err
+            assert "line 2: weights such as (red:1.3) in a prompt are plain text: (red:1.3)" in err
         finally:
             inbox.close()
-    assert [path.name for path in (tmp_path / "in").glob("[!.]*")] == ["jobs.jsonl"]
+    assert {path.name for path in (tmp_path / "in").glob("[!.]*")} == {"jobs.jsonl", "words.jsonl"}
     with pytest.raises(InputError, match="nothing runs there"):
         gfgen("submit", "jobs.csv", "--target", "in")
 

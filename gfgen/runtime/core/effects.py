@@ -44,9 +44,7 @@ def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
     if info.rounding is not None:
         yield Warned(f"rounded by {info.spec.model}", info.rounding)
     yield from _warnings_of_inputs(info.spec, has_alpha=geometry.has_alpha)
-    for kind, pattern in IN_PROMPTS.items():
-        if found := pattern.findall(f"{asked.prompt}\n{asked.negative_prompt or ''}"):
-            yield Warned(kind, ", ".join(dict.fromkeys(found)))
+    yield from warnings_of_texts(asked)
     sampler = (asked.scheduler or {}).get("class")
     own = geometry.scheduler_class or "" if isinstance(geometry, PipelineGeometry) else FLOW
     if isinstance(sampler, str) and own.startswith(FLOW) and (schedule := ignored_schedule(sampler)):
@@ -57,6 +55,12 @@ def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
         yield from _unused_by_call(asked, geometry)
     if (asked.negative_prompt or "").strip() and not is_guided:
         yield Warned("negative_prompt has no effect without guidance")
+
+
+def warnings_of_texts(asked: JobSpec) -> Iterator[Warned]:
+    for kind, pattern in IN_PROMPTS.items():
+        if found := pattern.findall(f"{asked.prompt}\n{asked.negative_prompt or ''}"):
+            yield Warned(kind, ", ".join(dict.fromkeys(found)))
 
 
 def _unused_by_call(asked: JobSpec, geometry: PipelineGeometry) -> Iterator[Warned]:
@@ -85,14 +89,18 @@ def _warnings_of_inputs(spec: JobSpec, *, has_alpha: bool) -> Iterator[Warned]:
 
 
 def tell_of_warnings(infos: Iterable[JobInfo], *, source: str = "") -> None:
+    tell(((info.spec, info.warnings) for info in infos), source=source)
+
+
+def tell(warnings: Iterable[tuple[JobSpec, Iterable[Warned]]], *, source: str = "") -> None:
     """Log each kind of warning once, with the lines of its jobs, their number and the first details."""
-    kinds: dict[str, list[tuple[JobInfo, str]]] = defaultdict(list)
-    for info in infos:
-        for warned in info.warnings:
-            kinds[warned.kind].append((info, warned.detail))
+    kinds: dict[str, list[tuple[JobSpec, str]]] = defaultdict(list)
+    for spec, found in warnings:
+        for warned in found:
+            kinds[warned.kind].append((spec, warned.detail))
     for kind, found in kinds.items():
-        lines = [info.spec.line for info, _ in found]
-        where = f"{source} {in_lines(lines)}".strip() if lines[0] is not None else f"job {found[0][0].job_id}"
+        lines = [spec.line for spec, _ in found]
+        where = f"{source} {in_lines(lines)}".strip() if lines[0] is not None else f"job {found[0][0].id}"
         count = f" ({counted(len(found), 'job')})" if len(found) > 1 else ""
         details = list(dict.fromkeys(detail for _, detail in found if detail))
         more = f" and {len(details) - MAX_DETAILS} more" if len(details) > MAX_DETAILS else ""
