@@ -464,6 +464,12 @@ def test_a_frame_without_a_line_in_the_manifest_is_kept(folder: Path) -> None:
     assert isinstance(claim(folder, job_of_frames(1)), AdmittedJob)
 
 
+@pytest.mark.parametrize("kind", ["a file, not a folder", "a link out of the output folder"])
+def test_a_folder_that_frames_cannot_have_is_shown_as_it_is_called(folder: Path, kind: str) -> None:
+    (folder / "fox").symlink_to("/tmp") if "link" in kind else (folder / "fox").write_bytes(b"mine")
+    assert reason(claim(folder, job_of_frames())).startswith(f"line 3: {folder}/fox: fox is {kind}; ")
+
+
 def test_a_frame_that_a_job_reads_is_never_replaced(folder: Path) -> None:
     made_frames(folder)
     image = str(folder / "fox" / "0003.png")

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from gfgen.errors import Problem, listed
 from gfgen.job.reader import read_job_stream
-from gfgen.job.spec import JobSpec, input_files, name_key
+from gfgen.job.spec import FRAME, JobSpec, input_files, name_key
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome, Observer
@@ -272,7 +272,7 @@ class Inbox(Observer):
         owner = self._owners.get(name_key(job.info.file), job_key)
         if owner != job_key:
             taken = f"a job of {self._known[owner].source} already writes this file; name another"
-            return Problem(line, "output", job.info.file, taken)
+            return Problem(line, "output", job.info.file.removesuffix(f"/{FRAME}.png"), taken)
         if known is None or known.spec_hash == job.info.spec_hash:
             return None
         if known.source != source:

@@ -259,7 +259,8 @@ def claim_files(
         if found is None and os.path.lexists(path):
             found = _use_of(path, in_use) or _replaceable(path, job, files(), **options)
         if isinstance(found, str):
-            problems.append(Problem(job.spec.line, None, str(path), found))
+            shown = path.parent if FRAME in path.name else path
+            problems.append(Problem(job.spec.line, None, str(shown), found))
             continue
         if job.trajectory.frames_shape is None or FRAME in path.name:
             numbered = _numbered(path, job, files(), in_use=in_use, **options)
