@@ -287,8 +287,20 @@ def test_labels_are_prompts_that_the_font_has_and_the_ends_of_ids():
 )
 def test_sheets_of_1_to_500_pictures_have_a_sensible_size(number, columns, side):
     assert cell_side(number) == side
-    sheet = draw_sheet([(Image.new("RGB", (16, 9)), "a fox", "fox")] * number)
+    sheet = draw_sheet([(Image.new("RGB", (side, 9)), "a fox", "fox")] * number)
     assert sheet.width == columns * (side + 8) + 8
+
+
+def test_cells_of_tiny_pictures_are_small_and_not_mostly_white():
+    """Sides of 64 are doubled; 100 next to them is not."""
+    cells = [(Image.new("RGB", (64, 64), colour), "a fox", "fox") for colour in ("red", "lime", "blue")]
+    cells.append((Image.new("RGB", (100, 80), "navy"), "a fox", "fox"))
+    sheet = draw_sheet(cells)
+    assert sheet.width == 2 * (160 + 8) + 8
+    found = {colour: count for count, colour in sheet.getcolors(1 << 20) or []}
+    assert [found[each] for each in ((255, 0, 0), (0, 255, 0), (0, 0, 255))] == [128 * 128] * 3
+    assert found[0, 0, 128] == 100 * 80
+    assert found[255, 255, 255] < sheet.width * sheet.height * 0.6
 
 
 def test_more_pictures_than_fit_become_several_sheets(capsys, folder, monkeypatch):

@@ -257,10 +257,18 @@ def cell_side(number: int) -> int:
 
 
 def draw_sheet(cells: Sequence[tuple[Image.Image, str, str]]) -> Image.Image:
-    """Pictures of at most `cell_side` in rows, each with the beginning of a text and with a name below."""
-    from PIL import Image, ImageDraw
+    """Pictures of at most `cell_side` in rows, each with the beginning of a text and with a name below.
 
-    font, columns, side = _sheet_font(), math.ceil(math.sqrt(len(cells))), cell_side(len(cells))
+    Cells are as small as the pictures, and not smaller than a label; tiny pictures are enlarged.
+    """
+    from PIL import Image, ImageDraw, ImageOps
+
+    font, columns, nearest = _sheet_font(), math.ceil(math.sqrt(len(cells))), Image.Resampling.NEAREST
+    side = min(cell_side(len(cells)), max(SMALLEST_SIDE, *(max(each.size) for each, _, _ in cells)))
+    cells = [
+        (ImageOps.scale(each, max(1, side // max(each.size)), nearest), text, name)
+        for each, text, name in cells
+    ]
     rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
     heights = [max(picture.height for picture, _, _ in row) + LINE_HEIGHT * MAX_LINES + GAP for row in rows]
     sheet = Image.new("RGB", (columns * (side + GAP) + GAP, sum(heights) + GAP), "white")
