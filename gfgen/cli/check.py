@@ -47,7 +47,7 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
     with _collected() as logged:
         cluster, admission = options.cluster, session_of(options, options.cluster).admission
         found = judge(source, admission, claims=claims, has_bar=has_bar(options))
-        tell_of_warnings(job.info for job in found.jobs)
+        tell_of_warnings((job.info.spec, job.info.warnings) for job in found.jobs)
         todo = [job for job in found.jobs if job.job_id not in claims.done_ids]
         check_batch(options.batch, families_of(todo))
         arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME, forced_from=claims.forced_from)

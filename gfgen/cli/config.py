@@ -74,28 +74,19 @@ def read_files() -> Sequence[ConfigFile]:
 
 def own_recipes() -> dict[str, Any]:
     """The table [recipes] of the files, by name. Raises: InputError."""
+    from gfgen.job.fields import FIELDS, Refused
+
     found: dict[str, Any] = {}
     for file in reversed(read_files()):
         if not isinstance(table := file.content.get(RECIPES, {}), dict):
             raise InputError(f"{file.path}: {RECIPES}: write tables, such as [{RECIPES}.mine.wan]")
         for name, recipe in table.items():
-            _check_recipe(f"{file.path}: {RECIPES}.{name}", recipe, example=f"[{RECIPES}.{name}.wan]")
-        found |= table
+            try:
+                found[name] = FIELDS["recipe"].parse(recipe or 0)
+            except Refused as refused:
+                missing = f"the family of models is missing; write a table such as [{RECIPES}.{name}.wan]"
+                raise InputError(f"{file.path}: {RECIPES}.{name}: {str(refused) or missing}") from None
     return found
-
-
-def _check_recipe(where: str, recipe: Any, *, example: str) -> None:
-    """Raises: InputError for a table without families of models, and for fields that a recipe cannot have."""
-    from gfgen.job.fields import FIELDS, Refused
-
-    for family, fields in recipe.items() if isinstance(recipe, dict) and recipe else [("", None)]:
-        if not isinstance(fields, dict):
-            place = f"{where}.{family}" if family else where
-            raise InputError(f"{place}: the family of models is missing; write a table such as {example}")
-        try:
-            FIELDS["recipe"].parse({family: fields})
-        except Refused as refused:
-            raise InputError(f"{where}.{family}: {refused}") from None
 
 
 def options_of(command: click.Command) -> dict[str, click.Option]:

@@ -166,8 +166,8 @@ class FolderReport:
     jobs: Sequence[JobReport]
     left: Collection[str]
     """Jobs that have not ended in the last run that had them, although an earlier one may have a line."""
-    num_waiting: int
-    """Jobs of the last run that have not arrived."""
+    waiting: int
+    """How many jobs of the last run that have not arrived."""
 
     @classmethod
     def read(cls, folder: Path) -> FolderReport:
@@ -186,9 +186,7 @@ class FolderReport:
 
     @property
     def counts(self) -> Counter[str]:
-        return Counter(job.status for job in self.jobs) | Counter(
-            left=len(self.left), waiting=self.num_waiting
-        )
+        return Counter(job.status for job in self.jobs) | Counter(left=len(self.left), waiting=self.waiting)
 
     @property
     def failed(self) -> Sequence[JobReport]:
@@ -211,8 +209,8 @@ class FolderReport:
         if self.left:
             names = ", ".join(first_of(sorted(self.left), "job"))
             yield f"left      {names}: run the same command again to go on"
-        if self.num_waiting:
-            yield f"waiting   {counted(self.num_waiting, 'job')} of the last run had not arrived"
+        if self.waiting:
+            yield f"waiting   {counted(self.waiting, 'job')} of the last run had not arrived"
         if not self.jobs:
             return
         first, last = min(job.started_at for job in self.jobs), max(job.ended_at for job in self.jobs)

@@ -80,7 +80,7 @@ def jobs_to_run(found: AdmittedSource, *, skip_invalid: bool = False) -> Judged:
         logger.warning("%s: %s; these jobs are skipped", name, counted(len(problems), "problem"))
     for line in listed(problems):
         logger.warning("%s: %s", name, line)
-    tell_of_warnings(job.info for job in found.jobs)
+    tell_of_warnings((job.info.spec, job.info.warnings) for job in found.jobs)
     return found.jobs, problems
 
 

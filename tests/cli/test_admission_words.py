@@ -56,7 +56,7 @@ def test_a_kind_of_warning_is_told_once_with_its_lines_their_number_and_details(
     specs.append(JobSpec(id="exact", prompt="a fox", width=96, height=96, frames=9, line=4))
     other = Warned("is left out")
     jobs = [job.warned(other) if job.job_id == "exact" else job for job in jobs_of(*specs)]
-    tell_of_warnings(job.info for job in jobs)
+    tell_of_warnings((job.info.spec, job.info.warnings) for job in jobs)
     assert [record.getMessage() for record in caplog.records] == [
         "lines 1, 2, 5, 3 (4 jobs): rounded by shapes: 100x100 -> 96x96; 2 -> 1 frames",
         "line 4: is left out",
@@ -66,7 +66,7 @@ def test_a_kind_of_warning_is_told_once_with_its_lines_their_number_and_details(
 def test_details_of_a_kind_that_are_told_are_bounded(caplog):
     sizes = [17 + 16 * number for number in range(12)]
     jobs = jobs_of(*[JobSpec(id=f"a{n}", prompt="x", width=n, height=64) for n in sizes])
-    tell_of_warnings(job.info for job in jobs)
+    tell_of_warnings((job.info.spec, job.info.warnings) for job in jobs)
     assert [record.getMessage() for record in caplog.records] == [
         "job a17 (12 jobs): rounded by shapes: 17x64 -> 16x64; 33x64 -> 32x64; 49x64 -> 48x64 and 9 more"
     ]

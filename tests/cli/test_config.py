@@ -249,12 +249,12 @@ def test_recipes_of_files_have_names_in_jobs_and_in_the_list(capsys, folder):
     [
         (
             "[recipes.mine]\nsteps = 3",
-            "mine.steps: the family of models is missing; write a table such as [recipes.mine.wan]",
+            "mine: the family of models is missing; write a table such as [recipes.mine.wan]",
         ),
         ("[recipes.mine]", "mine: the family of models is missing; write a table such as [recipes.mine.wan]"),
         ("[recipes]\nmine = 4", "mine: the family of models is missing"),
-        ("[recipes.mine.wan]\nsteps = 0", "mine.wan: steps = 0: a whole number from 1 to 1,000"),
-        ("[recipes.mine.wan]\nstpes = 3", "mine.wan: stpes is not one of steps, "),
+        ("[recipes.mine.wan]\nsteps = 0", "mine: steps = 0: a whole number from 1 to 1,000"),
+        ("[recipes.mine.wan]\nstpes = 3", "mine: stpes is not one of steps, "),
     ],
 )
 @pytest.mark.parametrize("command", [["check", "jobs.jsonl"], ["models"], ["serve", "--device", "cpu"]])

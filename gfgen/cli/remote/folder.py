@@ -18,7 +18,7 @@ from typing import Any
 from gfgen.cli.remote.status import Cancelled, RunStatus, Submitted
 from gfgen.errors import InputError, JobFileError, RunError
 from gfgen.job.reader import JobSource, ParsedJobs, to_mapping
-from gfgen.runtime.core.effects import tell, warnings_of_texts
+from gfgen.runtime.core.effects import tell_of_warnings, warnings_of_texts
 from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S
 from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids
 from gfgen.runtime.files.lock import Holder, holder_of
@@ -152,7 +152,7 @@ def selected_jobs(source: JobSource) -> ParsedJobs:
     parsed = source.read()
     if parsed.problems:
         raise JobFileError(parsed.source, parsed.problems)
-    tell((spec, warnings_of_texts(spec)) for spec in parsed.specs)
+    tell_of_warnings((spec, warnings_of_texts(spec)) for spec in parsed.specs)
     return parsed
 
 

@@ -257,10 +257,7 @@ def cell_side(number: int) -> int:
 
 
 def draw_sheet(cells: Sequence[tuple[Image.Image, str, str]]) -> Image.Image:
-    """Pictures of at most `cell_side` in rows, each with the beginning of a text and with a name below.
-
-    Cells are as small as the pictures, and not smaller than a label; tiny pictures are enlarged.
-    """
+    """Pictures in rows of cells as small as they are, each with the beginning of a text and a name below."""
     from PIL import Image, ImageDraw, ImageOps
 
     font, columns, nearest = _sheet_font(), math.ceil(math.sqrt(len(cells))), Image.Resampling.NEAREST

@@ -88,11 +88,7 @@ def _warnings_of_inputs(spec: JobSpec, *, has_alpha: bool) -> Iterator[Warned]:
         yield Warned("background has no effect: no pixel of a picture is transparent")
 
 
-def tell_of_warnings(infos: Iterable[JobInfo], *, source: str = "") -> None:
-    tell(((info.spec, info.warnings) for info in infos), source=source)
-
-
-def tell(warnings: Iterable[tuple[JobSpec, Iterable[Warned]]], *, source: str = "") -> None:
+def tell_of_warnings(warnings: Iterable[tuple[JobSpec, Iterable[Warned]]], *, source: str = "") -> None:
     """Log each kind of warning once, with the lines of its jobs, their number and the first details."""
     kinds: dict[str, list[tuple[JobSpec, str]]] = defaultdict(list)
     for spec, found in warnings:

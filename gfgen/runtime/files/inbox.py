@@ -248,7 +248,7 @@ class Inbox(Observer):
         self._remember(key, num_jobs=len(jobs))
         started = [job for job in jobs if job.job_id in todo]
         logger.info("took %s: %s, %d to do", path.name, counted(len(jobs), "job"), len(started))
-        tell_of_warnings((job.info for job in started), source=path.name)
+        tell_of_warnings(((job.info.spec, job.info.warnings) for job in started), source=path.name)
         return started
 
     def _judge(self, path: Path, content: bytes) -> tuple[list[AdmittedJob], list[Problem]]:

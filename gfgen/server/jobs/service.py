@@ -159,7 +159,7 @@ class JobService:
         accepted = [job_requests.accepted(one, job, now=now) for one, job in jobs]
         await self.store.accept(accepted, batch_id=batch_id, key=key, owner=self.owner, now=now)
         self.mirror.add(ServedJob(one.facts) for one in accepted)
-        tell_of_warnings(job.info for _, job in jobs)
+        tell_of_warnings((job.info.spec, job.info.warnings) for _, job in jobs)
         self.submit([job for _, job in jobs])
 
     def submit(self, jobs: Sequence[AdmittedJob]) -> None:
