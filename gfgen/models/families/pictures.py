@@ -82,7 +82,7 @@ def to_uint8(pictures_FCHW: torch.Tensor, *, per_sample: int = 1) -> torch.Tenso
             even as torch does; converting before the copy to the host moves a quarter of the bytes.
     """
     most = 256**per_sample - 1
-    levels = (pictures_FCHW.permute(0, 2, 3, 1).float() * most).round_().clamp_(0, most)
+    levels: torch.Tensor = (pictures_FCHW.permute(0, 2, 3, 1).float() * most).round_().clamp_(0, most)
     if per_sample == 1:
         return levels.to(torch.uint8).contiguous()
     levels = levels.to(torch.int32)

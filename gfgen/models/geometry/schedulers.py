@@ -75,7 +75,7 @@ def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int)
     name = options.get("class", own_class)
     found = [*scheduler_problems(spec, own_class)] if options or spec.sigmas else []
     if not found and name not in FLOW_SCHEDULERS:
-        samplers = {(known_sampler(each, is_flow=True) or {})["class"]: each for each in reversed(SAMPLERS)}
+        samplers = {(known_sampler(each, is_flow=True) or {})["class"]: each for each in [*SAMPLERS][::-1]}
         accepted = f"this model predicts flow, as {', '.join(samplers[each] for each in FLOW_SCHEDULERS)} do"
         found = [Problem.of("scheduler.class", name, accepted)]
     yield from found

@@ -91,8 +91,8 @@ def _warnings_of_inputs(spec: JobSpec, *, has_alpha: bool) -> Iterator[Warned]:
 def tell_of_warnings(warnings: Iterable[tuple[JobSpec, Iterable[Warned]]], *, source: str = "") -> None:
     """Log each kind of warning once, with the lines of its jobs, their number and the first details."""
     kinds: dict[str, list[tuple[JobSpec, str]]] = defaultdict(list)
-    for spec, found in warnings:
-        for warned in found:
+    for spec, of_job in warnings:
+        for warned in of_job:
             kinds[warned.kind].append((spec, warned.detail))
     for kind, found in kinds.items():
         lines = [spec.line for spec, _ in found]

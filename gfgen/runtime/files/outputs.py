@@ -192,8 +192,8 @@ def _deep_png(frame: Frames, texts: Sequence[tuple[Any, ...]]) -> bytes:
         *("-pix_fmt", "rgb48le" if channels == 3 else "rgba64le", "-i", "pipe:0", "-vf", "setsar=1"),
         *("-f", "image2pipe", "-c:v", "png", "-pred", "mixed", "pipe:1"),
     ]
-    options: dict[str, Any] = {"start_new_session": True, "preexec_fn": partial(die_with_parent, os.getpid())}
-    done = subprocess.run(command, input=frame.tobytes(), check=False, capture_output=True, **options)
+    end, pixels = partial(die_with_parent, os.getpid()), frame.tobytes()
+    done = subprocess.run(command, input=pixels, capture_output=True, start_new_session=True, preexec_fn=end)
     if done.returncode != 0:
         raise _encoder_error(done.returncode, io.BytesIO(done.stderr))
     chunks = io.BytesIO()
