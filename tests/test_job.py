@@ -782,7 +782,8 @@ class TestDocumentation:
         assert rows == list(FIELDS)
 
     def test_the_fields_are_frozen(self) -> None:
-        expected = """id prompt negative_prompt model size width height frames fps steps guidance_scale
-            guidance_scale_2 boundary_ratio flow_shift true_cfg_scale seed image background args files
-            scheduler lora sigmas recipe reuse deadline arrival timeout priority tag output format quality"""
+        expected = """id prompt negative_prompt prompt_syntax model size width height frames fps steps
+            guidance_scale guidance_scale_2 boundary_ratio flow_shift true_cfg_scale seed image background
+            args files scheduler lora sigmas recipe reuse deadline arrival timeout priority tag output format
+            quality"""
         assert list(FIELDS) == expected.split()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gfgen.errors import JobError
-from gfgen.job.prompt_lines import A1111, KOHYA, LORAS, PromptLines
+from gfgen.job.prompt_lines import A1111, KOHYA, LORAS, OF_WEIGHTS, PromptLines
 from gfgen.job.reader import JobSource, ParsedJobs
 
 
@@ -44,7 +44,9 @@ def job(line: str, **options: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_line_gives_the_job_that_it_means(line: str, fields: dict[str, Any]) -> None:
-    assert job(line) == fields
+    found = job(line)
+    assert found.pop("prompt_syntax", None) == ("auto" if "--prompt" in line else None)
+    assert found == fields
     assert job(line, is_plain=True) == {"prompt": line}
 
 
@@ -85,7 +87,7 @@ def test_a_file_says_once_what_was_recognised(tmp_path: Path) -> None:
     text = "a fox --s 4\n# a comment\na <lora:ink:1> cat\n--prompt dog --steps 3\na bird --s 0\n"
     parsed = read(tmp_path, text, lora_folder=tmp_path)
     ((_, kind),) = parsed.kinds
-    assert kind == f"one prompt per line with {KOHYA}, {LORAS}, {A1111}"
+    assert kind == f"one prompt per line with {KOHYA}, {LORAS}, {A1111}{OF_WEIGHTS}"
     assert [(spec.prompt, spec.steps) for spec in parsed.specs] == [("a fox", 4), ("dog", 3)]
     assert [problem.line for problem in parsed.problems] == [3, 5]
 

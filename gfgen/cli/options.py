@@ -22,6 +22,7 @@ from gfgen.errors import InputError
 from gfgen.job.fields import parse_duration
 from gfgen.job.reader import JobSource
 from gfgen.job.shared import parse_loras, parse_overrides
+from gfgen.job.weighted import SYNTAXES
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL, MODELS
 from gfgen.models.geometry.weights import VAE_DTYPES
@@ -409,6 +410,10 @@ class JobOptions:
         type=NamedPath(file_okay=False),
     )
     plain: bool = flag("Take lines of prompts as they are, with options of A1111 and kohya as text.")
+    prompt_syntax: str | None = option(
+        "Syntax of prompts, for jobs that name none; a1111 has weights. Lines of A1111 have auto by default.",
+        type=click.Choice(SYNTAXES),
+    )
     negative_prompt: str | None = option("The same as --set negative_prompt=TEXT.", metavar="TEXT")
     output_name: str | None = option(
         "File name of the job, or of all, such as {index:04}-{seed}.png.", metavar="NAME"
@@ -438,11 +443,12 @@ class JobOptions:
         for name in names:
             if (value := getattr(self, name)) is not None:
                 pairs.append((f"--{name.replace('_', '-')}", f"{name.removesuffix('_name')}={value}"))
+        fallbacks = {"lora": parse_loras(self.loras), "prompt_syntax": self.prompt_syntax}
         return JobSource(
             files=self.jobs,
             prompts=self.prompts,
             overrides=parse_overrides(pairs) | ({"vary": True} if self.vary else {}),
-            fallbacks={"lora": parse_loras(self.loras)} if self.loras else {},
+            fallbacks={name: value for name, value in fallbacks.items() if value},
             own_recipes=own_recipes(),
             lora_folder=self.lora_dir.absolute() if self.lora_dir else None,
             is_plain=self.plain,

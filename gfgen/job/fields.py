@@ -32,6 +32,7 @@ from gfgen.job.spec import (
     SCALE_FIELDS,
     wrong_braces,
 )
+from gfgen.job.weighted import PLAIN, SYNTAXES
 
 MIN_SIDE, MAX_SIDE = 16, 8192
 """Pixels of a side; the largest is six times what the models were trained on."""
@@ -424,6 +425,12 @@ def _parse_reuse(value: object) -> float | str | None:
     return float(_number(value, 0, MAX_REUSE)) or None
 
 
+def _parse_syntax(value: object) -> str | None:
+    if value not in SYNTAXES:
+        raise Refused("")
+    return None if value == PLAIN else str(value)
+
+
 def _parse_lora(value: object) -> list[dict[str, Any]]:
     """Entries with path, file, scale and target; a path alone is an entry, and an entry alone a list."""
     entries = value if isinstance(value, list) else [value]
@@ -490,6 +497,7 @@ FIELDS: dict[str, Field] = {
         Field("id", ID_ACCEPTED, _parse_id, STRING),
         _text("prompt", MAX_PROMPT_CHARS),
         _text("negative_prompt", MAX_PROMPT_CHARS, may_be_blank=True),
+        Field("prompt_syntax", f"one of {', '.join(SYNTAXES)}", _parse_syntax, {"enum": list(SYNTAXES)}),
         _label("model", 1024, "a name, a folder or a hub id"),
         Field("size", SIZE_ACCEPTED, _parse_size, {**STRING, "pattern": f"^{SIZE.pattern}$"}),
         in_range("width", MIN_SIDE, MAX_SIDE, is_whole=True),

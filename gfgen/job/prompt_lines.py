@@ -19,8 +19,10 @@ from typing import Any
 
 from gfgen.errors import JobError, Problem, nearest
 from gfgen.job.shared import number_of
+from gfgen.job.weighted import AUTO, PLAIN
 
 A1111, KOHYA, LORAS = "options of A1111", "options of kohya", "<lora:...>"
+OF_WEIGHTS = "; weights such as (red:1.3) act on models with CLIP encoders (--prompt-syntax plain: on none)"
 OF_A1111 = {
     **{name: name for name in ("prompt", "negative_prompt", "seed", "steps", "width", "height")},
     "cfg_scale": "guidance_scale",
@@ -44,11 +46,14 @@ class PromptLines:
     """Take lines as they are."""
     loras: Path | None = None
     """The folder of LoRAs; without it, <lora:...> stays text."""
+    syntax: str = AUTO
+    """Of prompts on lines of A1111."""
     recognised: Counter[str] = field(default_factory=Counter)
 
     def told(self, kind: str) -> str:
         """The kind of a file with what was recognised in it."""
-        return f"{kind} with {', '.join(self.recognised)}" if self.recognised else kind
+        weights = OF_WEIGHTS if A1111 in self.recognised and self.syntax != PLAIN else ""
+        return f"{kind} with {', '.join(self.recognised)}{weights}" if self.recognised else kind
 
     def job(self, line: str) -> Mapping[str, Any]:
         """The fields of a line. Raises: JobError for an option that is not known, or has no value."""
@@ -65,7 +70,7 @@ class PromptLines:
         names = _OPTION.findall(line)
         found: dict[str, Any] = {"prompt": line}
         if line.startswith("--") and "prompt" in names:
-            found = dict(self._options(A1111, OF_A1111, _words(line)))
+            found = {**dict(self._options(A1111, OF_A1111, _words(line))), "prompt_syntax": self.syntax}
         elif OF_KOHYA.keys() & names and not line.startswith("--"):
             prompt, *rest = _OPTION.split(line)
             options = zip(rest[::2], map(str.strip, rest[1::2]), strict=True)

@@ -39,6 +39,7 @@ from gfgen.job.prompt_lines import PromptLines
 from gfgen.job.recipes import Recipes
 from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over, variations
 from gfgen.job.spec import JobSpec, default_id, file_names, filled, name_key, numbered_names, with_own_name
+from gfgen.job.weighted import AUTO
 
 MAX_PROBLEMS = 1_000
 SHORT_DAY_S = 23 * 3_600
@@ -385,6 +386,7 @@ class JobSource:
 
     def _read_all(self, *, has_bar: bool) -> ParsedJobs:
         files = ["-" if file == "-" else str(Path(file)) for file in self.files]
+        syntax = {**self.fallbacks, **self.overrides}.get("prompt_syntax") or AUTO
         jobs = _JobList(self.overrides, self.fallbacks, own_recipes=self.own_recipes)
         kinds: list[tuple[str, str]] = []
         defaults: list[tuple[str, Mapping[str, Any]]] = []
@@ -393,7 +395,7 @@ class JobSource:
             for file_idx, file in enumerate(files):
                 with _opened(file) as stream:
                     name, path = _name_of(file), Path() if file == "-" else Path(file)
-                    lines = PromptLines(self.is_plain, self.lora_folder)
+                    lines = PromptLines(self.is_plain, self.lora_folder, syntax)
                     kind, entries = entries_of(stream, suffix=path.suffix, prompts=lines)
                     entries = _of_file(entries, name, file_idx) if are_several else entries
                     entries = with_bar(entries, "reading", is_shown=has_bar, unit=" lines")

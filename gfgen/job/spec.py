@@ -62,7 +62,7 @@ HASHED_FIELDS = (
     *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
     *("seed", "output", "format", "quality"),
     *("image_sha256", "background", "args", "files_sha256", "scheduler", "sigmas", "lora", "reuse"),
-    "recipe",
+    *("recipe", "prompt_syntax"),
 )
 """What decides the file's content and name: the canonical spec."""
 _NO_ARGUMENTS = (
@@ -102,6 +102,8 @@ class JobSpec:
     id: str
     prompt: str
     negative_prompt: str | None = None
+    prompt_syntax: str | None = None
+    """How both are read (job/weighted.py); None: as they are."""
     model: str | None = None
     width: int | None = None
     height: int | None = None

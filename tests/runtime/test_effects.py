@@ -14,6 +14,7 @@ MODELS = {
     "flux-schnell": geometry_of("FluxPipeline", transformer={"guidance_embeds": False}),
     "klein": geometry_of("Flux2KleinPipeline", transformer={}, index={"is_distilled": True}),
     "sd3": geometry_of("StableDiffusion3Pipeline", transformer={"patch_size": 2}),
+    "sd": geometry_of("StableDiffusionPipeline", unet={}, index={"text_encoder": ["t", "CLIPTextModel"]}),
     "img2img": geometry_of("FluxImg2ImgPipeline", transformer={"guidance_embeds": True}),
 }
 
@@ -66,6 +67,26 @@ def test_what_has_no_effect_is_warned_about(fields, warned):
     found = warnings_of(width=64, height=64, **fields)
     assert len(found) == (warned is not None), found
     assert warned is None or found[0].startswith(warned)
+
+
+LITERAL = '((red)), [blue], AND and BREAK in a prompt are plain text without "prompt_syntax": "a1111"'
+
+
+@pytest.mark.parametrize("text", ["(red:-1.3)", "((red))", "[blue]", "x AND y", "x BREAK y", "(((a b)))"])
+def test_words_of_a1111_are_warned_about_where_they_could_act(text):
+    assert warnings_of(model="sd", prompt=f"a {text} fox") == [LITERAL]
+    assert warnings_of(model="sd", prompt="a fox", negative_prompt=text) == [LITERAL]
+    assert warnings_of(model="sd3", prompt=f"a {text} fox") == []
+
+
+@pytest.mark.parametrize("text", ["a cat (black)", "a [1] cat", "AND1, BREAKFAST", "and", "f(g(x))"])
+def test_what_people_write_is_no_word_of_a1111(text):
+    assert warnings_of(model="sd", prompt=text) == []
+
+
+@pytest.mark.parametrize("text", ["(red:1.3)", "((red))", "[blue]", "x BREAK y"])
+def test_weights_that_act_are_not_warned_about(text):
+    assert warnings_of(model="sd", prompt=f"a {text} fox", prompt_syntax="a1111") == []
 
 
 def test_details_name_what_stands_in_the_prompt():

@@ -18,6 +18,7 @@ from gfgen.job.fields import MAX_STEPS
 from gfgen.job.recipes import with_recipe
 from gfgen.job.samplers import FLOW
 from gfgen.job.spec import SHAPE_FIELDS, JobSpec, num_pictures
+from gfgen.job.weighted import with_known_syntax
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
@@ -85,6 +86,9 @@ GUIDED = frozenset(
 """Classes whose guidance two halves of a layout can share, from the same comparison."""
 NO_PICTURES = re.compile("Audio|AceStep|Proteina")
 """Pipelines that make only sound, or proteins."""
+_LARGE = "CLIPTextModelWithProjection"
+_EMBEDS = {"CLIPTextModel": "", f"CLIPTextModel {_LARGE}": "pooled_", _LARGE: "pooled_"}
+"""By the text encoders of a UNet whose prompts can have weights: what embeddings its call takes."""
 _UNSHARED = re.compile("PAG|KleinKV|DiffusionForcing|InContext|HDR")
 """Pipelines whose attention differs from their transformer's plan: perturbed, cached, or with a mask."""
 
@@ -109,6 +113,8 @@ class PipelineGeometry:
     """Pixels of which sides are multiples (sizes.py)."""
     why_no_guidance: str | None = None
     """Why a guidance scale has no effect; None if it may have one."""
+    has_clip: bool = False
+    """Whether prompts can have weights."""
     has_alpha: bool = False
     """See `Geometry`."""
 
@@ -131,7 +137,7 @@ class PipelineGeometry:
         return bool(takes) or "Video" in self.family
 
     def resolve(self, spec: JobSpec) -> JobSpec:
-        spec = with_recipe(spec, family=self.family)
+        spec = with_known_syntax(with_recipe(spec, family=self.family), has_clip=self.has_clip)
         spec = with_known_scheduler(spec, is_flow=(self.scheduler_class or "").startswith(FLOW))
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)
@@ -255,6 +261,7 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         own_code=code,
         why_no_reuse=_why_no_reuse(checkpoint, signature),
         why_no_guidance=_why_no_guidance(checkpoint, signature),
+        has_clip=_has_clip(checkpoint, signature),
         **_sharing(checkpoint),
     )
 
@@ -283,6 +290,12 @@ def _why_no_guidance(checkpoint: Checkpoint, signature: CallSignature) -> str | 
     if signature.guidance_setting == "guidance_embeds" and not takes:
         return "its transformer takes none (guidance_embeds)"
     return None
+
+
+def _has_clip(checkpoint: Checkpoint, signature: CallSignature) -> bool:
+    kinds = [checkpoint.class_of(f"text_encoder{end}") for end in ("", "_2", "_3")]
+    embeds = f"{_EMBEDS.get(' '.join(filter(None, kinds)), 'no_')}prompt_embeds"
+    return checkpoint.class_of("unet") is not None and embeds in signature.arguments
 
 
 def _sharing(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.fields import MAX_SCALE, MAX_STEPS
 from gfgen.job.recipes import with_recipe
 from gfgen.job.spec import JobSpec
+from gfgen.job.weighted import with_known_syntax
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
@@ -79,7 +80,7 @@ class QwenGeometry:
         return 2 << len(self.vae.temporal_downsample)
 
     def resolve(self, spec: JobSpec) -> JobSpec:
-        spec = with_recipe(spec, family=self.family)
+        spec = with_known_syntax(with_recipe(spec, family=self.family))
         spec = with_known_scheduler(spec, is_flow=True, own_class=SCHEDULER)
         filled = rules.fill_defaults(spec, self.defaults)
         width, height = rules.known(filled.width), rules.known(filled.height)

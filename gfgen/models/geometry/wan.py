@@ -16,6 +16,7 @@ from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.fields import MAX_FPS, MAX_FRAMES, MAX_SCALE, MAX_SHIFT, MAX_STEPS, MIN_FPS
 from gfgen.job.recipes import with_recipe
 from gfgen.job.spec import JobSpec
+from gfgen.job.weighted import with_known_syntax
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
@@ -84,7 +85,7 @@ class WanGeometry:
         return next(name for name, number in SCHEDULERS.items() if number == self.num_solver_tensors)
 
     def resolve(self, spec: JobSpec) -> JobSpec:
-        spec = with_recipe(spec, family=self.family)
+        spec = with_known_syntax(with_recipe(spec, family=self.family))
         spec = with_known_scheduler(spec, is_flow=True, own_class=self.scheduler_class)
         filled = self._fill_scales(spec)
         width, height = rules.known(filled.width), rules.known(filled.height)

@@ -188,7 +188,7 @@ def _load_model(component: ComponentFiles, kind: Any, *, device: str, dtype: tor
     if variant := variant_of(component.files[0]):
         options["variant"] = variant
     scales = read_scales(component.files)
-    with _without_warnings() if scales else nullcontext():  # that files have scales
+    with without_warnings() if scales else nullcontext():  # that files have scales
         model, report = kind.from_pretrained(
             str(component.folder), dtype=dtype, local_files_only=True, output_loading_info=True, **options
         )
@@ -337,7 +337,7 @@ def weightless(files: Checkpoint, name: str) -> Any:
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Inside, diffusers and transformers log errors only."""
     levels = {library: library.get_verbosity() for library in (diffusers_logging, transformers_logging)}
     for library in levels:

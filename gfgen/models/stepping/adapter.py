@@ -50,6 +50,7 @@ from gfgen.models.stepping.channels_last import channels_last
 from gfgen.models.stepping.program import NotSteppableError, sets_processors
 from gfgen.models.stepping.stepper import IS_FINISHED, NUM_DONE, NUM_ITERATIONS, SEED, Stepper, is_finished
 from gfgen.models.stepping.values import pack, parts_of, unpack
+from gfgen.models.stepping.weighted import with_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +211,9 @@ class PipelineAdapter(Adapter):
             arguments[name] = _load(name, path, hashes.get(name), **colours)
         if "output_type" in self._signature.arguments:
             arguments["output_type"] = "pt" if _can_keep_pictures(self.pipeline) else "np"
+        if spec.prompt_syntax is not None:
+            made = with_embeddings(self.pipeline, arguments, device=self._device)
+            arguments = {name: made[name] for name in made if name in self._signature.arguments}
         return arguments
 
 

@@ -134,7 +134,7 @@ def tried(adapter: PipelineAdapter, spec: JobSpec) -> tuple[BaseException | None
             limits: Limits = {}
             for name, calls in notes.items():
                 cut = [(head, limit) for head, limit in calls if limit is not None]
-                if calls and not cut:  # it keeps everything
+                if (calls and not cut) or spec.prompt_syntax:  # it keeps everything
                     limits.clear()
                     break
                 limits |= {name: min(cut, key=lambda call: call[1])} if cut else {}

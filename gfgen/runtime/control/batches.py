@@ -21,7 +21,7 @@ from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.core.admission import AdmittedJob
 
 _OF_ONE_JOB: dict[str, Any] = dict.fromkeys(
-    ("negative_prompt", "seed", "tag", "output", "format", "quality", "fps", "line", "place")
+    ("negative_prompt", "prompt_syntax", "seed", "tag", "output", "format", "quality", "fps", "line", "place")
 )
 _OF_TEXTS = re.compile("prompt|text|token|caption|char|length|string|word|json|KeyError", re.IGNORECASE)
 """In reasons that may depend on what a job's texts are."""

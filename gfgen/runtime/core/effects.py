@@ -10,6 +10,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from gfgen.errors import Warned
 from gfgen.job.images import TRANSPARENT, remarks_on
@@ -29,8 +30,12 @@ MAX_DETAILS = 3
 _WEIGHTED = re.compile(r"\([^()]*:\s*(?:[01]?\.\d+|[012])\s*\)")
 """A weight up to 2: (16:9) and (12:30) are none."""
 _OPTION = re.compile(r"(?<!\S)--[A-Za-z]\w*(?:-\w+)*(?=\s|$)")
+_BRACKETS = r"\([^()]*:\s*-\d*\.?\d+\s*\)|\({2,}[^()]+\){2,}|\[[^\[\]]*[^\W\d_][^\[\]]*\]"
+WEIGHTS = "weights such as (red:1.3) in a prompt are plain text"
+OF_A1111 = '((red)), [blue], AND and BREAK in a prompt are plain text without "prompt_syntax": "a1111"'
 IN_PROMPTS: Mapping[str, re.Pattern[str]] = {
-    "weights such as (red:1.3) in a prompt are plain text": _WEIGHTED,
+    WEIGHTS: _WEIGHTED,
+    OF_A1111: re.compile(rf"{_BRACKETS}|\b(?:AND|BREAK)\b"),
     "<lora:...> in a prompt loads no LoRA; use the field lora": re.compile(r"<lora:[^<>]*>"),
     "{a|b} in a prompt is plain text without vary": re.compile(r"\{[^{}]*\|[^{}]*\}"),
     "options in a prompt are plain text; use fields of the job": _OPTION,
@@ -44,7 +49,8 @@ def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
     if info.rounding is not None:
         yield Warned(f"rounded by {info.spec.model}", info.rounding)
     yield from _warnings_of_inputs(info.spec, has_alpha=geometry.has_alpha)
-    yield from warnings_of_texts(asked)
+    has_clip = isinstance(geometry, PipelineGeometry) and geometry.has_clip
+    yield from warnings_of_texts(replace(asked, prompt_syntax=info.spec.prompt_syntax), has_clip=has_clip)
     sampler = (asked.scheduler or {}).get("class")
     own = geometry.scheduler_class or "" if isinstance(geometry, PipelineGeometry) else FLOW
     if isinstance(sampler, str) and own.startswith(FLOW) and (schedule := ignored_schedule(sampler)):
@@ -57,9 +63,10 @@ def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
         yield Warned("negative_prompt has no effect without guidance")
 
 
-def warnings_of_texts(asked: JobSpec) -> Iterator[Warned]:
+def warnings_of_texts(asked: JobSpec, *, has_clip: bool = False) -> Iterator[Warned]:
+    fine = {WEIGHTS, OF_A1111} if asked.prompt_syntax else set() if has_clip else {OF_A1111}
     for kind, pattern in IN_PROMPTS.items():
-        if found := pattern.findall(f"{asked.prompt}\n{asked.negative_prompt or ''}"):
+        if kind not in fine and (found := pattern.findall(f"{asked.prompt}\n{asked.negative_prompt or ''}")):
             yield Warned(kind, ", ".join(dict.fromkeys(found)))
 
 
