@@ -57,8 +57,8 @@ SDXL = geometry("StableDiffusionXLPipeline", "CLIPTextModel", "CLIPTextModelWith
         ("BREAKFAST, SAND AND", None),
         ("BREAKFAST, SAND", [[("BREAKFAST, SAND", 1)]]),
         ("a|b, {c|d}", [[("a|b, {c|d}", 1)]]),
-        (" () ", [[]]),
-        ("", [[]]),
+        (" () ", [[("", 1)]]),
+        ("", [[("", 1)]]),
     ],
 )
 def test_a_text_means_parts_of_weighted_texts(text: str, parts: Any) -> None:

@@ -67,7 +67,7 @@ def weighted(text: str) -> Parts:
             by_weight = groupby(pieces, key=lambda piece: round(piece[1], 6))
             texts = [("".join(str(text) for text, _ in same).strip(), weight) for weight, same in by_weight]
             parts.append([each for each in texts if each[0]])
-    return [part for part in parts if part] or [[]]
+    return [part for part in parts if part] or [[("", 1.0)]]
 
 
 def with_known_syntax(spec: JobSpec, *, has_clip: bool = False) -> JobSpec:

@@ -18,6 +18,7 @@ from tokenizers import pre_tokenizers
 from gfgen.errors import JobError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
+from gfgen.models.loading.waiting import let_wait
 from gfgen.models.stepping.check import moved
 from gfgen.models.stepping.outlined import answers
 
@@ -250,6 +251,22 @@ def test_calls_with_weights_are_tried_without_weights_of_the_model_and_read_all_
     )
     assert [found["calls"][key]["unknown"] for key in ("a1111", "plain")] == [None, None]
     assert found["texts"]["all"] == len(LONG) > found["texts"]["cut"]
+
+
+@pytest.mark.parametrize("name", ["sd", "sdxl"])
+def test_encoders_that_wait_in_host_memory_make_the_same(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    # diffusers looks for a part on a GPU, and finds none here
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "_execution_device", torch.device("cpu"))
+    adapter = load_adapter(checkpoints[name])
+    spec = adapter.geometry.resolve(dataclasses.replace(JOB, prompt="a (red:1.3) fox, (calm:0.6)"))
+    before = adapter.encode(spec).tensors
+    let_wait(adapter.pipeline, torch.device("cpu"))
+    assert adapter.pipeline.text_encoder.device.type == "meta"
+    after = adapter.encode(spec).tensors
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_all_texts_can_be_encoded(checkpoints: dict[str, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,6 @@ import torch
 
 from gfgen.job.weighted import Parts, weighted
 from gfgen.models.loading.components import without_warnings
-
-_PARTS = ("tokenizer", "text_encoder")
 
 
 @torch.no_grad()
@@ -26,11 +25,15 @@ def with_embeddings(pipeline: Any, arguments: Mapping[str, Any], *, device: str)
     if is_large and texts["negative_"] is None and pipeline.config.get("force_zeros_for_empty_prompt"):
         del texts["negative_"]  # the call makes zeros
     parts = [weighted(text or "") for text in texts.values()]
-    pairs = [[getattr(pipeline, f"{part}{end}", None) for part in _PARTS] for end in ("", "_2")]
     options = {"returned_embeddings_type": kind, "truncate_long_prompts": False, "device": device}
-    # New for each job: they keep an embedding, which LoRAs change.
-    makers = [Compel(*pair, **options) for pair in pairs if pair[1] is not None]
-    embeds = torch.cat([_embeddings(maker, parts) for maker in makers], dim=-1)
+    makers = []  # new for each job: they keep an embedding, which LoRAs change
+    for end in ("", "_2"):
+        if (encoder := getattr(pipeline, f"text_encoder{end}", None)) is not None:
+            called = functools.partial(encoder)
+            # If it waits in host memory, its own device is none.
+            vars(called).update(device=torch.device(device), dtype=encoder.dtype)
+            makers.append(Compel(getattr(pipeline, f"tokenizer{end}"), called, **options))
+    embeds: Any = torch.cat([_embeddings(maker, parts) for maker in makers], dim=-1)
     made = dict(zip((f"{name}prompt_embeds" for name in texts), embeds.split(1), strict=True))
     for name, each in zip(texts, parts, strict=True) if is_large else ():
         plain = " ".join(text for part in each for text, _ in part)
@@ -43,9 +46,6 @@ def _embeddings(maker: Any, texts: list[Parts]) -> torch.Tensor:
     """[texts, tokens, channels]; all as long as the longest."""
     from compel.prompt_parser import Conjunction, FlattenedPrompt
 
-    made = []
-    for parts in texts:
-        kept = [[each for each in part if maker.get_tokens(each[0])] for part in parts]
-        prompts = Conjunction([FlattenedPrompt(part or [("", 1.0)]) for part in kept])
-        made.append(maker.build_conditioning_tensor_for_conjunction(prompts)[0])
+    prompts = (Conjunction([FlattenedPrompt(part) for part in parts]) for parts in texts)
+    made = [maker.build_conditioning_tensor_for_conjunction(prompt)[0] for prompt in prompts]
     return torch.cat(maker.pad_conditioning_tensors_to_same_length(made))

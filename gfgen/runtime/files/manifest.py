@@ -121,7 +121,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         entry["peak_memory_mb"] = round(outcome.peak_bytes / 2**20, 1)
     if outcome.batch > 1:
         entry["batch"] = outcome.batch
-    given = {name: getattr(spec, name) for name in ("owner", *PIPELINE_FIELDS, "reuse")}
+    given = {name: getattr(spec, name) for name in ("owner", "prompt_syntax", *PIPELINE_FIELDS, "reuse")}
     given["steps_reused"] = outcome.num_approximate if spec.may_approximate else None
     given["why_reused"] = outcome.why_approximate
     entry |= {name: value for name, value in given.items() if value is not None}
