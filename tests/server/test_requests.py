@@ -786,8 +786,30 @@ def test_prometheus_reads_what_has_happened(server):
 def test_health_needs_nothing_and_other_methods_are_refused(server):
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.http.get("/ready").json() == {"status": "ready", "ranks": 2}
-    error_of(server.http.put("/v1/videos"), 405)
+    refused = server.http.put("/v1/videos")
+    error_of(refused, 405)
+    assert refused.headers["allow"] == "GET, HEAD, POST"
+    assert server.http.put("/v1/jobs/x").headers["allow"] == "DELETE, GET, HEAD, POST"
     error_of(server.http.post("/v1/videos/video_1/remix"), 404)
+
+
+def test_head_is_answered_as_get_without_a_body(server):
+    """`wget --spider` and `curl -I` ask so."""
+    job = server.wait_for(server.post("/v1/jobs", prompt="a fox", steps=1).json()["id"])
+    paths = ("/", "/page/page.js", "/health", "/ready", "/metrics", "/openapi.json", "/v1/models")
+    streams = ("/v1/state/events", f"/v1/jobs/{job['id']}/events")
+    for path in (*paths, *streams, f"/v1/jobs/{job['id']}", job["content_url"], job["thumbnail_url"]):
+        answer = server.http.head(path)
+        assert (path, answer.status_code, answer.content) == (path, 200, b"")
+        if path not in (*streams, "/metrics"):
+            whole = server.http.get(path).headers
+            assert [answer.headers[n] for n in ("content-type", "content-length")] == [
+                whole[n] for n in ("content-type", "content-length")
+            ]
+    assert server.http.head("/v1/jobs/none").status_code == 404
+    deadline_s = time.monotonic() + 30
+    while server.http.get("/v1/state").json()["streams"]:
+        assert time.monotonic() < deadline_s
 
 
 def test_pages_of_other_sites_may_not_ask(server):

@@ -9,11 +9,13 @@ from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Match
 
 from gfgen.errors import OutputError
 from gfgen.server.http import routes_batches, routes_images, routes_jobs, routes_server
@@ -26,6 +28,12 @@ from gfgen.server.protocol.problems import ApiError, invalid, responses
 logger = logging.getLogger(__name__)
 
 TITLE = "gfgen"
+_ROUTERS = [
+    router
+    for routes in (routes_jobs, routes_images, routes_batches, routes_server)
+    for router in routes.ROUTERS
+]
+_ROUTES = [route for router in _ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 _TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error response is an `Error`."
 _OTHER_MODELS = (
     server_schemas.JobEvent,
@@ -52,9 +60,11 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
     )
     app.state.service, app.state.feeds = service, feeds
     app.state.keys, app.state.page = keys, routes_server.read_page()
-    for routes in (routes_jobs, routes_images, routes_batches, routes_server):
-        for router in routes.ROUTERS:
-            app.include_router(router)
+    for router in _ROUTERS:
+        app.include_router(router)
+    for route in _ROUTES:  # outside the OpenAPI document, which would have each twice
+        if "GET" in route.methods:
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     install_errors(app)
     if ipaddress.ip_address(address).is_loopback and not keys.is_needed:  # against DNS rebinding
         own = urlsplit(service.api.public_url or "").hostname or "localhost"
@@ -79,8 +89,11 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
 def install_errors(app: FastAPI) -> None:
     """Answer every error of this app in OpenAI's shape."""
 
-    async def answer(_: Request, error: Exception) -> Response:
-        return _as_api_error(error).response()
+    async def answer(request: Request, error: Exception) -> Response:
+        found = _as_api_error(error)
+        if found.status == 405:  # the router names the methods of one route of the path
+            found.headers["Allow"] = ", ".join(_methods_of(request))
+        return found.response()
 
     async def left(request: Request, _: Exception) -> Response:
         logger.debug("%s %s: the client left during its request", request.method, request.url.path)
@@ -89,6 +102,13 @@ def install_errors(app: FastAPI) -> None:
     for kind in (ApiError, RequestValidationError, HTTPException, OutputError, Exception):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(ClientDisconnect, left)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """The methods of the path of this request."""
+    fitting = [route for route in _ROUTES if route.matches(request.scope)[0] is not Match.NONE]
+    methods = {method for route in fitting for method in route.methods}
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
 def _as_api_error(error: Exception) -> ApiError:
@@ -100,7 +120,7 @@ def _as_api_error(error: Exception) -> ApiError:
         case HTTPException():
             what = {404: "there is no such path", 405: "this path does not accept that method"}
             message = what.get(error.status_code, str(error.detail))
-            return ApiError(error.status_code, message, headers=error.headers)
+            return ApiError(error.status_code, message)
         case OutputError():
             return ApiError(507, str(error))
     return ApiError(500, "internal error; see the server log")

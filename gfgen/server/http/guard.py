@@ -69,7 +69,7 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         headers, began_s = Headers(scope=scope), time.perf_counter()
-        sending = _Secured(send, request_id=_request_id(headers))
+        sending = _Secured(send, request_id=_request_id(headers), is_head=scope["method"] == "HEAD")
         try:
             await self._answer(scope, receive, headers, sending)
         finally:
@@ -175,8 +175,9 @@ def _too_large(limits: ServerLimits) -> ApiError:
 
 
 class _Secured:
-    def __init__(self, send: Send, *, request_id: str) -> None:
+    def __init__(self, send: Send, *, request_id: str, is_head: bool) -> None:
         self._send = send
+        self._is_head = is_head
         self.request_id = request_id
         self.status: int | None = None
         """None until the response has begun."""
@@ -186,7 +187,11 @@ class _Secured:
             self.status = message["status"]
             own = (b"x-request-id", self.request_id.encode())
             message["headers"] = [*message.get("headers", ()), *_SECURITY, own]
+        elif self._is_head:  # ended below: a stream would never end
+            return
         await self._send(message)
+        if self._is_head:
+            await self._send({"type": "http.response.body", "body": b""})
 
 
 def _request_id(headers: Headers) -> str:

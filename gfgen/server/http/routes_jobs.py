@@ -139,14 +139,12 @@ _FILE: dict[str, Any] = {
 
 
 @videos.get("/{job_id}/content", **_FILE)
-@videos.head("/{job_id}/content", include_in_schema=False)
 async def get_video_content(service: Service, job_id: JobId, variant: Variant = None) -> Response:
     """The finished video or its thumbnail."""
     return await _content(service, _completed(service, job_id, only_videos=True), variant)
 
 
 @jobs.get("/{job_id}/content", **_FILE)
-@jobs.head("/{job_id}/content", include_in_schema=False)
 async def get_job_content(
     service: Service,
     job_id: JobId,
