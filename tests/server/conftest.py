@@ -49,6 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, receiver: Receiver) -> Iter
         tmp_path_factory.mktemp("server"),
         body_bytes=2**21,
         streams=12,
+        left_s=0.5,
         webhook_host=f"127.0.0.1:{receiver.port}",
         webhook_secret="whsec_" + 8 * "c2Vj",
     )

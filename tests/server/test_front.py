@@ -322,6 +322,22 @@ def test_an_input_picture_stays_while_its_job_is_open(ready, tmp_path):
     assert inputs(tmp_path) == ["video_1"]
 
 
+def test_a_client_that_leaves_has_a_minute_before_its_job_is_cancelled(ready, store):
+    assert ServerLimits().left_s == 60.0
+
+    async def leave(left_s):
+        await ready.take([asked(f"video_{left_s:g}")])
+        ready.limits = ServerLimits(left_s=left_s)
+        ready.leave([f"video_{left_s:g}"])
+        while left_s == 0.0 and ready._leaving:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return ready.store.job(f"video_{left_s:g}").ending
+
+    assert asyncio.run(leave(60.0)) is None
+    assert asyncio.run(leave(0.0)).status == "cancelled"
+
+
 def test_there_is_no_room_for_more_jobs_before_anything_is_written(ready, tmp_path):
     ready.limits = ServerLimits(open_jobs=1)
     asyncio.run(ready.take([asked()]))

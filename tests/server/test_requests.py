@@ -502,6 +502,25 @@ def test_who_goes_away_cancels_what_was_waited_for(server):
     assert server.wait_for(job["id"])["status"] == "cancelled"
 
 
+def test_nothing_of_an_answer_is_sent_before_its_status_is_known(server):
+    """A proxy that has passed on a status cannot try again."""
+    body = json.dumps({"prompt": "unlucky", "guidance_scale": 13, "flow_shift": 0.5}).encode()
+    head = f"POST /v1/videos/sync HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    ahead = [made(server, prompt="ahead", **SLOW) for _ in range(2)]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as end:
+        end.sendall(head.encode() + body)
+        deadline_s = time.monotonic() + 30
+        while not any(job["prompt"] == "unlucky" for job in server.http.get("/v1/videos").json()["data"]):
+            assert time.monotonic() < deadline_s
+        end.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            end.recv(1)
+        end.settimeout(30)
+        for job in ahead:
+            server.http.delete(f"/v1/videos/{job['id']}")
+        assert end.recv(20).startswith(b"HTTP/1.1 409 ")
+
+
 # Idempotency ----------------------------------------------------------------------------------------
 
 

@@ -40,8 +40,8 @@ _EVENTS = _ERRORS | responses(**STREAM)
     summary="Make pictures and wait for them",
 )
 async def create_images(request: Request, service: Service) -> Response:
-    """Waits for the pictures, or with `stream` sends them and previews as events. A client that disconnects
-    cancels them, unless it sent an Idempotency-Key."""
+    """Waits for the pictures, or with `stream` sends them and previews as events. 60 s after its client
+    has disconnected they are cancelled, unless the request has an Idempotency-Key: a retry joins them."""
     body = await read_body(request, service=service)
     if body.file is not None:
         raise bad("input_reference", "pictures begin with one at /v1/images/edits")
@@ -184,8 +184,6 @@ async def _image(
 
 EventKind = Literal["image_generation", "image_edit"]
 WAIT_S = 0.25
-_leaving: set[asyncio.Task[list[str]]] = set()
-"""Cancellations for clients that have left; the event loop itself keeps no reference to a task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +222,8 @@ async def picture_events(service: JobService, streamed: Streamed) -> AsyncGenera
     except ApiError as error:
         yield event_bytes(b"error", error.body().model_dump_json().encode())
     finally:
-        if shown and not streamed.is_kept and service.mirror.status != "draining":
-            leaving = asyncio.get_running_loop().create_task(service.cancel(list(shown)))
-            _leaving.add(leaving)
-            leaving.add_done_callback(_leaving.discard)
+        if shown and not streamed.is_kept:
+            service.leave(list(shown))
 
 
 @dataclass(slots=True)

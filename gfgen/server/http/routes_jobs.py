@@ -73,7 +73,8 @@ async def create_video(request: Request, service: Service) -> Response:
     summary="Make a video and wait for it",
 )
 async def create_video_and_wait(request: Request, service: Service) -> Response:
-    """Waits for the file. A client that disconnects cancels the job, unless it sent an Idempotency-Key."""
+    """Waits for the file. 60 s after its client has disconnected the job is cancelled, unless the request has
+    an Idempotency-Key: a retry joins it."""
     body = await read_body(request, service=service)
     ids, _ = await _take_video(request, service, body)
     await results(request, service, ids)
@@ -232,7 +233,7 @@ async def results(request: Request, service: JobService, ids: Sequence[str]) -> 
             waiting.result()
             return
         if "idempotency-key" not in request.headers:  # with a key it may come back for them
-            await service.cancel(ids)
+            service.leave(ids)
         raise ApiError(499, "the client has disconnected")
     except TimeoutError:
         limit_s = service.limits.waiting_s

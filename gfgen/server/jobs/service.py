@@ -71,6 +71,8 @@ class JobService:
         self.previews = Previews()
         self._num_reserved: Counter[str | None] = Counter()
         """Jobs that are being written to the store, by owner."""
+        self._leaving: set[asyncio.Task[None]] = set()
+        """The event loop itself keeps no reference to a task."""
 
     def seen_by(self, owner: str | None) -> JobService:
         """This service for the requests of one key, which sees its own jobs, batches and files; None: all."""
@@ -233,6 +235,17 @@ class JobService:
         if cancelled:
             self.send(link.CancelJobs(tuple(ending.id for ending in cancelled)))
         return [ending.id for ending in cancelled]
+
+    def leave(self, job_ids: Sequence[str]) -> None:
+        """Cancel in `left_s` what is then open of these jobs: their client has disconnected."""
+        leaving = asyncio.get_running_loop().create_task(self._cancel_left(job_ids))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    async def _cancel_left(self, job_ids: Sequence[str]) -> None:
+        await asyncio.sleep(self.limits.left_s)
+        if self.mirror.status != "draining":  # a later server may continue them
+            await self.cancel(job_ids)
 
     async def set_priority(self, job_id: str, priority: int) -> None:
         self.check_ready()

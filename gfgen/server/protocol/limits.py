@@ -34,6 +34,8 @@ class ServerLimits:
     wrong_key_s: float = 1.0
     link_s: float = 86400.0
     waiting_s: float = 3600.0
+    left_s: float = 60.0
+    """Jobs of a waiting request without a key go on this long when its client has disconnected."""
     keep_s: float = 7 * 86400.0
     retention_s: float = 30.0
     keep_bytes: int = 100 * 10**9
