@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import queue
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from gfgen.errors import OutputError
+from gfgen.system.wording import size_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,8 @@ VERSION = 2
 BUSY_S = 10.0
 """SQLite lock timeout: a front that was killed may still hold the file for a moment."""
 KEPT_REQUESTS_S = 86400.0
+ROOM_BYTES = 2**20
+"""Without this much a server counts as full: the next request may need it."""
 MAX_GROUP = 256
 SHOWN = ("peak_memory_mb", "steps_reused")
 """Keys of a manifest entry that responses have too."""
@@ -279,8 +284,18 @@ class Store:
             await self._do(_statement(f"DELETE {too_old}", values))
 
     async def check_writable(self) -> None:
-        """Raises: OutputError if a write fails."""
+        """Raises: OutputError if a write fails, or if there is no room for `ROOM_BYTES`."""
+        await asyncio.to_thread(self._check_room)
         await self._do(_statement("UPDATE lives SET began_at = began_at", ()))
+
+    def _check_room(self) -> None:
+        """SQLite writes a small change over an older one, and needs no room for it."""
+        try:
+            with tempfile.TemporaryFile(dir=self._path.parent) as probe:
+                os.posix_fallocate(probe.fileno(), 0, ROOM_BYTES)
+        except OSError as error:
+            reason = f"less than {size_in_words(ROOM_BYTES)} can be written ({error.strerror})"
+            raise OutputError(f"output folder: {reason}; free some space") from None
 
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")

@@ -14,25 +14,32 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from builders import make_job, simulated_control
+from fake_serving import MODELS
 from test_store import accepted
 
 from gfgen.errors import OutputError, Problem
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.files.manifest import manifest_entry
+from gfgen.server import store as store_module
 from gfgen.server.bridge import supervisor
 from gfgen.server.http import front
+from gfgen.server.http.app import make_app
+from gfgen.server.http.guard import ApiKeys
 from gfgen.server.http.routes_batches import NO_DETAILS, manifest
-from gfgen.server.http.streams import job_stream
+from gfgen.server.http.streams import StateFeeds, job_stream
 from gfgen.server.jobs import service as service_module
 from gfgen.server.jobs.files import JobFolder
 from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.service import JobService, RunFollower
 from gfgen.server.protocol.limits import ServerLimits
-from gfgen.server.protocol.link import FrontSettings, OpenJobIds, OutcomesStored, RunInfo, pack
+from gfgen.server.protocol.link import CancelJobs, FrontSettings, OpenJobIds, OutcomesStored, RunInfo, pack
 from gfgen.server.protocol.problems import ApiError
+from gfgen.server.protocol.server_schemas import served_model
 from gfgen.server.shown.mirror import RunMirror
+from gfgen.server.shown.served_job import ServedJob
 from gfgen.server.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
 from gfgen.system import machine
 
@@ -336,6 +343,92 @@ def test_a_client_that_leaves_has_a_minute_before_its_job_is_cancelled(ready, st
 
     assert asyncio.run(leave(60.0)) is None
     assert asyncio.run(leave(0.0)).status == "cancelled"
+
+
+@pytest.fixture
+def full_disk(store, monkeypatch):
+    """Call it to make room."""
+
+    def refused(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def make_room():
+        for name, kept in real.items():
+            monkeypatch.setattr(name, kept)
+
+    real = {"os.posix_fallocate": os.posix_fallocate, "gfgen.server.store._end": store_module._end}
+    real["gfgen.server.store._take_key"] = store_module._take_key
+    for name in real:
+        monkeypatch.setattr(name, refused)
+    return make_room
+
+
+def asked_over_http(service, method, path, **values):
+    app = make_app(
+        service, feeds=StateFeeds(service.mirror), keys=ApiKeys(None), address="127.0.0.1", version="1"
+    )
+
+    async def ask():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, **values)
+
+    return asyncio.run(ask())
+
+
+def test_a_full_disk_is_not_ready_and_says_when_to_ask_again(ready, full_disk):
+    """SQLite writes a small change in place, so that one such write says nothing."""
+    key = {"Idempotency-Key": "which is written"}
+    for path, status in (("/ready", 503), ("/v1/jobs", 507)):
+        method = "GET" if status == 503 else "POST"
+        job = None if status == 503 else {"prompt": "a star", "steps": 1}
+        ready.mirror.run_info = replace(
+            ready.mirror.run_info, models=(served_model(MODELS["fake-video"], created=1),)
+        )
+        answer = asked_over_http(ready, method, path, json=job, headers=key)
+        assert (answer.status_code, answer.headers["retry-after"]) == (status, "30")
+        assert answer.json()["error"]["code"] == "disk_full"
+        assert "free some space" in answer.json()["error"]["message"]
+
+
+def test_a_full_disk_keeps_nobody_from_cancelling(ready, store, told, tmp_path, full_disk, monkeypatch):
+    monkeypatch.setattr(service_module, "RETRY_S", 0.0)
+    control, recorder = simulated_control([make_job("video_1")])
+    control.run()
+
+    async def cancel():
+        await ready.take([asked(picture=None)])
+        assert await ready.cancel(["video_1"]) == ["video_1"]
+
+    asyncio.run(cancel())
+    assert told[-1] == CancelJobs(("video_1",))
+    job = ready.job("video_1").job()
+    assert (job.status, job.warnings) == ("cancelled", [service_module.UNSAVED])
+    assert store.job("video_1").ending is None
+    assert asked_over_http(ready, "DELETE", "/v1/jobs/video_1").json()["deleted"] is False
+    full_disk()
+    (tmp_path / "video_1.mp4").write_bytes(b"was just being written")
+    outcome = replace(recorder.outcomes[0], info=replace(recorder.outcomes[0].info, file="video_1.mp4"))
+    asyncio.run(RunFollower(ready).hear([outcome]))
+    assert store.job("video_1").ending.status == "cancelled"
+    assert not (tmp_path / "video_1.mp4").exists()
+
+
+def test_a_batch_is_cancelled_on_a_full_disk_too(ready, store, full_disk, monkeypatch):
+    async def cancel_batch(batch_id):
+        raise OutputError("no room")
+
+    async def cancel():
+        await store.accept([accepted("a", batch_id="batch")], batch_id="batch", now=100.0)
+        ready.mirror.add([ServedJob(accepted("a", batch_id="batch").facts)])
+        with monkeypatch.context() as full:
+            full.setattr(store, "cancel_batch", cancel_batch)
+            await ready.cancel_batch("batch")
+        full_disk()
+        await ready.save_cancelled()
+
+    asyncio.run(cancel())
+    assert (store.batch("batch").is_cancelled, store.batch("batch").cancelled) == (True, 1)
 
 
 def test_there_is_no_room_for_more_jobs_before_anything_is_written(ready, tmp_path):

@@ -56,7 +56,6 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
         generate_unique_id_function=lambda route: route.name,
         redirect_slashes=False,
         responses=responses(401, 403),
-        root_path=service.api.root_path,
     )
     app.state.service, app.state.feeds = service, feeds
     app.state.keys, app.state.page = keys, routes_server.read_page()
@@ -122,7 +121,7 @@ def _as_api_error(error: Exception) -> ApiError:
             message = what.get(error.status_code, str(error.detail))
             return ApiError(error.status_code, message)
         case OutputError():
-            return ApiError(507, str(error))
+            return ApiError(507, str(error), retry_after_s=30)
     return ApiError(500, "internal error; see the server log")
 
 

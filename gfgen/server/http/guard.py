@@ -68,6 +68,7 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["root_path"] = self._root_path
         headers, began_s = Headers(scope=scope), time.perf_counter()
         sending = _Secured(send, request_id=_request_id(headers), is_head=scope["method"] == "HEAD")
         try:

@@ -187,10 +187,7 @@ async def get_manifest(service: Service, batch_id: JobId) -> Response:
 async def cancel_batch(service: Service, batch_id: JobId) -> Response:
     _found(service, batch_id)
     service.check_ready()
-    open_ids = [r.facts.id for r in service.mirror.records.values() if r.facts.batch_id == batch_id]
-    if open_ids:
-        await service.store.cancel_batch(batch_id)
-        await service.cancel(open_ids)
+    await service.cancel_batch(batch_id)
     return _answer(service, batch_id)
 
 

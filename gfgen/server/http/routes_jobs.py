@@ -330,15 +330,14 @@ async def _cancel(service: JobService, job_id: str, *, only_videos: bool = False
 
 async def _delete(service: JobService, job_id: str, *, purge: bool, only_videos: bool = False) -> Response:
     was_open = _stored(service, job_id, only_videos=only_videos).ending is None
-    await _cancel(service, job_id)
+    job = await _cancel(service, job_id)
     stored = _stored(service, job_id)
-    assert stored.ending is not None
-    is_removed = not was_open and (purge or stored.ending.status != "cancelled")
+    is_removed = not was_open and (purge or job.status != "cancelled")
     if is_removed:
         await service.remove([stored])
     return schemas.Deleted(
         id=job_id,
         object="video.deleted" if _is_video(stored.facts) else "image.deleted",
         deleted=is_removed,
-        status=stored.ending.status,
+        status=job.status,
     ).response()

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 FORECAST_S = 0.5
 SUBMITTED_AT_ONCE = 8
 RETRY_S = 5.0
+UNSAVED = "the disk is full: if the server dies before there is room, the next start continues the job"
 _ENDED: dict[str, Ended] = {"done": "completed", "failed": "failed", "cancelled": "cancelled"}
 
 
@@ -71,6 +72,9 @@ class JobService:
         self.previews = Previews()
         self._num_reserved: Counter[str | None] = Counter()
         """Jobs that are being written to the store, by owner."""
+        self._unsaved: list[Ending] = []
+        self._unsaved_batches: list[str] = []
+        """Cancelled while the disk was full."""
         self._leaving: set[asyncio.Task[None]] = set()
         """The event loop itself keeps no reference to a task."""
 
@@ -228,13 +232,38 @@ class JobService:
             for job_id in job_ids
             if job_id in mirror.records
         ]
-        firsts = await self.store.end_all(endings) if endings else []
+        try:
+            firsts = await self.store.end_all(endings) if endings else []
+        except OutputError:  # what it would free must not wait for room
+            firsts = [True] * len(endings)
+            self._unsaved += endings
+            for record in filter(None, [mirror.records.get(ending.id) for ending in endings]):
+                record.facts = replace(record.facts, warnings=(*record.facts.warnings, UNSAVED))
+            logger.warning("cancelled %s: %s", counted(len(endings), "job"), UNSAVED)
         cancelled = [ending for ending, is_first in zip(endings, firsts, strict=True) if is_first]
         for ending in cancelled:
             self.note_end(ending)
         if cancelled:
             self.send(link.CancelJobs(tuple(ending.id for ending in cancelled)))
         return [ending.id for ending in cancelled]
+
+    async def cancel_batch(self, batch_id: str) -> None:
+        """Cancel its open jobs."""
+        if ids := [r.facts.id for r in self.mirror.records.values() if r.facts.batch_id == batch_id]:
+            try:
+                await self.store.cancel_batch(batch_id)
+            except OutputError:
+                self._unsaved_batches.append(batch_id)
+            await self.cancel(ids)
+
+    async def save_cancelled(self) -> None:
+        """Store what was cancelled while the disk was full. Raises: OutputError if it still is."""
+        while self._unsaved_batches:
+            await self.store.cancel_batch(self._unsaved_batches[0])
+            del self._unsaved_batches[0]
+        if endings := list(self._unsaved):
+            await self.store.end_all(endings)
+            del self._unsaved[: len(endings)]
 
     def leave(self, job_ids: Sequence[str]) -> None:
         """Cancel in `left_s` what is then open of these jobs: their client has disconnected."""
@@ -437,6 +466,7 @@ class RunFollower:
         """Record these endings; retry until it succeeds, since the disk may be full."""
         while True:
             try:
+                await self._service.save_cancelled()  # before the run says that it had done one of them
                 return await self._store.end_all(endings)
             except OutputError:  # the store has logged it
                 await asyncio.sleep(RETRY_S)

@@ -5,6 +5,7 @@
 403  request from another site                            429  too many open jobs or streams (Retry-After)
 404  no such job, batch, model or path                    500  internal error
 409  not possible in the job's state                      503  loading, stopping, overloaded (Retry-After)
+                                                          507  the disk is full (Retry-After)
 """
 
 from __future__ import annotations
