@@ -84,10 +84,15 @@ def test_litellm_runs_batches(litellm, at):
 
 @calls(
     "LiteLLM",
-    "`completion`",
-    result="an error of LiteLLM, which accepts only text in an answer; gfgen answers as vLLM-Omni does",
+    "`completion(modalities=['image', 'text'])`",
+    result="the picture as a `data:` URL; without `modalities` an error of LiteLLM, which accepts only text",
 )
-def test_litellm_refuses_pictures_in_a_conversation(litellm, at):
+def test_litellm_gets_pictures_in_a_conversation(litellm, at):
     messages = [{"role": "user", "content": "a fox"}]
+    answer = litellm.completion(
+        model="openai/fake-image", messages=messages, modalities=["image", "text"], **at
+    )
+    (picture,) = answer.choices[0].message.images
+    assert is_picture(picture["image_url"]["url"].partition("base64,")[2])
     with pytest.raises(Exception, match="content"):
         litellm.completion(model="openai/fake-image", messages=messages, **at)

@@ -71,12 +71,30 @@ def test_images_are_edited(client):
 @calls(
     "openai",
     "`chat.completions.create`",
-    result="the picture as a `data:` URL",
+    result="the picture as a `data:` URL, in `content` and `images`",
 )
 def test_pictures_come_in_a_conversation(client):
     messages = [{"role": "user", "content": "a fox"}]
     answer = client.chat.completions.create(model="fake-image", messages=messages)
-    assert answer.choices[0].message.content[0]["image_url"]["url"].startswith("data:image/png;base64,")
+    message = answer.choices[0].message
+    assert message.content[0]["image_url"]["url"].startswith("data:image/png;base64,")
+    assert message.images == message.content
+
+
+@calls(
+    "openai",
+    "`chat.completions.create(extra_body={'modalities': ['image', 'text']})`, as OpenRouter documents it",
+    result="a text in `content`, the picture in `images`",
+)
+def test_with_modalities_the_content_of_an_answer_is_a_text(client):
+    messages = [{"role": "user", "content": "a fox"}]
+    answer = client.chat.completions.create(
+        model="fake-image", messages=messages, extra_body={"modalities": ["image", "text"]}
+    )
+    (picture,) = answer.choices[0].message.images
+    assert answer.choices[0].message.content == "1 picture"
+    assert picture["type"] == "image_url"
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,")
 
 
 def uploaded(client, *lines):

@@ -474,6 +474,16 @@ def test_pictures_come_as_addresses(server):
     (image,) = server.post("/v1/images/generations", **values).json()["data"]
     assert image["url"].startswith(f"{server.url}/v1/jobs/image_")
     assert server.http.get(image["url"]).headers["content-type"] == "image/png"
+    assert image["b64_json"] is None
+
+
+def test_pictures_without_a_response_format_come_in_both(server):
+    """OpenAI's older models send URLs and its newer ones base64; clients of each look in one place only."""
+    values = {"prompt": "a fox", "num_inference_steps": 1}
+    (image,) = server.post("/v1/images/generations", **values).json()["data"]
+    assert server.http.get(image["url"]).content == base64.b64decode(image["b64_json"])
+    (image,) = server.post("/v1/images/generations", **values, response_format="b64_json").json()["data"]
+    assert (image["url"], len(image["b64_json"]) > 0) == (None, True)
 
 
 def test_fields_of_openais_api_that_mean_nothing_here_are_accepted(server):

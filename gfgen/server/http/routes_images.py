@@ -24,6 +24,7 @@ from gfgen.server.protocol.problems import ApiError, bad, opened, responses
 from gfgen.server.shown.previews import FIRST_STEP
 from gfgen.server.shown.served_job import ServedJob
 from gfgen.server.store import StoredJob
+from gfgen.system.wording import counted
 
 router = APIRouter(prefix="/v1", tags=["images"])
 ROUTERS = (router,)
@@ -115,23 +116,27 @@ async def complete_chat(request: Request, service: Service) -> Response:
     asked_for, warnings = opened(picture_schemas.ChatRequest, body.values, is_strict=service.api.strict)
     ids = await _take(request, service, body, asked_for, warnings)
     pictures = await _finished(request, service, ids)
-    answer = await chat_completion(service, pictures, asked_for.output_format)
+    answer = await chat_completion(service, pictures, asked_for)
     answer.warnings = warnings or None
     return await asyncio.to_thread(answer.response)
 
 
 async def chat_completion(
-    service: JobService, pictures: Sequence[StoredJob], output_format: str = "png"
+    service: JobService, pictures: Sequence[StoredJob], asked_for: picture_schemas.ChatRequest | None = None
 ) -> picture_schemas.ChatCompletion:
+    output_format = "png" if asked_for is None else asked_for.output_format
     kind = files.PICTURE_FORMATS[output_format]
     urls = [f"data:{kind};base64,{await base64_of(service, stored, output_format)}" for stored in pictures]
-    content = [picture_schemas.ImagePart(image_url=picture_schemas.ImageUrl(url=url)) for url in urls]
+    parts = [picture_schemas.ImagePart(image_url=picture_schemas.ImageUrl(url=url)) for url in urls]
+    is_text = asked_for is not None and bool(asked_for.modalities)
+    content = counted(len(parts), "picture") if is_text else parts
+    message = picture_schemas.ChatAnswer(content=content, images=parts)
     return picture_schemas.ChatCompletion(
         id=f"chatcmpl-{pictures[0].facts.id}",
         created=int(pictures[0].facts.created_at),
         model=pictures[0].facts.model,
         metrics=picture_schemas.ChatMetrics(**_durations(service, pictures)),
-        choices=[picture_schemas.ChatChoice(message=picture_schemas.ChatAnswer(content=content))],
+        choices=[picture_schemas.ChatChoice(message=message)],
         warnings=None,
     )
 
@@ -173,13 +178,16 @@ async def _image(
 ) -> picture_schemas.Image:
     job_id, kind = stored.facts.id, asked_for.output_format
     if asked_for.response_format == "url":
+        image = picture_schemas.Image(id=job_id, seed=stored.facts.seed)
+    else:
+        image = await image_content(service, stored, kind)
+    if asked_for.response_format != "b64_json":
         query = [f"format={kind}"] if kind != "png" else []
         if signature := request.app.state.keys.signature(Access(service.owner), job_id):
             query.append(f"signature={signature}")
         base = (service.api.public_url or str(request.base_url)).rstrip("/")
-        url = f"{base}/v1/jobs/{job_id}/content" + ("?" + "&".join(query) if query else "")
-        return picture_schemas.Image(url=url, id=job_id, seed=stored.facts.seed)
-    return await image_content(service, stored, kind)
+        image.url = f"{base}/v1/jobs/{job_id}/content" + ("?" + "&".join(query) if query else "")
+    return image
 
 
 EventKind = Literal["image_generation", "image_edit"]

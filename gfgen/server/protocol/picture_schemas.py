@@ -39,7 +39,7 @@ class ImageRequest(PictureRequest):
 
     names: ClassVar = {**PictureRequest.names, "prompt": "prompt"}
     required = ("prompt",)
-    response_format: Literal["b64_json", "url"] = "b64_json"
+    response_format: Literal["b64_json", "url"] | None = Field(None, description="Without it both.")
     stream: bool | None = Field(
         None, exclude=True, description="Send events: `PartialImage` with previews, then `CompletedImage`."
     )
@@ -135,7 +135,9 @@ class ChatRequest(PictureRequest):
     messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
     stream: Literal[False] | None = Field(None, exclude=True, description="Only false is accepted.")
     partial_images: Unused = None
-    modalities: Unused = None
+    modalities: Any = Field(
+        None, exclude=True, description="With it, `content` of the answer is a text beside `images`."
+    )
     response_format: Unused = None
     max_tokens: Unused = None
     max_completion_tokens: Unused = None
@@ -166,7 +168,8 @@ class ImagePart(ResponseModel):
 
 class ChatAnswer(ResponseModel):
     role: Literal["assistant"] = "assistant"
-    content: list[ImagePart]
+    content: list[ImagePart] | str
+    images: list[ImagePart] = Field(description="The pictures, where clients of OpenRouter look for them.")
 
 
 class ChatChoice(ResponseModel):
