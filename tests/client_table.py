@@ -22,7 +22,7 @@ VERSIONS = {
     "LiteLLM": "1.110.2",
     "vLLM-Omni": "benchmarks at 0780e45",
     "GF-DiT": "benchmarks at 442531e",
-    "SGLang": "benchmarks at 00b368b",
+    "SGLang": "benchmarks of 0.5.23",
     "curl": "7.88.1",
 }
 """What the calls were last tried with, or read from. Newer ones may differ."""

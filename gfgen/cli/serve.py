@@ -290,18 +290,20 @@ def serve_models(options: ServeOptions) -> None:
         try:
             session.load([], models=options.models)
             loaded = session.admission.of_loaded(session.checkpoints, help_=NOT_SERVED)
-            session.warm_up(usual_jobs(options.models, loaded))
+            most = None if options.job_bounds is None else options.job_bounds.frames
+            models = [served_model(each, created=int(time.time()), most_frames=most) for each in found]
+            session.warm_up(usual_jobs(models, loaded))
         except InterruptedRunError:
             text = "stopped while the models were loading; open jobs continue at the next start"
             logger.info("%s", text, extra=log.fields(event="server_stopped"))
             return
-        models = [served_model(model, created=int(time.time())) for model in found]
         serve_on(session, bridge, chooser, models, admit=loaded, admit_again=loaded.again)
 
 
-def usual_jobs(models: Sequence[str], admit: Admit) -> Sequence[AdmittedJob]:
+def usual_jobs(models: Sequence[ServedModel], admit: Admit) -> Sequence[AdmittedJob]:
     specs = [
-        JobSpec(id=f"usual-{number}", prompt="as usual", model=name) for number, name in enumerate(models)
+        JobSpec(id=f"usual-{number}", prompt="as usual", model=model.id, frames=model.usual_frames)
+        for number, model in enumerate(models)
     ]
     admitted, _ = admit(specs)
     return admitted

@@ -17,6 +17,10 @@ from gfgen.runtime.core.admission import admit
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond
+from gfgen.server.jobs.job_requests import batch_jobs, plain_job, video_job
+from gfgen.server.protocol.problems import checked
+from gfgen.server.protocol.schemas import JobRequest, VideoRequest
+from gfgen.server.protocol.server_schemas import served_model
 from gfgen.session.admission import find_weightless
 from gfgen.session.ranks import Ranks
 
@@ -120,9 +124,41 @@ def test_bounds_of_one_job_are_options_with_defaults_that_admit_what_models_are_
     assert list(beyond(jobs, usual, on_a_gpu)) == []
 
 
+@pytest.mark.parametrize("most", [12, 1])
+def test_a_limit_below_the_default_of_a_model_is_the_default(tiny_models, caplog, most):
+    """It refused every request that named no length. Wan makes 13 frames of 12, which are too many."""
+    admit = Ranks(Devices("cpu", 1)).admission("tiny-wan", bounds=JobBounds(frames=most))
+    own = admit.models.find("tiny-wan").geometry.resolve(JobSpec(id="x", prompt="a fox")).frames
+    model = served_model(admit.models.find("tiny-wan"), created=1, most_frames=most)
+    assert own > 12
+    frames = {12: 9, 1: 1}[most]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"--max-frames {most} is less than the default of tiny-wan")
+    assert "usual_frames" not in model.model_dump_json()
+    requests = [
+        video_job(checked(VideoRequest, {"prompt": "a fox"}), models=[model], ignored=None),
+        plain_job(checked(JobRequest, {"prompt": "a fox"}), uploads={}, models=[model]),
+        *batch_jobs(
+            b'{"prompt": "a fox"}',
+            suffix=".jsonl",
+            max_jobs=1,
+            batch_id="b",
+            skip_invalid=False,
+            models=[model],
+        )[0],
+    ]
+    jobs, problems = admit([request.spec for request in requests])
+    assert (list(problems), [job.spec.frames for job in jobs]) == ([], [frames] * 3)
+    assert [request.spec.frames for request in requests] == [frames] * 3, "as it is stored for a restart"
+    (usual,) = usual_jobs([model], admit)
+    assert usual.shape == jobs[0].shape
+    assert served_model(admit.models.find("tiny-wan"), created=1, most_frames=257).usual_frames is None
+
+
 def test_what_is_warmed_up_is_what_a_request_gets_that_says_nothing(tiny_models):
     admit = Ranks(Devices("cpu", 1)).admission("tiny-wan")
-    jobs = usual_jobs(["tiny-wan", "tiny-qwen-image", "tiny-wan-moe-i2v"], admit)
+    names = ["tiny-wan", "tiny-qwen-image", "tiny-wan-moe-i2v"]
+    jobs = usual_jobs([served_model(admit.models.find(name), created=1) for name in names], admit)
     shapes = {job.spec.model: (job.spec.width, job.spec.height) for job in jobs}
     assert shapes.keys() == {"tiny-wan", "tiny-qwen-image"}  # the last one wants a picture
     assert all(width and height for width, height in shapes.values())

@@ -51,6 +51,7 @@ def downloaded(server, answer):
     assert sum(done["stage_durations"].values()) > 0
     assert done["inference_time_s"] > 0
     assert done["peak_memory_mb"] >= 0  # the clients of SGLang and GF-DiT compare it
+    assert done["num_outputs"] == 1  # SGLang's client adds it up
     content = server.http.get(f"/v1/videos/{video['id']}/content")
     assert content.status_code == 200
     assert server.http.delete(f"/v1/videos/{video['id']}").json()["deleted"] is True
@@ -153,8 +154,9 @@ def test_vllm_omni_text_to_image(server):
 )
 def test_sglang_text_to_video(server):
     payload = {"model": "fake-video", "prompt": "a fox", "size": "64x64", "num_frames": 9, "fps": 8}
-    payload |= {"num_inference_steps": 1, "enable_teacache": False}
+    payload |= {"num_outputs_per_prompt": 1, "num_inference_steps": 1, "enable_teacache": False}
     video, _ = downloaded(server, server.http.post("/v1/videos", json=payload))
+    assert video["num_outputs"] == 0
     assert video["warnings"] == ["enable_teacache: not a field, ignored"]
 
 
@@ -165,6 +167,7 @@ def test_sglang_text_to_video(server):
 )
 def test_sglang_image_to_video(server):
     fields = {"model": "fake-video", "prompt": "a fox", "size": "64x64", "num_frames": "9", "fps": "8"}
+    fields["num_outputs_per_prompt"] = "1"
     fields["extra_body"] = json.dumps({"num_inference_steps": 3, "seed": 5, "fps": 30})
     files = {"input_reference": ("x.png", PICTURE, "application/octet-stream")}
     video, _ = downloaded(server, server.http.post("/v1/videos", data=fields, files=files))

@@ -55,6 +55,12 @@ def test_without_the_key_nobody_comes_in(stranger, path, key):
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
+def test_the_key_may_come_as_clients_of_azure_send_it(stranger):
+    for headers in ({"api-key": KEY}, {"api-key": KEY, "Authorization": "Bearer of the gateway"}):
+        assert stranger.get("/v1/models", headers=headers).status_code == 200
+    assert stranger.get("/v1/models", headers={"api-key": "wrong"}).status_code == 401
+
+
 def test_with_the_key_everything_is_open_and_probes_always(locked, stranger):
     assert all(locked.http.get(path).status_code == 200 for path in PATHS)
     assert [stranger.get(path).status_code for path in ("/health", "/ready")] == [200, 200]

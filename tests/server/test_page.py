@@ -328,6 +328,18 @@ def test_cancel_all_asks_first(browser, fake):
     assert {asked.path for asked in fake.asked} == {f"/v1/jobs/{n}/cancel" for n in ("fox", "whale", "boat")}
 
 
+def test_cancel_all_asks_again_after_a_while(browser, fake):
+    """It stayed armed until it lost the focus."""
+    fake.state = states.live(open=[states.job(name, position=1) for name in ("fox", "whale")])
+    with opened(browser, fake.url) as page:
+        page.clock.install()
+        page.get_by_role("button", name="Cancel all").click()
+        expect(page.get_by_role("button", name="Cancel 2 jobs?")).to_be_visible()
+        page.clock.run_for(5_000)
+        page.get_by_role("button", name="Cancel all").click()
+        assert fake.asked == []
+
+
 def test_the_priority_of_a_waiting_job_changes(browser, fake):
     fake.state = states.live(open=[states.running("fox", 0), states.job("whale", position=1, priority=5)])
     with opened(browser, fake.url) as page:

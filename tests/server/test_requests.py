@@ -486,6 +486,36 @@ def test_pictures_without_a_response_format_come_in_both(server):
     assert (image["url"], len(image["b64_json"]) > 0) == (None, True)
 
 
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_output_compression_is_the_quality_of_a_file(server, kind):
+    values = {"prompt": "a fox", "seed": 4, "num_inference_steps": 1, "output_format": kind}
+    sizes = []
+    for quality in (0, 50, 100):
+        answer = server.post("/v1/images/generations", **values, output_compression=quality).json()
+        (image,) = answer["data"]
+        content = base64.b64decode(image["b64_json"])
+        assert server.http.get(image["url"]).content == content
+        sizes.append(len(content))
+    assert sizes == sorted(set(sizes))
+    chat = {"messages": [{"role": "user", "content": "a fox"}], "model": "fake-image", "output_format": kind}
+    answer = server.post("/v1/chat/completions", **chat, seed=4, num_inference_steps=1, output_compression=0)
+    url = answer.json()["choices"][0]["message"]["images"][0]["image_url"]["url"]
+    assert len(base64.b64decode(url.partition("base64,")[2])) < sizes[2]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"output_compression": 80}, "less than 100 is for output_format jpeg or webp only"),
+        ({"output_compression": 101, "output_format": "jpeg"}, "less than or equal to 100"),
+        ({"output_compression": -1, "output_format": "webp"}, "greater than or equal to 0"),
+    ],
+)
+def test_output_compression_that_cannot_act_is_refused_as_by_openai(server, values, words):
+    error = error_of(server.post("/v1/images/generations", prompt="a fox", **values), 400)
+    assert (error["param"], words in error["message"]) == ("output_compression", True)
+
+
 def test_fields_of_openais_api_that_mean_nothing_here_are_accepted(server):
     told = re.search(r"no meaning here \(([^)]*)\)", (ROOT / "docs/serving.md").read_text())
     unused = dict.fromkeys(re.findall(r"`(\w+)`", told[1]), "standard")
@@ -514,20 +544,20 @@ def test_who_goes_away_cancels_what_was_waited_for(server):
 
 def test_nothing_of_an_answer_is_sent_before_its_status_is_known(server):
     """A proxy that has passed on a status cannot try again."""
-    body = json.dumps({"prompt": "unlucky", "guidance_scale": 13, "flow_shift": 0.5}).encode()
+    body = json.dumps({"prompt": "waited for", **SLOW}).encode()
     head = f"POST /v1/videos/sync HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    ahead = [made(server, prompt="ahead", **SLOW) for _ in range(2)]
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as end:
         end.sendall(head.encode() + body)
-        deadline_s = time.monotonic() + 30
-        while not any(job["prompt"] == "unlucky" for job in server.http.get("/v1/videos").json()["data"]):
+        deadline_s, found = time.monotonic() + 30, []
+        while not found:
             assert time.monotonic() < deadline_s
+            listed = server.http.get("/v1/videos").json()["data"]
+            found = [job for job in listed if job["prompt"] == "waited for" and job["step"] > 1]
         end.setblocking(False)
         with pytest.raises(BlockingIOError):
             end.recv(1)
         end.settimeout(30)
-        for job in ahead:
-            server.http.delete(f"/v1/videos/{job['id']}")
+        server.http.delete(f"/v1/videos/{found[0]['id']}")
         assert end.recv(20).startswith(b"HTTP/1.1 409 ")
 
 

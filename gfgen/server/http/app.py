@@ -140,7 +140,10 @@ def _document(app: FastAPI) -> dict[str, Any]:
             for operation in path.values():
                 if "HTTPValidationError" in str(operation["responses"].get("422")):
                     del operation["responses"]["422"]  # FastAPI adds it to all; this server never sends it
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}, {}]
+        document["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},
+        }
+        document["security"] = [{"key": []}, {"api-key": []}, {}]
         app.openapi_schema = document
     return app.openapi_schema

@@ -1,6 +1,7 @@
 """Access control and body limits for every path.
 
-API key         `Authorization: Bearer KEY`, or the cookie of POST /v1/session; wrong keys wait
+API key         `Authorization: Bearer KEY`, `api-key: KEY`, or the cookie of POST /v1/session;
+                wrong keys wait
 request id      X-Request-ID of the client, or a new one, in every response and the access log
 cross-site      requests from pages of other sites are refused (Origin, Sec-Fetch-Site); two Host headers
                 are refused, because a proxy may have looked at the other one
@@ -117,13 +118,13 @@ class RequestGuard:
         if not self._keys.is_needed or path in _OPEN_PATHS or path.startswith(_OPEN_PREFIXES):
             return Access()
         kind, _, key = headers.get("authorization", "").partition(" ")
-        key = key.strip() if kind.lower() == "bearer" else ""
-        found = self._keys.by_key(key) if key else None
+        given = [key.strip() if kind.lower() == "bearer" else "", headers.get("api-key", "").strip()]
+        found = next(filter(None, map(self._keys.by_key, filter(None, given))), None)
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
         found = found or self._keys.by_cookie(cookie) or self._by_signature(scope)
         if found is not None:
             return found
-        if key:
+        if any(given):
             await slow_down(scope, self._limits.wrong_key_s)
         raise ApiError(
             401,

@@ -31,6 +31,7 @@ ROUTERS = (router,)
 
 _ERRORS = responses(400, 404, 409, 413, 422, 429, 500, 503, 504, 507)
 _EVENTS = _ERRORS | responses(**STREAM)
+AS_PNG = picture_schemas.PictureRequest()
 
 
 @router.post(
@@ -122,13 +123,12 @@ async def complete_chat(request: Request, service: Service) -> Response:
 
 
 async def chat_completion(
-    service: JobService, pictures: Sequence[StoredJob], asked_for: picture_schemas.ChatRequest | None = None
+    service: JobService, pictures: Sequence[StoredJob], asked_for: picture_schemas.PictureRequest = AS_PNG
 ) -> picture_schemas.ChatCompletion:
-    output_format = "png" if asked_for is None else asked_for.output_format
-    kind = files.PICTURE_FORMATS[output_format]
-    urls = [f"data:{kind};base64,{await base64_of(service, stored, output_format)}" for stored in pictures]
+    kind = files.PICTURE_FORMATS[asked_for.output_format]
+    urls = [f"data:{kind};base64,{await base64_of(service, stored, asked_for)}" for stored in pictures]
     parts = [picture_schemas.ImagePart(image_url=picture_schemas.ImageUrl(url=url)) for url in urls]
-    is_text = asked_for is not None and bool(asked_for.modalities)
+    is_text = bool(getattr(asked_for, "modalities", None))
     content = counted(len(parts), "picture") if is_text else parts
     message = picture_schemas.ChatAnswer(content=content, images=parts)
     return picture_schemas.ChatCompletion(
@@ -180,9 +180,11 @@ async def _image(
     if asked_for.response_format == "url":
         image = picture_schemas.Image(id=job_id, seed=stored.facts.seed)
     else:
-        image = await image_content(service, stored, kind)
+        image = await image_content(service, stored, asked_for)
     if asked_for.response_format != "b64_json":
         query = [f"format={kind}"] if kind != "png" else []
+        if asked_for.output_compression is not None and query:
+            query.append(f"quality={asked_for.output_compression}")
         if signature := request.app.state.keys.signature(Access(service.owner), job_id):
             query.append(f"signature={signature}")
         base = (service.api.public_url or str(request.base_url)).rstrip("/")
@@ -270,7 +272,7 @@ async def _completed(service: JobService, job_id: str, streamed: Streamed) -> by
     kind = streamed.asked_for.output_format
     image = picture_schemas.CompletedImage(
         type=f"{streamed.of}.completed",  # type: ignore[arg-type]
-        b64_json=await base64_of(service, stored, kind),
+        b64_json=await base64_of(service, stored, streamed.asked_for),
         created_at=int(service.now()),
         id=job_id,
         seed=stored.facts.seed,
@@ -294,11 +296,14 @@ def done_job(service: JobService, job_id: str) -> StoredJob:
     return stored
 
 
-async def image_content(service: JobService, stored: StoredJob, kind: str = "png") -> picture_schemas.Image:
-    text = await base64_of(service, stored, kind)
+async def image_content(
+    service: JobService, stored: StoredJob, asked_for: picture_schemas.PictureRequest = AS_PNG
+) -> picture_schemas.Image:
+    text = await base64_of(service, stored, asked_for)
     return picture_schemas.Image(b64_json=text, id=stored.facts.id, seed=stored.facts.seed)
 
 
-async def base64_of(service: JobService, stored: StoredJob, kind: str) -> str:
-    content = await files.picture_as(service.folder.result(stored.facts), kind)
+async def base64_of(service: JobService, stored: StoredJob, asked_for: picture_schemas.PictureRequest) -> str:
+    kind, quality = asked_for.output_format, asked_for.output_compression
+    content = await files.picture_as(service.folder.result(stored.facts), kind, quality)
     return (await asyncio.to_thread(base64.b64encode, content)).decode()

@@ -153,12 +153,13 @@ async def get_job_content(
     format: Annotated[
         Literal["png", "jpeg", "webp"] | None, Query(description="Format of a picture.")
     ] = None,
+    quality: Annotated[int | None, Query(ge=0, le=100, description="Of a JPEG or WebP file. [95]")] = None,
 ) -> Response:
     """The finished picture or video, or its thumbnail."""
     stored = _completed(service, job_id)
     if format in (None, "png") or variant == "thumbnail" or stored.facts.kind == "video":
         return await _content(service, stored, variant)
-    content = await files.picture_as(service.folder.result(stored.facts), str(format))
+    content = await files.picture_as(service.folder.result(stored.facts), str(format), quality)
     return Response(content, media_type=files.PICTURE_FORMATS[str(format)])
 
 

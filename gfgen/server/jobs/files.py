@@ -226,8 +226,8 @@ class StoredFile(FileResponse):
             raise ApiError(416, f"the file has {file_size} bytes", headers=headers, param="Range") from None
 
 
-async def picture_as(path: Path, kind: str) -> bytes:
-    return await asyncio.to_thread(_converted, path, kind)
+async def picture_as(path: Path, kind: str, quality: int | None = None) -> bytes:
+    return await asyncio.to_thread(_converted, path, kind, 95 if quality is None else quality)
 
 
 def make_thumbnail(path: Path, small: Path) -> None:
@@ -242,7 +242,7 @@ def make_thumbnail(path: Path, small: Path) -> None:
     _write(small, content, what="write a thumbnail")
 
 
-def _converted(path: Path, kind: str) -> bytes:
+def _converted(path: Path, kind: str, quality: int) -> bytes:
     from PIL import Image
 
     content = io.BytesIO()
@@ -251,7 +251,7 @@ def _converted(path: Path, kind: str) -> bytes:
             return path.read_bytes()
         with Image.open(path) as picture:
             shown = images.as_rgb(picture) if kind == "jpeg" else picture
-            shown.save(content, format=kind.upper(), quality=95)
+            shown.save(content, format=kind.upper(), quality=quality)
     except OSError as error:
         raise _unreadable(error) from None
     return content.getvalue()

@@ -195,6 +195,7 @@ def batch_jobs(
         max_jobs=max_jobs,
     )
     served = {model.id: model.root or model.id for model in models}
+    usual_frames = {model.id: model.usual_frames for model in models}
     problems, requested = list(parsed.problems), []
     for spec in parsed.specs:
         name = spec.model or models[0].id
@@ -206,7 +207,8 @@ def batch_jobs(
             problems.append(Problem(spec.line, "args.num_images_per_prompt", None, _ONE_FILE))
             continue
         seed = default_seed(spec.id) if spec.seed is None else spec.seed
-        own = replace(spec, id=new_id("job"), seed=seed, model=served[name], **_OF_FILES)
+        frames = spec.frames or usual_frames[name]
+        own = replace(spec, id=new_id("job"), seed=seed, model=served[name], frames=frames, **_OF_FILES)
         requested.append(RequestedJob(own, batch_id=batch_id, custom_id=spec.id))
     problems.sort(key=lambda problem: problem.line or 0)
     if problems and not (skip_invalid and requested):
@@ -445,7 +447,7 @@ def _spec(
     fields, problems = parse_fields(named, images=NO_PATHS)
     if problems:
         raise refused(renamed(problems, words), status=400)
-    return JobSpec(**{**fields, "id": new_id(kind)})
+    return JobSpec(**{"frames": model.usual_frames, **fields, "id": new_id(kind)})
 
 
 def _frames(seconds: str | float, fps: float) -> int:

@@ -6,12 +6,14 @@ import { arrange, byId, make, mark, say, write } from "./words.js";
 import { clock, counted, countdown, doing, facts, ordinal, ranksOf, sharing } from "./words.js";
 
 const PAUSE_S = 1;
+const SURE_MS = 5000;
 const SHORT = 5; // rows on a narrow screen before "Show all" (page.css)
 
 export class Queue {
   #live;
   #colours;
   #picked;
+  #asking; // the timer of a first click on "Cancel all"
   #rows = new Map();
   #busy = new Set(); // jobs with a running task
 
@@ -150,6 +152,7 @@ export class Queue {
   }
 
   #askFirst() {
+    clearTimeout(this.#asking);
     delete byId("queue-cancel").dataset.sure;
     write(byId("queue-cancel"), "Cancel all");
   }
@@ -159,14 +162,14 @@ export class Queue {
     const button = byId("queue-cancel");
     if (!button.dataset.sure) {
       button.dataset.sure = "yes";
+      this.#asking = setTimeout(() => this.#askFirst(), SURE_MS);
       return write(button, `Cancel ${this.#live.state.num_open} jobs?`);
     }
     this.#askFirst();
     let num = 0;
     try {
-      for (let before = -1; num > before; ) {
-        before = num;
-        const page = parse(await (await ask("GET", "/v1/jobs?ended=false&limit=100")).text());
+      for (let after = "", page; !page || page.has_more; after = `&after=${page.last_id}`) {
+        page = parse(await (await ask("GET", `/v1/jobs?ended=false&limit=100${after}`)).text());
         await Promise.all(page.data.map((job) => ask("POST", `/v1/jobs/${job.id}/cancel`)));
         num += page.data.length;
       }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, WithJsonSchema, field_validator
+from pydantic import BaseModel, Field, ValidationInfo, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
 from gfgen.server.protocol.schemas import OpenRequest, ResponseModel, Unused, documented, or_null, same
@@ -21,12 +21,23 @@ class PictureRequest(OpenRequest):
     num_outputs_per_prompt: int | None = Field(None, ge=1, le=10, description="The same as `n`.")
     size: Annotated[Any, WithJsonSchema(or_null(documented("size"), _AUTO))] = None
     output_format: Literal["png", "jpeg", "webp"] = "png"
+    output_compression: int | None = Field(
+        None, ge=0, le=100, description="Quality of a JPEG or WebP file; PNG takes only 100. [95]"
+    )
     quality: Unused = None
     style: Unused = None
     background: Unused = None
     moderation: Unused = None
-    output_compression: Unused = None
     input_fidelity: Unused = None
+
+    @field_validator("output_compression")
+    @classmethod
+    def _has_a_meaning(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value not in (None, 100) and info.data.get("output_format") == "png":
+            raise PydanticCustomError(
+                "no_compression", "less than 100 is for output_format jpeg or webp only"
+            )
+        return value
 
     @classmethod
     def job_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:

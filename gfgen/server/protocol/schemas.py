@@ -217,11 +217,13 @@ class Video(Job):
     peak_memory_mb: float = Field(
         0.0, description="As of a job; 0 if it is not known, because clients compare it."
     )
+    num_outputs: int = Field(0, description="1 once the file is there: SGLang's clients count it.")
 
     @classmethod
     def of(cls, job: Job, *, warnings: Sequence[str] = ()) -> Video:
         values = dict(job) | {"object": "video", "warnings": [*warnings, *(job.warnings or ())] or None}
         values["peak_memory_mb"] = job.peak_memory_mb or 0.0
+        values["num_outputs"] = int(job.status == "completed")
         if job.status == "cancelled":
             values |= {"status": "failed", "error": JobFailure(code="cancelled", message="cancelled")}
         return cls(**values)

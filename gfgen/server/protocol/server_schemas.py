@@ -6,10 +6,12 @@ docs/serving.md describes them.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
+from pydantic.json_schema import SkipJsonSchema
 
 from gfgen.errors import JobError
 from gfgen.job.spec import JobSpec
@@ -30,6 +32,9 @@ from gfgen.server.protocol.schemas import (
     Unused,
     Video,
 )
+from gfgen.system.wording import counted
+
+logger = logging.getLogger(__name__)
 
 
 class Defaults(ResponseModel):
@@ -52,6 +57,8 @@ class ServedModel(ResponseModel):
     kind: MediaKind
     takes_image: Literal["no", "yes", "always"] = Field(description="Whether jobs take an input picture.")
     defaults: Defaults | None = None
+    usual_frames: SkipJsonSchema[int | None] = Field(None, exclude=True)
+    """Of jobs that leave them out, where the server's limit is below the model's own default."""
 
 
 class ModelList(ResponseModel):
@@ -216,11 +223,21 @@ class JobEvent(ResponseModel):
 _PLAIN = JobSpec(id="plain", prompt="plain", seed=0)
 
 
-def served_model(model: ResolvedModel, *, created: int) -> ServedModel:
-    """The model with its geometry's defaults for jobs that leave fields out."""
+def served_model(model: ResolvedModel, *, created: int, most_frames: int | None = None) -> ServedModel:
+    """The model with its geometry's defaults for jobs that leave fields out, of at most so many frames."""
     run = _resolved(model, _PLAIN)
     with_image = _resolved(model, replace(_PLAIN, image="image"))
     known = run or with_image
+    usual = None
+    if known is not None and most_frames is not None and (known.frames or 1) > most_frames:
+        spec = _PLAIN if run is not None else replace(_PLAIN, image="image")
+        fewer = (_resolved(model, replace(spec, frames=number)) for number in range(most_frames, 0, -1))
+        known = next((each for each in fewer if each and (each.frames or 1) <= most_frames), known)
+        usual = known.frames
+        logger.warning(
+            "--max-frames %d is less than the default of %s: its jobs without a length get %s",
+            *(most_frames, model.name, counted(usual or 1, "frame")),
+        )
     return ServedModel(
         id=model.name,
         created=created,
@@ -228,6 +245,7 @@ def served_model(model: ResolvedModel, *, created: int) -> ServedModel:
         kind="image" if model.geometry.kind == "image" else "video",
         takes_image="no" if with_image is None else "yes" if run is not None else "always",
         defaults=None if known is None else _defaults(known),
+        usual_frames=usual,
     )
 
 
