@@ -292,6 +292,10 @@ def serve_models(options: ServeOptions) -> None:
             loaded = session.admission.of_loaded(session.checkpoints, help_=NOT_SERVED)
             most = None if options.job_bounds is None else options.job_bounds.frames
             models = [served_model(each, created=int(time.time()), most_frames=most) for each in found]
+            for each in models:
+                if each.usual_frames is not None:
+                    frames = f"jobs without a length have {counted(each.usual_frames, 'frame')}"
+                    logger.warning("--max-frames %s is below the default of %s: %s", most, each.id, frames)
             session.warm_up(usual_jobs(models, loaded))
         except InterruptedRunError:
             text = "stopped while the models were loading; open jobs continue at the next start"

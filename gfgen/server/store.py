@@ -209,6 +209,7 @@ class Store:
         (first_at,) = self._reader.execute("SELECT MIN(began_at) FROM lives").fetchone()
         self.made_at = began_at if first_at is None else float(first_at)
         """Unix time at which this store was created: it knows nothing about older files."""
+        self._left_over: list[Callable[[sqlite3.Connection], Any]] = []
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
 
@@ -264,8 +265,18 @@ class Store:
         sql = f"UPDATE jobs SET {changed} WHERE id = :id AND status = 'open'"
         return await self._do(_statement(sql, {"new": priority, "id": job_id})) > 0
 
-    async def cancel_batch(self, batch_id: str) -> None:
-        await self._do(_statement("UPDATE batches SET is_cancelled = 1 WHERE id = ?", (batch_id,)))
+    async def cancel(self, endings: Sequence[Ending], *, batch_id: str | None = None) -> list[bool] | None:
+        """As `end_all`, and of a batch. None: the disk is full, and the next write will write this first."""
+
+        def work(db: sqlite3.Connection) -> list[bool]:
+            db.execute("UPDATE batches SET is_cancelled = 1 WHERE id = ?", (batch_id,))
+            return [_end(db, ending) for ending in endings]
+
+        try:
+            return await self._do(work)
+        except OutputError:
+            self._left_over.append(work)
+            return None
 
     async def remove(self, job_ids: Iterable[str]) -> None:
         ids = [(job_id,) for job_id in job_ids]
@@ -285,17 +296,8 @@ class Store:
 
     async def check_writable(self) -> None:
         """Raises: OutputError if a write fails, or if there is no room for `ROOM_BYTES`."""
-        await asyncio.to_thread(self._check_room)
+        await asyncio.to_thread(_check_room, self._path.parent)
         await self._do(_statement("UPDATE lives SET began_at = began_at", ()))
-
-    def _check_room(self) -> None:
-        """SQLite writes a small change over an older one, and needs no room for it."""
-        try:
-            with tempfile.TemporaryFile(dir=self._path.parent) as probe:
-                os.posix_fallocate(probe.fileno(), 0, ROOM_BYTES)
-        except OSError as error:
-            reason = f"less than {size_in_words(ROOM_BYTES)} can be written ({error.strerror})"
-            raise OutputError(f"output folder: {reason}; free some space") from None
 
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
@@ -402,9 +404,13 @@ class Store:
         db, done = self._writer, []
         try:
             db.execute("BEGIN IMMEDIATE")
+            left_over = list(self._left_over)
+            for work in left_over:
+                work(db)
             for work, future in queued:
                 done.append((future, _attempt(db, work)))
             db.execute("COMMIT")
+            del self._left_over[: len(left_over)]
             self._logged_error = None
         except Exception as error:  # most likely a full disk: nothing of the group was written
             if db.in_transaction:
@@ -425,6 +431,16 @@ class Store:
         if str(error) != self._logged_error:
             logger.error("cannot write %s: %s; requests are refused until writes succeed", self._path, error)
         self._logged_error = str(error)
+
+
+def _check_room(folder: Path) -> None:
+    """SQLite writes a small change over an older one, and needs no room for it."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            os.posix_fallocate(probe.fileno(), 0, ROOM_BYTES)
+    except OSError as error:
+        less = f"less than {size_in_words(ROOM_BYTES)} can be written ({error.strerror}); free some space"
+        raise OutputError(f"output folder: {less}") from None
 
 
 def _statement(sql: str, values: Any) -> Callable[[sqlite3.Connection], int]:

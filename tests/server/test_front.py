@@ -25,7 +25,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server import store as store_module
 from gfgen.server.bridge import supervisor
-from gfgen.server.http import front
+from gfgen.server.http import front, routes_jobs
 from gfgen.server.http.app import make_app
 from gfgen.server.http.guard import ApiKeys
 from gfgen.server.http.routes_batches import NO_DETAILS, manifest
@@ -332,17 +332,17 @@ def test_an_input_picture_stays_while_its_job_is_open(ready, tmp_path):
 def test_a_client_that_leaves_has_a_minute_before_its_job_is_cancelled(ready, store):
     assert ServerLimits().left_s == 60.0
 
-    async def leave(left_s):
+    async def left_for(left_s):
         await ready.take([asked(f"video_{left_s:g}")])
         ready.limits = ServerLimits(left_s=left_s)
-        ready.leave([f"video_{left_s:g}"])
-        while left_s == 0.0 and ready._leaving:
+        routes_jobs.leave(ready, [f"video_{left_s:g}"])
+        while left_s == 0.0 and routes_jobs._leaving:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
         return ready.store.job(f"video_{left_s:g}").ending
 
-    assert asyncio.run(leave(60.0)) is None
-    assert asyncio.run(leave(0.0)).status == "cancelled"
+    assert asyncio.run(left_for(60.0)) is None
+    assert asyncio.run(left_for(0.0)).status == "cancelled"
 
 
 @pytest.fixture
@@ -414,21 +414,17 @@ def test_a_full_disk_keeps_nobody_from_cancelling(ready, store, told, tmp_path, 
     assert not (tmp_path / "video_1.mp4").exists()
 
 
-def test_a_batch_is_cancelled_on_a_full_disk_too(ready, store, full_disk, monkeypatch):
-    async def cancel_batch(batch_id):
-        raise OutputError("no room")
-
+def test_a_batch_is_cancelled_on_a_full_disk_too(ready, store, full_disk):
     async def cancel():
         await store.accept([accepted("a", batch_id="batch")], batch_id="batch", now=100.0)
         ready.mirror.add([ServedJob(accepted("a", batch_id="batch").facts)])
-        with monkeypatch.context() as full:
-            full.setattr(store, "cancel_batch", cancel_batch)
-            await ready.cancel_batch("batch")
+        await ready.cancel(["a"], batch_id="batch")
+        assert not store.batch("batch").is_cancelled
         full_disk()
-        await ready.save_cancelled()
+        await store.check_writable()
 
     asyncio.run(cancel())
-    assert (store.batch("batch").is_cancelled, store.batch("batch").cancelled) == (True, 1)
+    assert (store.batch("batch").is_cancelled, store.batch("batch").cancelled) == (1, 1)
 
 
 def test_there_is_no_room_for_more_jobs_before_anything_is_written(ready, tmp_path):

@@ -24,6 +24,7 @@ from gfgen.models.families.adapter import SAMPLE, Fields
 from gfgen.models.loading.colour_fit import fit_colours, random_pictures
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker.jobs import publish
+from gfgen.server.http import routes_jobs
 from gfgen.server.http.routes_images import Streamed, picture_events
 from gfgen.server.protocol import picture_schemas
 from gfgen.server.shown.previews import LatentColours, Previews, latent_picture
@@ -137,12 +138,14 @@ class StreamingService:
         self.mirror = SimpleNamespace(status="ready", records=SimpleNamespace(get=self._get))
         self.previews = SimpleNamespace(picture=self._picture)
         self.stored = self._stored
+        self.limits = SimpleNamespace(left_s=0.0)
 
     def now(self) -> float:
         return 1.0
 
-    def leave(self, ids: list[str]) -> None:
+    async def cancel(self, ids: list[str]) -> list[str]:
         self.cancelled += ids
+        return ids
 
     def _get(self, job_id: str) -> Any:
         if not self._steps:
@@ -188,6 +191,7 @@ def test_a_client_that_leaves_a_stream_cancels_its_pictures():
         events = picture_events(service, streamed(1))
         await anext(events)
         await events.aclose()
+        await asyncio.gather(*routes_jobs._leaving)
         return service.cancelled
 
     assert asyncio.run(leave()) == ["image_1"]

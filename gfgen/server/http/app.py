@@ -28,11 +28,8 @@ from gfgen.server.protocol.problems import ApiError, invalid, responses
 logger = logging.getLogger(__name__)
 
 TITLE = "gfgen"
-_ROUTERS = [
-    router
-    for routes in (routes_jobs, routes_images, routes_batches, routes_server)
-    for router in routes.ROUTERS
-]
+_MODULES = (routes_jobs, routes_images, routes_batches, routes_server)
+_ROUTERS = [router for module in _MODULES for router in module.ROUTERS]
 _ROUTES = [route for router in _ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 _TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error response is an `Error`."
 _OTHER_MODELS = (
@@ -61,8 +58,8 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
     app.state.keys, app.state.page = keys, routes_server.read_page()
     for router in _ROUTERS:
         app.include_router(router)
-    for route in _ROUTES:  # outside the OpenAPI document, which would have each twice
-        if "GET" in route.methods:
+    for route in _ROUTES:
+        if "GET" in _methods(route):  # not in the OpenAPI document, which would have each twice
             app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     install_errors(app)
     if ipaddress.ip_address(address).is_loopback and not keys.is_needed:  # against DNS rebinding
@@ -73,14 +70,9 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
         RequestGuard, keys=keys, limits=service.limits, api=service.api, metrics=service.mirror.metrics
     )
     if service.api.allowed_origins:
-        everything = ("*",)
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=service.api.allowed_origins,
-            allow_methods=everything,
-            allow_headers=everything,
-            expose_headers=everything,
-        )
+        names = ("allow_methods", "allow_headers", "expose_headers")
+        everything: dict[str, Any] = dict.fromkeys(names, ("*",))
+        app.add_middleware(CORSMiddleware, allow_origins=service.api.allowed_origins, **everything)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app
 
@@ -91,7 +83,8 @@ def install_errors(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         found = _as_api_error(error)
         if found.status == 405:  # the router names the methods of one route of the path
-            found.headers["Allow"] = ", ".join(_methods_of(request))
+            fitting = [route for route in _ROUTES if route.matches(request.scope)[0] is not Match.NONE]
+            found.headers["Allow"] = ", ".join(sorted(set().union(*map(_methods, fitting))))
         return found.response()
 
     async def left(request: Request, _: Exception) -> Response:
@@ -103,11 +96,9 @@ def install_errors(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, left)
 
 
-def _methods_of(request: Request) -> list[str]:
-    """The methods of the path of this request."""
-    fitting = [route for route in _ROUTES if route.matches(request.scope)[0] is not Match.NONE]
-    methods = {method for route in fitting for method in route.methods}
-    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
+def _methods(route: APIRoute) -> set[str]:
+    methods = route.methods or set()
+    return methods | {"HEAD"} if "GET" in methods else methods
 
 
 def _as_api_error(error: Exception) -> ApiError:

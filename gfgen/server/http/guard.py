@@ -1,7 +1,6 @@
 """Access control and body limits for every path.
 
-API key         `Authorization: Bearer KEY`, `api-key: KEY`, or the cookie of POST /v1/session;
-                wrong keys wait
+API key         `Authorization: Bearer KEY`, `api-key: KEY` or the page's cookie; wrong keys wait
 request id      X-Request-ID of the client, or a new one, in every response and the access log
 cross-site      requests from pages of other sites are refused (Origin, Sec-Fetch-Site); two Host headers
                 are refused, because a proxy may have looked at the other one

@@ -187,7 +187,8 @@ async def get_manifest(service: Service, batch_id: JobId) -> Response:
 async def cancel_batch(service: Service, batch_id: JobId) -> Response:
     _found(service, batch_id)
     service.check_ready()
-    await service.cancel_batch(batch_id)
+    open_ids = [r.facts.id for r in service.mirror.records.values() if r.facts.batch_id == batch_id]
+    await service.cancel(open_ids, batch_id=batch_id)
     return _answer(service, batch_id)
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from gfgen.server.http.bodies import IDEMPOTENCY_KEY, MESSAGES, Body, documented, read_body, request_key
 from gfgen.server.http.guard import Access
-from gfgen.server.http.routes_jobs import Service, log_ignored, results
+from gfgen.server.http.routes_jobs import Service, leave, log_ignored, results
 from gfgen.server.http.streams import QUIET_S, STREAM, check_streams, event_bytes, event_stream
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import image_jobs
@@ -31,7 +31,7 @@ ROUTERS = (router,)
 
 _ERRORS = responses(400, 404, 409, 413, 422, 429, 500, 503, 504, 507)
 _EVENTS = _ERRORS | responses(**STREAM)
-AS_PNG = picture_schemas.PictureRequest()
+AS_PNG = picture_schemas.PictureRequest.model_validate({})
 
 
 @router.post(
@@ -128,8 +128,7 @@ async def chat_completion(
     kind = files.PICTURE_FORMATS[asked_for.output_format]
     urls = [f"data:{kind};base64,{await base64_of(service, stored, asked_for)}" for stored in pictures]
     parts = [picture_schemas.ImagePart(image_url=picture_schemas.ImageUrl(url=url)) for url in urls]
-    is_text = bool(getattr(asked_for, "modalities", None))
-    content = counted(len(parts), "picture") if is_text else parts
+    content = counted(len(parts), "picture") if getattr(asked_for, "modalities", None) else parts
     message = picture_schemas.ChatAnswer(content=content, images=parts)
     return picture_schemas.ChatCompletion(
         id=f"chatcmpl-{pictures[0].facts.id}",
@@ -233,7 +232,7 @@ async def picture_events(service: JobService, streamed: Streamed) -> AsyncGenera
         yield event_bytes(b"error", error.body().model_dump_json().encode())
     finally:
         if shown and not streamed.is_kept:
-            service.leave(list(shown))
+            leave(service, list(shown))
 
 
 @dataclass(slots=True)

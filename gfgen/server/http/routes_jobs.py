@@ -234,7 +234,7 @@ async def results(request: Request, service: JobService, ids: Sequence[str]) -> 
             waiting.result()
             return
         if "idempotency-key" not in request.headers:  # with a key it may come back for them
-            service.leave(ids)
+            leave(service, ids)
         raise ApiError(499, "the client has disconnected")
     except TimeoutError:
         limit_s = service.limits.waiting_s
@@ -244,6 +244,23 @@ async def results(request: Request, service: JobService, ids: Sequence[str]) -> 
     finally:
         waiting.cancel()
         leaving.cancel()
+
+
+_leaving: set[asyncio.Task[None]] = set()
+"""The event loop itself keeps no reference to a task."""
+
+
+def leave(service: JobService, ids: Sequence[str]) -> None:
+    """Cancel in `left_s` what is then open of these jobs: their client has disconnected."""
+
+    async def cancel_later() -> None:
+        await asyncio.sleep(service.limits.left_s)
+        if service.mirror.status != "draining":  # then a later server continues them
+            await service.cancel(ids)
+
+    leaving = asyncio.get_running_loop().create_task(cancel_later())
+    _leaving.add(leaving)
+    leaving.add_done_callback(_leaving.discard)
 
 
 async def _disconnected(request: Request) -> None:

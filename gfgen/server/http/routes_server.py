@@ -34,11 +34,8 @@ PAGE_TYPES = {
 def read_page() -> dict[str, tuple[bytes, str]]:
     """The page's files by name, with their media types; read once, so that no request names a file."""
     folder = resources.files("gfgen.server") / "page"
-    if not folder.is_dir():
-        return {}
-    files = [file for file in folder.iterdir() if file.is_file()]
-    kinds = {file.name: PAGE_TYPES.get(file.name[file.name.rfind(".") :]) for file in files}
-    return {file.name: (file.read_bytes(), kind) for file in files if (kind := kinds[file.name])}
+    files = [(file, PAGE_TYPES.get(file.name[file.name.rfind(".") :])) for file in folder.iterdir()]
+    return {file.name: (file.read_bytes(), kind) for file, kind in files if kind is not None}
 
 
 @router.get(

@@ -72,11 +72,6 @@ class JobService:
         self.previews = Previews()
         self._num_reserved: Counter[str | None] = Counter()
         """Jobs that are being written to the store, by owner."""
-        self._unsaved: list[Ending] = []
-        self._unsaved_batches: list[str] = []
-        """Cancelled while the disk was full."""
-        self._leaving: set[asyncio.Task[None]] = set()
-        """The event loop itself keeps no reference to a task."""
 
     def seen_by(self, owner: str | None) -> JobService:
         """This service for the requests of one key, which sees its own jobs, batches and files; None: all."""
@@ -217,7 +212,7 @@ class JobService:
         finally:
             self._num_reserved[self.owner] -= num_jobs
 
-    async def cancel(self, job_ids: Iterable[str]) -> list[str]:
+    async def cancel(self, job_ids: Iterable[str], *, batch_id: str | None = None) -> list[str]:
         now, mirror = self.now(), self.mirror
         endings = [
             Ending(
@@ -232,11 +227,9 @@ class JobService:
             for job_id in job_ids
             if job_id in mirror.records
         ]
-        try:
-            firsts = await self.store.end_all(endings) if endings else []
-        except OutputError:  # what it would free must not wait for room
+        firsts = await self.store.cancel(endings, batch_id=batch_id) if endings else []
+        if firsts is None:  # what it frees must not wait for room
             firsts = [True] * len(endings)
-            self._unsaved += endings
             for record in filter(None, [mirror.records.get(ending.id) for ending in endings]):
                 record.facts = replace(record.facts, warnings=(*record.facts.warnings, UNSAVED))
             logger.warning("cancelled %s: %s", counted(len(endings), "job"), UNSAVED)
@@ -246,35 +239,6 @@ class JobService:
         if cancelled:
             self.send(link.CancelJobs(tuple(ending.id for ending in cancelled)))
         return [ending.id for ending in cancelled]
-
-    async def cancel_batch(self, batch_id: str) -> None:
-        """Cancel its open jobs."""
-        if ids := [r.facts.id for r in self.mirror.records.values() if r.facts.batch_id == batch_id]:
-            try:
-                await self.store.cancel_batch(batch_id)
-            except OutputError:
-                self._unsaved_batches.append(batch_id)
-            await self.cancel(ids)
-
-    async def save_cancelled(self) -> None:
-        """Store what was cancelled while the disk was full. Raises: OutputError if it still is."""
-        while self._unsaved_batches:
-            await self.store.cancel_batch(self._unsaved_batches[0])
-            del self._unsaved_batches[0]
-        if endings := list(self._unsaved):
-            await self.store.end_all(endings)
-            del self._unsaved[: len(endings)]
-
-    def leave(self, job_ids: Sequence[str]) -> None:
-        """Cancel in `left_s` what is then open of these jobs: their client has disconnected."""
-        leaving = asyncio.get_running_loop().create_task(self._cancel_left(job_ids))
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
-
-    async def _cancel_left(self, job_ids: Sequence[str]) -> None:
-        await asyncio.sleep(self.limits.left_s)
-        if self.mirror.status != "draining":  # a later server may continue them
-            await self.cancel(job_ids)
 
     async def set_priority(self, job_id: str, priority: int) -> None:
         self.check_ready()
@@ -466,7 +430,6 @@ class RunFollower:
         """Record these endings; retry until it succeeds, since the disk may be full."""
         while True:
             try:
-                await self._service.save_cancelled()  # before the run says that it had done one of them
                 return await self._store.end_all(endings)
             except OutputError:  # the store has logged it
                 await asyncio.sleep(RETRY_S)

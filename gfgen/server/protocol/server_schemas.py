@@ -6,7 +6,6 @@ docs/serving.md describes them.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,9 +31,6 @@ from gfgen.server.protocol.schemas import (
     Unused,
     Video,
 )
-from gfgen.system.wording import counted
-
-logger = logging.getLogger(__name__)
 
 
 class Defaults(ResponseModel):
@@ -225,19 +221,14 @@ _PLAIN = JobSpec(id="plain", prompt="plain", seed=0)
 
 def served_model(model: ResolvedModel, *, created: int, most_frames: int | None = None) -> ServedModel:
     """The model with its geometry's defaults for jobs that leave fields out, of at most so many frames."""
-    run = _resolved(model, _PLAIN)
-    with_image = _resolved(model, replace(_PLAIN, image="image"))
-    known = run or with_image
-    usual = None
+    specs = _PLAIN, replace(_PLAIN, image="image")
+    run, with_image = (_resolved(model, spec) for spec in specs)
+    known, usual = run or with_image, None
     if known is not None and most_frames is not None and (known.frames or 1) > most_frames:
-        spec = _PLAIN if run is not None else replace(_PLAIN, image="image")
-        fewer = (_resolved(model, replace(spec, frames=number)) for number in range(most_frames, 0, -1))
-        known = next((each for each in fewer if each and (each.frames or 1) <= most_frames), known)
+        shorter = (replace(specs[run is None], frames=number) for number in range(most_frames, 0, -1))
+        fitting = (each for each in (_resolved(model, spec) for spec in shorter) if each is not None)
+        known = next((each for each in fitting if (each.frames or 1) <= most_frames), known)
         usual = known.frames
-        logger.warning(
-            "--max-frames %d is less than the default of %s: its jobs without a length get %s",
-            *(most_frames, model.name, counted(usual or 1, "frame")),
-        )
     return ServedModel(
         id=model.name,
         created=created,

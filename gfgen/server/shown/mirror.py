@@ -6,7 +6,6 @@ rank does, and bars: uninterrupted work of one rank for one job.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import OrderedDict, defaultdict, deque
@@ -27,9 +26,6 @@ from gfgen.server.shown.prometheus import ServerMetrics
 from gfgen.server.shown.served_job import ServedJob, layout_view, rounded
 from gfgen.server.store import Ending, JobFacts
 from gfgen.snapshot import JobView, RunningTask
-from gfgen.system.wording import in_words
-
-logger = logging.getLogger(__name__)
 
 MAX_SHOWN_OPEN, MAX_SHOWN_FINISHED = 200, 48
 MAX_RECENT = 128
@@ -227,9 +223,6 @@ class RunMirror:
         moved_s = ahead_s - self._ahead_s
         if abs(moved_s) < JUMP_S:
             return
-        logger.warning(
-            "the clock was set %s by %s", "forward" if moved_s > 0 else "back", in_words(abs(moved_s))
-        )
         self._ahead_s = ahead_s
         self.began_at += moved_s
         self.run.move(moved_s)
@@ -386,10 +379,7 @@ class Timeline(RunView):
         """Add seconds to all Unix times: the clock was set."""
         self._started_at += by_s
         self._begun_at = {rank: at + by_s for rank, at in self._begun_at.items()}
-        for use in self._busy_s.values():
-            moved = {second + round(by_s): busy_s for second, busy_s in use.items()}
-            use.clear()
-            use.update(moved)
+        self._busy_s.clear()
         for bar in list(self._bars.values()):
             ended_at = None if bar.ended_at is None else bar.ended_at + by_s
             self._set(bar, started_at=bar.started_at + by_s, ended_at=ended_at)
