@@ -27,7 +27,7 @@ from gfgen.session.ranks import Ranks
 
 def served(folder, port):
     command = ["-m", "gfgen", "serve", "--port", str(port), "--ranks", "2", "--output", "out"]
-    command += ["--model", "tiny-wan", "--model", "tiny-qwen-image", "--memory", "18MB"]
+    command += ["--model", "tiny-wan", "--model", "tiny-qwen-image", "--memory", "18MB", "--max-frames", "12"]
     return Server(command, port=port, folder=folder)
 
 
@@ -49,6 +49,10 @@ def test_pictures_and_videos_are_made_and_a_stop_costs_nothing(tmp_path, tiny_mo
     assert early.post("/v1/videos", json={"prompt": "x"}).status_code == 503
     assert early.get("/health").status_code == 503
     server.wait_ready()
+    warning = "--max-frames 12 is below the default of tiny-wan: jobs without a length have 9 frames"
+    assert warning in server.log
+    plain = server.post("/v1/videos", prompt="x", size="64x64", num_inference_steps=1).json()
+    assert plain["frames"] == 9
     values = {"prompt": "a fox", "size": "64x64", "num_inference_steps": 2, "response_format": "url"}
     (image,) = server.post("/v1/images/generations", **values).json()["data"]
     with Image.open(io.BytesIO(server.http.get(image["url"]).content)) as picture:

@@ -64,13 +64,17 @@ def running(command: list[str], folder: Path, client: httpx.Client) -> Iterator[
         proxy.wait(30)
 
 
-def nginx(server: Server, folder: Path) -> contextlib.AbstractContextManager[httpx.Client]:
+def nginx(
+    server: Server, folder: Path, *, patience: str = "65m"
+) -> contextlib.AbstractContextManager[httpx.Client]:
     port, key, certificate = free_port(), folder / "host.key", folder / "host.pem"
     new = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=host"]
     names = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(["openssl", *new, *names], check=True, capture_output=True)
     block = printed("nginx").replace("443 ssl", f"127.0.0.1:{port} ssl").replace("/etc/ssl", str(folder))
     block = block.replace("127.0.0.1:3000", f"127.0.0.1:{server.port}")
+    assert "proxy_read_timeout 65m;" in block
+    block = block.replace("proxy_read_timeout 65m;", f"proxy_read_timeout {patience};")
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     paths = "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in kinds)
     config = folder / "nginx.conf"
@@ -144,3 +148,18 @@ def test_a_waiting_request_that_a_proxy_gives_up_can_be_joined_with_its_key(prox
         proxy.post(f"{PATH}/v1/videos/sync", json=slow, timeout=0.5)
     (job,) = (job for job in behind.http.get("/v1/jobs").json()["data"] if job["prompt"] == slow["prompt"])
     assert behind.wait_for(job["id"])["status"] == "cancelled"
+
+
+@pytest.mark.skipif(not (shutil.which("nginx") and shutil.which("openssl")), reason="needs nginx and openssl")
+def test_after_a_504_of_an_impatient_proxy_a_retry_gets_the_result(behind, tmp_path):
+    """Retries of clients and of proxies come with the same key."""
+    values = {"prompt": "worth waiting for", "flow_shift": 0.05, "num_inference_steps": 50}
+    with nginx(behind, tmp_path, patience="1s") as client:
+        statuses = []
+        while statuses[-1:] != [200]:
+            answer = client.post(f"{PATH}/v1/videos/sync", json=values, headers={"Idempotency-Key": "504"})
+            statuses.append(answer.status_code)
+            assert set(statuses) <= {200, 504}, answer.text
+    assert (statuses[0], answer.content) == (504, MOVIE)
+    jobs = behind.http.get("/v1/jobs").json()["data"]
+    assert sum(job["prompt"] == values["prompt"] for job in jobs) == 1

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 FORECAST_S = 0.5
 SUBMITTED_AT_ONCE = 8
 RETRY_S = 5.0
-UNSAVED = "the disk is full: if the server dies before there is room, the next start continues the job"
+UNSAVED = "the disk is full: if the server stops before there is room, the next start continues the job"
 _ENDED: dict[str, Ended] = {"done": "completed", "failed": "failed", "cancelled": "cancelled"}
 
 
