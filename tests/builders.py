@@ -112,6 +112,7 @@ def simulated_control(
     intake: Callable[[Clock], Any] = lambda _: None,
     chooser: Any = None,
     batch: int = 1,
+    reads_s: Mapping[str, float] | None = None,
     shares_cores: bool = False,
 ) -> tuple[Control, Recorder]:
     """A control loop over simulated ranks, not yet run, and what will watch it."""
@@ -126,6 +127,7 @@ def simulated_control(
             closes_s=closes_s,
             islands=islands,
             batch=batch,
+            reads_s=reads_s or {},
         ),
         clock=clock,
         costs=costs,

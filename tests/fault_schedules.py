@@ -83,6 +83,8 @@ class Schedule:
     lookahead_s: float
     faults: tuple[Fault, ...]
     batch: int = 1
+    read_s: float = 0.0
+    """What the reads of a step take, if blocks are read for each forward."""
 
 
 @dataclass(slots=True)
@@ -346,6 +348,7 @@ def _run(
         lookahead_s=schedule.lookahead_s,
         last_number=max([pool.last_number, *witness.dispatches]),
         batch=schedule.batch,
+        reads_s={"fake": schedule.read_s} if schedule.read_s else {},
     )
     state = State(jobs, start, clock=clock, costs=costs)
     backend = ProcessBackend(pool, JobMemory(jobs, output_dir), clock=clock)

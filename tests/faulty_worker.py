@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from gfgen.models.fast import stop_checks
+from gfgen.models.streaming.turns import pause
 from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker import entry, gpu
 
@@ -46,6 +47,19 @@ class FaultyAdapter:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Where a file says so, blocks are as if they were read for each forward."""
+        streams = (Path(os.environ["GFGEN_TEST_FAULTS"]) / "streams").exists()
+        experts = getattr(self._adapter, "_experts", None) or [self._adapter._pipeline.transformer]
+        for transformer in filter(None, experts):
+            if streams and not hasattr(transformer, "streams"):
+                blocks = next(each for each in transformer.modules() if isinstance(each, torch.nn.ModuleList))
+                for block in blocks:
+                    block.register_forward_pre_hook(_pause)
+            transformer.streams = streams
+        return streams
 
     def denoise(self, spec: Any, *artifacts: Any, step: int, **options: Any) -> Any:
         orders = self._begin(spec, step)
@@ -84,6 +98,10 @@ class FaultyAdapter:
         if done < times:
             count.write_text(str(done + 1))
         return done < times
+
+
+def _pause(block: object, args: object) -> None:
+    pause(block)
 
 
 def _fail() -> None:

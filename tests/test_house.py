@@ -16,15 +16,15 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 62_592,
-    "files of the package": 312,
+    "lines of the package": 63_642,
+    "files of the package": 318,
     "lines of the core": 5_945,
     "files of the core": 27,
     "modules of one folder": 14,
     "methods of one class": 25,
     "folders that name reuse": 5,
     "folders that name lora": 5,
-    "folders that name offload": 3,
+    "folders that name offload": 1,
     "folders that name fp8": 3,
 }
 """The core is the list of docs/core.md. A folder names a feature if a name in its code contains the word."""
@@ -40,6 +40,7 @@ ORDER = [
     "gfgen.gfc.cuda",
     "gfgen.models.geometry",
     "gfgen.models.parallel",
+    "gfgen.models.streaming",
     "gfgen.models.fast",
     "gfgen.models.loading",
     "gfgen.models.lora",

@@ -272,7 +272,7 @@ class RankOptions(AskedRanks):
         metavar="SIZE",
     )
     offload: bool = flag(
-        "On small GPUs: keep text encoders and idle experts in main memory (docs/models.md). Slower."
+        "Has no effect any more: what does not fit on a GPU is streamed from main memory (docs/models.md)."
     )
     trust_remote_code: bool = flag(TRUST_CODE)
     compile: str = option(
@@ -322,10 +322,8 @@ class RankOptions(AskedRanks):
             logger.warning("--gpus %s: only %d of them can be used", self.gpus, len(ranks.devices.gpus))
         if not ranks.are_on_gpus:
             _tell_of_graphs("on CPU ranks, which launch no kernels")
-        elif not ranks.placement.holds_all:
-            _tell_of_graphs("with --offload, which moves weights")
-        if self.offload and ranks.placement.holds_all:
-            logger.info("--offload has no effect on CPU ranks")
+        if self.offload:
+            logger.warning("--offload has no effect any more: gfgen streams what does not fit on a GPU")
         return ranks
 
     @property

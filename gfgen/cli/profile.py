@@ -233,8 +233,15 @@ def _measure(
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-profile-")))
         checkpoints = {entry.job.checkpoint for entry in todo}
+        memory = options.memory
+        memory.fit([entry.job for entry in todo])
         ready = ready_pool(
-            checkpoints, options, signals, are_all_needed=True, patch_copies_on_host=patch_copies_on_host
+            checkpoints,
+            options,
+            signals,
+            are_all_needed=True,
+            patch_copies_on_host=patch_copies_on_host,
+            placements=memory.streaming(checkpoints),
         )
         pool = stack.enter_context(ready)
         if options.has_graphs and options.are_on_gpus:

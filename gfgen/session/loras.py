@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from gfgen.errors import InputError, ModelError, Problem, Warned
 from gfgen.job.images import LoraError, LoraFiles
 from gfgen.job.spec import JobSpec, Patch
 from gfgen.models.geometry.checkpoint import model_name
-from gfgen.models.geometry.weights import TEXT_ENCODER, Placement
+from gfgen.models.geometry.weights import WHOLE, Placement
 from gfgen.models.lora.fit import KEPT_FILES, LoraFits
 from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
@@ -100,6 +100,8 @@ class Loras:
     by_model: dict[Path, PatchNeed] = field(default_factory=dict)
     served: dict[str, ServedLora] = field(default_factory=dict)
     """By the name that requests give."""
+    placements: dict[Path, Placement] = field(default_factory=dict)
+    """Of models on GPUs. Streamed weights need no copies, since their changes are made after each read."""
 
     def of(self, checkpoint: Path, loras: Set[_Lora] = frozenset()) -> PatchNeed:
         """What a model's LoRAs and these need together."""
@@ -107,9 +109,11 @@ class Loras:
         if loras <= need.loras:
             return need
         changed, factors = dict(need.changed), dict(need.factors)
+        placement = self.placements.get(checkpoint, WHOLE)
         for sha256, target in loras:
             fit = self.fits.of(checkpoint, sha256)
-            changed.update(fit.changed_in(target))
+            weights = fit.changed_in(target)
+            changed.update({name: weights[name] for name in weights if not placement.streams(name)})
             factors[sha256] = fit.num_factors
         return PatchNeed(need.is_on_host, need.loras | loras, changed, factors)
 
@@ -132,7 +136,9 @@ class Loras:
                 kept.append(replace(spec, lora=used, lora_files=[str(file.path) for file in files]))
         return kept, problems
 
-    def fitting(self, jobs: Sequence[AdmittedJob], *, placement: Placement = Placement()) -> Judged:
+    def fitting(
+        self, jobs: Sequence[AdmittedJob], *, placement_of: Callable[[Path], Placement] = lambda _: WHOLE
+    ) -> Judged:
         """The jobs whose LoRAs fit their models, and problems for the others."""
         asked = [(job, patch) for job in jobs for patch in job.spec.patches]
         if not asked:
@@ -148,7 +154,7 @@ class Loras:
             found = []
             for patch in job.spec.patches:
                 if (key := (job.checkpoint, job.spec.model, patch.path, patch)) not in known:
-                    known[key] = self._judged(job, patch, placement)
+                    known[key] = self._judged(job, patch, placement_of(job.checkpoint))
                 found.append(known[key])
             refused = [replace(each, line=job.spec.line) for each in found if isinstance(each, Problem)]
             if not refused:
@@ -169,9 +175,13 @@ class Loras:
             )
         if not (changed := fit.changed_in(target)):
             return Problem.of("lora.target", target, f"{patch.path} changes no layer of it; leave it out")
-        components = {weight.partition(".")[0] for weight in changed}
-        if not placement.holds_all and any(map(TEXT_ENCODER.fullmatch, components)):
-            return Problem.of("lora", None, f"{patch.path} changes a text encoder; run it without --offload")
+        if not placement.takes_patches and any(map(placement.streams, changed)):
+            return Problem.of(
+                "lora",
+                None,
+                f"{patch.path} changes blocks in fp8 that are streamed, because GPUs lack room; run it "
+                "without --precision fp8, or with more memory",
+            )
         left_out = () if fit.lacking is None else (Warned("LoRA left out in part", fit.lacking),)
         return (*left_out, *(Warned("LoRA", f"{patch.path}: {text}") for text in fit.warnings))
 

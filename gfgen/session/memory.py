@@ -1,10 +1,11 @@
 """The memory of a run, by its kind of device: how much there is, and what models, jobs and patches take.
 
 CPU ranks need at least the weights (mapped ones count once for all ranks), the job's state in its slab, and
-its frames during a decode. Each GPU holds all weights (with --offload neither text encoders nor idle experts,
-which main memory then holds), and the frames during a decode; slabs and writers use main memory. Activations
-come on top but are unknown: a job that is refused here could not have run, and a job that passes may still
-fail at a task. Models that do not fit together take turns (residency.py).
+its frames during a decode. Each GPU holds all weights, or as many blocks as fit and buffers for the others,
+which main memory holds (geometry/weights.py), and the frames during a decode; slabs and writers use main
+memory. Activations come on top. Placements leave room for a rough guess of them, and jobs are admitted
+without: a job that is refused here could not have run, and a job that passes may still fail at a task.
+Models that do not fit together take turns (residency.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from pathlib import Path
 from gfgen.errors import InputError, ModelError, Problem
 from gfgen.models.families.precision import Precision
 from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
-from gfgen.models.geometry.weights import Footprint, Placement, count_parameters, device_bytes, footprint
+from gfgen.models.geometry.weights import (
+    TEXT_ENCODER,
+    WHOLE,
+    Footprint,
+    Part,
+    Placement,
+    count_parts,
+    device_parts,
+    footprint,
+    noted_parts,
+    placed,
+)
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
@@ -39,6 +51,14 @@ _CPU_BYTES = 4
 """Of a parameter on CPU ranks, in fp32."""
 _SPARE = 10
 """Copies leave a tenth of a GPU free; with less, no graphs are recorded (recorder.py)."""
+_ACTIVATION_BYTES = 10**9
+"""The least that a placement leaves for activations."""
+_TOKEN_BYTES, _PIXEL_BYTES = 200_000, 600
+"""Guesses for each token of a step, of 5,120 channels, and for each byte of a decoded picture."""
+_SHARING_BYTES = 16 * 32 * 2**20
+"""Workspaces of cuBLAS for forwards that share reads (streaming/turns.py): 32 MB a thread on Hopper."""
+_READ_BYTES_PER_S = 50e9
+"""From pinned memory; one H200 reads 55 GB/s, two at once 38 to 48 each (copies of 4 MB and more)."""
 _QUANTISING = 7
 """The most memory that a GPU needs to quantise a weight, as a multiple of the weight in bf16
 (modulation.in_int8 computes in fp32)."""
@@ -50,7 +70,6 @@ class HostMemory:
 
     devices: Devices
     has_random_weights: bool = False
-    placement: Placement = Placement()
     is_loaded: bool = False
     """The ranks hold the models of all jobs, so what is available of main memory is without them."""
     patches: Loras = field(default_factory=Loras)
@@ -108,6 +127,23 @@ class HostMemory:
         """Bytes of main memory for what GPUs do not hold. Raises: InputError when they are not available."""
         return 0
 
+    def placement(self, checkpoint: Path) -> Placement:
+        """Which blocks of a model are on its devices. Raises: InputError when it does not fit."""
+        return WHOLE
+
+    def reads_s(self, checkpoint: Path) -> float:
+        """The time that reading the streamed blocks of one forward takes at least."""
+        return 0.0
+
+    def streaming(self, checkpoints: Collection[Path]) -> Mapping[str, Placement]:
+        """The placements of the models that have streamed blocks, by path."""
+        found = {path: each for path in sorted(checkpoints) if (each := self.placement(path)).streamed}
+        for path, each in found.items():
+            sizes = map(size_in_words, (self.weights([path])[path], each.streamed_bytes))
+            text = "%s: each GPU holds %s of its weights; %s are streamed from main memory"
+            logger.info(text, model_name(path), *sizes)
+        return {str(path): each for path, each in found.items()}
+
     def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
         """The jobs for which there is room, with their model and their patches, and problems for the others.
 
@@ -117,7 +153,7 @@ class HostMemory:
 
         Raises: InputError when a model does not fit.
         """
-        jobs, unfit = self.patches.fitting(jobs, placement=self.placement)
+        jobs, unfit = self.patches.fitting(jobs, placement_of=self.placement)
         checkpoints = {job.checkpoint for job in jobs}
         weights = self.weights(checkpoints)
         if not self.is_loaded:
@@ -194,8 +230,10 @@ class GpuMemory(HostMemory):
 
     vae_dtype: str = "auto"
     precision: Precision = Precision()
-    _parts: dict[Path, Mapping[str, int]] = field(default_factory=dict, init=False)
+    parts: dict[Path, Mapping[str, Part]] = field(default_factory=dict)
     """Bytes of the components of models that were asked for."""
+    work: dict[Path, int] = field(default_factory=dict)
+    """The most that one of the jobs of a model may need besides weights."""
 
     @property
     def beside_bytes(self) -> int:
@@ -211,28 +249,60 @@ class GpuMemory(HostMemory):
         return None if limit is None else limit - self.beside_bytes
 
     def weights(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
-        sizes, limit = dict[Path, int](), self.devices.memory_bytes
-        for path in sorted(checkpoints):
-            parts = self._parts.get(path) or self._parts.setdefault(path, self._measure(path))
-            size = sizes[path] = sum(parts.values()) - self.placement.waiting(parts).on(1)
-            need = size + self.beside_bytes
-            if limit is not None and need > limit:
-                can_leave = Placement(holds_all=False).waiting(parts).on(1)
-                would_fit = self.placement.holds_all and need - can_leave <= limit
-                raise InputError(
-                    f"{model_name(path)} ({size_in_words(size)}): at least {size_in_words(need)} needed "
-                    f"{self.devices.where}, {size_in_words(limit)} there; "
-                    + ("--offload would fit" if would_fit else "run a smaller model")
-                )
-        return sizes
+        return {
+            path: sum(part.total for part in self._parts(path).values()) - self.placement(path).saved_bytes
+            for path in sorted(checkpoints)
+        }
 
-    def _measure(self, checkpoint: Path) -> Mapping[str, int]:
-        saved = self.precision.saved_bytes(checkpoint)
-        return {name: size - saved.get(name, 0) for name, size in self._in_bf16(checkpoint).items()}
+    def placement(self, checkpoint: Path) -> Placement:
+        placements = self.patches.placements
+        if checkpoint not in placements:
+            placements[checkpoint] = self._placed(checkpoint)
+        return placements[checkpoint]
 
-    def _in_bf16(self, checkpoint: Path) -> Mapping[str, int]:
-        num_parameters = _random_parameters(checkpoint) if self.has_random_weights else None
-        return device_bytes(checkpoint, num_parameters=num_parameters, vae_dtype=self.vae_dtype)
+    def reads_s(self, checkpoint: Path) -> float:
+        parts, streamed = self._parts(checkpoint), self.placement(checkpoint).streamed
+        sizes = [
+            sum(parts[name].blocks[key] for key in streamed[name])
+            for name in streamed
+            if TEXT_ENCODER.fullmatch(name) is None
+        ]
+        return max(sizes, default=0) / _READ_BYTES_PER_S
+
+    def _placed(self, checkpoint: Path) -> Placement:
+        parts, room_bytes = self._parts(checkpoint), self.room_bytes
+        if room_bytes is None:
+            return WHOLE
+        work_bytes = max(_ACTIVATION_BYTES, self.work.get(checkpoint, 0))
+        if (found := placed(parts, room_bytes - work_bytes)).streamed:
+            found = placed(parts, room_bytes - work_bytes - _SHARING_BYTES)
+        total, beside = sum(part.total for part in parts.values()), self.beside_bytes
+        if (least := total - found.saved_bytes) > room_bytes:
+            raise InputError(
+                f"{model_name(checkpoint)} ({size_in_words(total)}): at least {size_in_words(least + beside)}"
+                f" needed {self.devices.where} even if all of its blocks are streamed, "
+                f"{size_in_words(room_bytes + beside)} there; run a smaller model"
+            )
+        return replace(found, takes_patches=not self.precision.quantised(checkpoint).layers)
+
+    def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
+        for job in jobs if not self.is_loaded else ():
+            picture = _PIXEL_BYTES * job.trajectory.frames_bytes // (job.spec.frames or 1)
+            need = max(self.work_bytes(job), _TOKEN_BYTES * job.limits.max_sequence_degree, picture)
+            if need > self.work.get(job.checkpoint, 0):
+                self.work[job.checkpoint] = need
+                self.patches.placements.pop(job.checkpoint, None)
+        return super().fit(jobs, is_new=is_new)
+
+    def _parts(self, checkpoint: Path) -> Mapping[str, Part]:
+        if checkpoint not in self.parts:
+            self.parts[checkpoint] = device_parts(
+                checkpoint,
+                counted=_random_parts(checkpoint) if self.has_random_weights else None,
+                vae_dtype=self.vae_dtype,
+                saved=self.precision.saved_bytes(checkpoint),
+            )
+        return self.parts[checkpoint]
 
     def job_bytes(self, job: AdmittedJob) -> int:
         """State before and after a step, or frames during a decode."""
@@ -241,18 +311,17 @@ class GpuMemory(HostMemory):
 
     def work_bytes(self, job: AdmittedJob) -> int:
         samples = job.trajectory.frames_bytes // job.spec.sample_bytes
-        return max(self.job_bytes(job), job.state_bytes + _DECODE_BYTES * samples)
+        decode_bytes = _DECODE_BYTES // (2 if self.vae_dtype == "bfloat16" else 1)
+        return max(self.job_bytes(job), job.state_bytes + decode_bytes * samples)
 
     def check_waiting(self, checkpoints: Collection[Path]) -> int:
         available, total = available_bytes(), 0
-        for path in () if self.placement.holds_all else sorted(checkpoints):
-            need = self.placement.waiting(self._in_bf16(path)).on(self.devices.num_ranks)
-            total += need
+        for path in sorted(checkpoints):
+            total += (need := self.placement(path).streamed_bytes)
             if available is not None and need > available:
                 raise InputError(
-                    f"--offload: {model_name(path)} on {counted(self.devices.num_ranks, 'rank')} needs at "
-                    f"least {size_in_words(need)} of main memory, {size_in_words(available)} available; "
-                    "fewer --ranks or no --offload would help"
+                    f"{model_name(path)}: {size_in_words(need)} of main memory needed for weights that GPUs "
+                    f"lack room for, {size_in_words(available)} available; free some, or run a smaller model"
                 )
         return total
 
@@ -290,7 +359,7 @@ class GpuMemory(HostMemory):
         needs = self.patches.by_model
         for path, size in self.weights(set(checkpoints) - needs.keys()).items():
             with_copies = size * (3 if self.precision.quantised(path).layers else 2)  # copies are in bf16
-            needs[path] = PatchNeed(not self.placement.holds_all or self.lacks(with_copies, 0))
+            needs[path] = PatchNeed(bool(self.placement(path).streamed) or self.lacks(with_copies, 0))
         return [path for path in checkpoints if needs[path].is_on_host]
 
     def lacks(self, size: int, work: int) -> bool:
@@ -334,15 +403,14 @@ def _is_mapped(checkpoint: Path) -> bool:
 
 def _random_footprint(checkpoint: Path) -> Footprint:
     """Each rank draws its own weights, in fp32."""
-    return Footprint(0, 4 * sum(_random_parameters(checkpoint).values()))
+    return Footprint(0, 4 * sum(part.total for part in _random_parts(checkpoint).values()))
 
 
-def _random_parameters(checkpoint: Path) -> Mapping[str, int]:
-    """By component; empty if neither gfgen.json nor weight files give the counts."""
-    settings = read_checkpoint(checkpoint, with_weights=False).settings
-    if "num_parameters" in settings:
-        return dict(settings["num_parameters"])
+def _random_parts(checkpoint: Path) -> Mapping[str, Part]:
+    """Parameters by component; empty if neither gfgen.json nor weight files give the counts."""
+    if found := noted_parts(read_checkpoint(checkpoint, with_weights=False).settings):
+        return found
     try:
-        return count_parameters(checkpoint)
+        return count_parts(checkpoint)
     except ModelError:
         return {}

@@ -48,7 +48,6 @@ class Ranks:
     trusts_code: bool = False
     compile: str = "auto"
     """Whether blocks of general pipelines are compiled (kernels.py): auto, on or off."""
-    placement: Placement = Placement()
     precision: Precision = Precision()
 
     @property
@@ -92,8 +91,6 @@ class Ranks:
             words += [word for text in texts for word in (f"--{option}", text)]
         words += ["--trust-remote-code"] if self.trusts_code else []
         words += [] if self.compile == "auto" else ["--compile", self.compile]
-        if not self.placement.holds_all:
-            return (*words, "--offload")
         return (*words, *([] if self.has_graphs else ["--no-graphs"]))
 
     @property
@@ -109,7 +106,6 @@ class Ranks:
             vae_dtype=self.vae_dtype,
             precision=self.precision,
             has_graphs=self.has_graphs,
-            placement=self.placement,
             trusts_code=self.trusts_code,
         )
 
@@ -141,7 +137,6 @@ class Ranks:
         return GpuMemory(
             devices=self.devices,
             has_random_weights=self.has_random_weights,
-            placement=self.placement,
             vae_dtype=self.vae_dtype,
             precision=self.precision,
         )
@@ -160,7 +155,6 @@ class AskedRanks:
     graphs: bool = True
     trust_remote_code: bool = False
     compile: str = "auto"
-    offload: bool = False
     precision: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
 
@@ -178,15 +172,13 @@ class AskedRanks:
         capability = min((gpu.capability for gpu in devices.gpus), default=None)
         device = devices.gpus[0].name if devices.gpus else "a CPU"
         precision = Precision(self.precision, self.attention).checked(capability=capability, device=device)
-        placement = Placement(holds_all=not self.offload or devices.kind == CPU)
         return Ranks(
             devices,
             self.random_weights,
             self.vae_dtype,
-            self.graphs and placement.holds_all,  # moved weights have other addresses than records
+            self.graphs,
             self.trust_remote_code,
             self.compile,
-            placement,
             precision,
         )
 
@@ -216,6 +208,7 @@ def ready_pool(
     are_all_needed: bool = False,
     kernels: KernelChoice = "own",
     patch_copies_on_host: Collection[Path] = (),
+    placements: Mapping[str, Placement] | None = None,
     keep_fds: Sequence[int] = (),
     jobs: Sequence[AdmittedJob] = (),
 ) -> Iterator[WorkerPool]:
@@ -248,6 +241,7 @@ def ready_pool(
         ranks.settings,
         kernels=kernels,
         patch_copies_on_host=tuple(map(str, patch_copies_on_host)),
+        placements=placements or {},
         are_all_needed=are_all_needed,
     )
     began_s = time.monotonic()

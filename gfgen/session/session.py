@@ -19,6 +19,7 @@ from typing import Any
 
 from gfgen.errors import InputError, JobFileError, ModelError, OutputError
 from gfgen.job.reader import read_job_stream
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Degrees
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy
@@ -27,7 +28,7 @@ from gfgen.runtime.control.decider import Chooser
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
-from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
+from gfgen.runtime.core.admission import AdmittedJob, admit, check_batch, families_of
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer, with_view
@@ -123,6 +124,7 @@ class Session:
         self._stack = contextlib.ExitStack()
         self._lock = -1
         self._warm: set[tuple[str, str, Degrees]] = set()
+        self._reads_s: Mapping[str, float] = {}
         """Models, shapes and degrees that ranks have prepared before a run."""
         self.stop_signal: int | None = None
         """The signal that stopped the last run, if jobs were left."""
@@ -190,9 +192,14 @@ class Session:
         check_batch(options.batch, {**families_of(jobs), **families})
         checkpoints = {*named.values(), *(job.checkpoint for job in jobs)}
         memory = self.admission.memory
+        usual = [JobSpec(id=name, prompt=name, model=name) for name in models]
+        memory.fit(admit(usual, default_model="", find_model=self.admission.models.find)[0])
         memory.check_waiting(checkpoints)
         self.residency = memory.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
+        of_jobs = {job.spec.model or "": job.checkpoint for job in jobs}
+        times_s = {name: memory.reads_s(path) for name, path in {**named, **of_jobs}.items()}
+        self._reads_s = {name: seconds for name, seconds in times_s.items() if seconds}
         held = checkpoints if self.residency is None else self.residency.checkpoints
         profile = find_profile(options.ranks.profiled_as)
         kernels = choose_kernels(
@@ -205,6 +212,7 @@ class Session:
             are_all_needed=are_all_needed,
             kernels=kernels,
             patch_copies_on_host=memory.copies_on_host(checkpoints),
+            placements=memory.streaming(checkpoints),
             keep_fds=[self._lock],
             jobs=jobs,
         )
@@ -223,7 +231,7 @@ class Session:
 
     def _warm_ups(self, options: SessionOptions) -> WarmUps | None:
         ranks = options.ranks
-        return warm_ups_of(ranks.devices, options.policy) if ranks.placement.holds_all else None
+        return warm_ups_of(ranks.devices, options.policy)
 
     def run(
         self,
@@ -320,7 +328,7 @@ class Session:
 
     def _keep_measured(self, ranks: Ranks, costs: CostModel) -> None:
         """Keep the task times for the predictions of later runs, unless an option changes them."""
-        if ranks.vae_dtype == "auto" and ranks.has_graphs:
+        if ranks.vae_dtype == "auto" and ranks.has_graphs and not self.pool.settings.placements:
             keep_measured(
                 runs_path(ranks.profiled_as),
                 costs.classes.values(),
@@ -361,6 +369,7 @@ class Session:
             resident=None if self.residency is None else self.residency.resident,
             islands=pool.islands,
             batch=options.batch,
+            reads_s=self._reads_s,
             first_use_s=FIRST_USE_S if options.ranks.are_on_gpus else 0.0,
             warm=self._warm,
         )

@@ -8,10 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from gfgen.cli.main import cli
-from gfgen.models.geometry.weights import Placement
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.runtime.core.metrics import Summary
-from gfgen.session.ranks import AskedRanks, Ranks
+from gfgen.session.ranks import Ranks
 
 GPUS = Devices(CUDA, 2, (Gpu("NVIDIA H200", 140 * 10**9),) * 2)
 
@@ -43,18 +42,18 @@ def test_steps_are_graphs_unless_told_otherwise_and_what_has_no_effect_is_told_i
     assert given or "graphs" not in result.output
 
 
-def test_offload_moves_weights_on_gpus_alone_and_forgoes_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_is_accepted_and_said_to_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: GPUS)
-    found = AskedRanks(offload=True).here()
-    assert (found.placement.holds_all, found.has_graphs) == (False, False)
-    monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: Devices(CPU, 2))
-    assert AskedRanks(offload=True).here().placement.holds_all
+    monkeypatch.setattr("gfgen.cli.run.run_jobs", lambda *_, **__: Summary())
+    given = ["run", "-", "--offload"]
+    result = CliRunner().invoke(cli, given, input='{"prompt": "a fox"}', obj={"debug": False})
+    assert result.exit_code == 0, result.output
+    assert result.output.count("--offload has no effect any more") == 1
 
 
 def test_recorded_commands_say_so_where_steps_are_not_graphs() -> None:
     assert Ranks(GPUS).words == ()
     assert Ranks(GPUS, has_random_weights=True, has_graphs=False).words == ("--random-weights", "--no-graphs")
-    assert Ranks(GPUS, has_graphs=False, placement=Placement(holds_all=False)).words == ("--offload",)
     shared = Ranks(Devices(CUDA, 2, GPUS.gpus[:1], ranks_per_gpu=2))
     assert shared.words == ("--ranks-per-gpu", "2")
     assert shared.description == "2 ranks on 1 x NVIDIA H200"

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from test_streaming import all_streamed, all_weights_read
 from torch import nn
 
 from gfgen.errors import ModelError
@@ -20,12 +21,14 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import SAMPLE
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.fast.fused import fuse
-from gfgen.models.loading.components import without_progress_bars
+from gfgen.models.geometry.weights import Placement
+from gfgen.models.loading.components import load_pipeline, without_progress_bars
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.loading.stored_weights import StoredWeights
-from gfgen.models.loading.waiting import let_wait
+from gfgen.models.lora import merging
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.lora.weights import QuantisedRows, original_weights
+from gfgen.models.streaming.placing import Placing
 
 RANK = 4
 CLASSES = {"tiny-wan-moe": "WanPipeline", "tiny-qwen-image": "QwenImagePipeline"}
@@ -104,6 +107,31 @@ def test_weights_equal_those_that_diffusers_fuses_and_the_base_model_comes_back(
     assert len(changed) in (4, 8)  # once for each model and change
     merged.merge(asked())
     assert len(changed) in (4, 8)
+
+
+def test_streamed_blocks_get_their_loras_after_each_read_with_the_same_bits(
+    model: str, files: list[Path]
+) -> None:
+    checkpoint = resolve_checkpoint(model)
+    kind = getattr(diffusers, CLASSES[model])
+    seen = []
+    for placement in (Placement(), all_streamed(checkpoint, num_buffers=1)):
+        placing = Placing(placement, device=torch.device("cpu"))
+        pipeline = load_pipeline(kind, checkpoint, device="cpu", dtype=torch.float32, placing=placing)
+        placing.finish()
+        merged = MergedLoras(pipeline)
+        found = [all_weights_read(pipeline.transformer)]
+        for loras in ([(files[0], 1.0)], [(files[0], 0.7), (files[1], -0.3)], []):
+            merged.merge(asked(*loras))
+            found.append(all_weights_read(pipeline.transformer))
+            found.append(all_weights_read(pipeline.transformer))  # read again, and changed again
+        assert not placement.streamed or not merged._models["transformer"]._base, (
+            "streamed ones need no copies"
+        )
+        assert all(map(torch.equal, found[0], found[-1]))
+        assert not all(map(torch.equal, found[0], found[1]))
+        seen.append([each for weights in found for each in weights])
+    assert all(map(torch.equal, *seen))
 
 
 def test_a_file_that_changed_after_admission_is_refused_and_leaves_nothing_behind(
@@ -325,18 +353,14 @@ def bits_of(pipeline: Any) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("is_offloaded", [False, True])
+@pytest.mark.parametrize("keeps_on_host", [False, True])
 def test_in_fp8_a_lora_gives_what_merging_and_then_quantising_gives(
-    model: str, files: list[Path], device: str, is_offloaded: bool
+    model: str, files: list[Path], device: str, keeps_on_host: bool
 ) -> None:
     pipeline = in_fp8(loaded(model, torch.bfloat16), device)
-    if is_offloaded:
-        for transformer in experts_of(pipeline) if model == "tiny-wan-moe" else ():
-            transformer.to("cpu")
-        let_wait(pipeline, torch.device(device))
     before, places = bits_of(pipeline), [x.data_ptr() for x in pipeline.transformer.state_dict().values()]
     merged = MergedLoras(pipeline)
-    merged.keeps_on_host, merged.stored = is_offloaded, StoredWeights(resolve_checkpoint(model))
+    merged.keeps_on_host, merged.stored = keeps_on_host, StoredWeights(resolve_checkpoint(model))
     merged.merge(asked())
     assert not merged._models, "without LoRAs no weights are kept"
     for loras in ([(files[0], 1.0)], [(files[0], 0.7), (files[1], -0.3)]):
@@ -431,3 +455,27 @@ def test_the_kernel_adds_the_product_with_one_rounding(
     assert (made.double() - exact).abs().max() <= tolerance
     low_rank.add_product(base, up, down, 0.3, out=base)
     assert torch.equal(base, made)
+
+
+@pytest.mark.parametrize("keeps_on_host", [False, True])
+def test_a_lora_is_merged_and_taken_out_wherever_the_original_weights_are(keeps_on_host: bool) -> None:
+    up, down = torch.randn(4, 2), torch.randn(2, 3)
+    layer = torch.nn.Linear(3, 4)
+    original = layer.weight.data.clone()
+    model = merging._Model(layer, keeps_on_host=keeps_on_host)
+    model.set({"weight": [(merging._Product("weight", up, down, 1.0, 1.0), 0.5)]})
+    assert torch.equal(layer.weight.data, original + 0.5 * (up @ down))
+    model.set({})
+    assert torch.equal(layer.weight.data, original)
+
+
+def test_copies_in_host_memory_share_blocks_and_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing can be pinned, and usual memory takes its place."""
+    monkeypatch.setattr(merging, "_BLOCK_BYTES", 200)
+    memory = merging._HostMemory()
+    weights = [torch.randn(3, 5).bfloat16(), torch.randn(7), torch.randn(9, 9), torch.randn(2).half()]
+    copies = [memory.copy_of(weight, is_pinned=True) for weight in weights]
+    assert all(map(torch.equal, copies, weights))
+    places = [copy.untyped_storage().data_ptr() for copy in copies]
+    assert [place == places[0] for place in places] == [True, True, False, False]
+    assert len({copy.data_ptr() for copy in copies}) == len(copies)

@@ -33,7 +33,7 @@ from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.session import memory as memory_module
 from gfgen.session.admission import Admission
 from gfgen.session.loras import Loras, PatchNeed, ServedLora, find_loras
-from gfgen.session.memory import GpuMemory
+from gfgen.session.memory import GpuMemory, HostMemory
 from gfgen.session.ranks import Ranks
 
 LAYER = "blocks.0.attn1.to_q"
@@ -140,25 +140,26 @@ def test_models_in_fp8_take_loras_of_jobs_and_servers(tmp_path: Path, width: int
     serve(in_fp8, find_loras([f"style={path}"]), job.checkpoint)
 
 
-def test_a_lora_of_a_text_encoder_is_refused_where_that_is_offloaded(
+def test_a_lora_of_streamed_blocks_in_fp8_is_refused(
     tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lora(tmp_path / "both.safetensors", width=width)
-    changed = {f"{name}.weight": 1 for name in ("transformer.blocks.0", "text_encoder.layers.0")}
-    found = LoraFit(changed=changed, components=("transformer", "text_encoder"))
-    monkeypatch.setattr(fit, "by_headers", lambda *_: found)
-    job = {"prompt": "a red circle", "frames": 1, "lora": ["both.safetensors"]}
+    lora(tmp_path / "some.safetensors", width=width)
+    changed = {f"transformer.blocks.{idx}.weight": 1 for idx in range(2)}
+    monkeypatch.setattr(fit, "by_headers", lambda *_: LoraFit(changed=changed, components=("transformer",)))
+    job = {"prompt": "a red circle", "frames": 1, "lora": ["some.safetensors"]}
     spec, _ = parse_job(job, folder=tmp_path)
     assert spec is not None
-    for offloads, refused in (
-        (False, []),
-        (True, [f"lora: {tmp_path}/both.safetensors changes a text encoder; run it without --offload"]),
+    said = "changes blocks in fp8 that are streamed, because GPUs lack room; run it without --precision fp8"
+    for streamed, takes_patches, is_refused in (
+        ("blocks.1", True, False),
+        ("blocks.1", False, True),
+        ("blocks.2", False, False),
     ):
         usual = admission()
-        _, problems = replace(
-            usual, memory=replace(usual.memory, placement=Placement(holds_all=not offloads))
-        )([spec])
-        assert [str(problem) for problem in problems] == refused
+        placement = Placement({"transformer": frozenset([streamed])}, takes_patches=takes_patches)
+        monkeypatch.setattr(HostMemory, "placement", lambda *_, found=placement: found)
+        _, problems = usual([spec])
+        assert [said in str(problem) for problem in problems] == [True] * is_refused
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path, width: int) -> None:

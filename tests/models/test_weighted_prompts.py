@@ -18,9 +18,12 @@ from tokenizers import pre_tokenizers
 from gfgen.errors import JobError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.loading.waiting import let_wait
+from gfgen.models.geometry.weights import Placement, count_parts
 from gfgen.models.stepping.check import moved
 from gfgen.models.stepping.outlined import answers
+from gfgen.models.streaming.stream import stream_of
+from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
+from gfgen.runtime.worker.entry import load_model
 
 LONG = ", ".join(f"a red fox number {number}" for number in range(12)) + ". It sleeps."
 JOB = JobSpec(
@@ -254,17 +257,14 @@ def test_calls_with_weights_are_tried_without_weights_of_the_model_and_read_all_
 
 
 @pytest.mark.parametrize("name", ["sd", "sdxl"])
-def test_encoders_that_wait_in_host_memory_make_the_same(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    # diffusers looks for a part on a GPU, and finds none here
-    monkeypatch.setattr(diffusers.DiffusionPipeline, "_execution_device", torch.device("cpu"))
-    adapter = load_adapter(checkpoints[name])
+def test_streamed_encoders_make_the_same(checkpoints: dict[str, Path], name: str) -> None:
+    adapter, parts = load_adapter(checkpoints[name]), count_parts(checkpoints[name])
+    blocks = {part: frozenset(each.blocks) for part, each in parts.items() if "text" in part}
+    ranks = RankSettings(num_ranks=1, placements={str(checkpoints[name]): Placement(blocks, 2)})
+    streaming: Any = load_model(WorkerSettings(0, (), ranks), str(checkpoints[name]))
+    assert stream_of(streaming.pipeline.text_encoder) is not None
     spec = adapter.geometry.resolve(dataclasses.replace(JOB, prompt="a (red:1.3) fox, (calm:0.6)"))
-    before = adapter.encode(spec).tensors
-    let_wait(adapter.pipeline, torch.device("cpu"))
-    assert adapter.pipeline.text_encoder.device.type == "meta"
-    after = adapter.encode(spec).tensors
+    before, after = adapter.encode(spec).tensors, streaming.encode(spec).tensors
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
 

@@ -13,7 +13,7 @@ import pytest
 from gfgen.errors import ModelError
 from gfgen.models.geometry.model import CONFIGS, load_geometry
 from gfgen.models.geometry.weight_files import check_weights, read_header, weight_files
-from gfgen.models.geometry.weights import Footprint, device_bytes, footprint
+from gfgen.models.geometry.weights import Footprint, Part, device_bytes, device_parts, footprint
 
 
 def write(path: Path, tensors: Mapping[str, tuple[str, list[int], int]], *, cut: int = 0) -> Path:
@@ -187,5 +187,5 @@ def test_a_pointer_of_git_lfs_is_named(tiny_models: Mapping[str, Path], tmp_path
     ],
 )
 def test_a_vae_takes_what_its_dtype_takes(name, vae_dtype, bytes_of_a_parameter):
-    found = device_bytes(CONFIGS / name, num_parameters={"vae": 1000}, vae_dtype=vae_dtype)
-    assert found == {"vae": 1000 * bytes_of_a_parameter}
+    found = device_parts(CONFIGS / name, counted={"vae": Part(1000)}, vae_dtype=vae_dtype)
+    assert found == {"vae": Part(1000 * bytes_of_a_parameter)}

@@ -61,6 +61,12 @@ def test_faults_in_batches_lose_and_double_nothing(fleet: Fleet) -> None:
         assert_as_promised(run_schedule(in_batches(make_schedule(seed), size=3), fleet))
 
 
+def test_faults_in_shared_steps_lose_and_double_nothing() -> None:
+    with Fleet() as own:  # processes of the last schedules may count faults of the next test
+        for seed in range(300, 330):
+            assert_as_promised(run_schedule(replace(make_schedule(seed), read_s=1.0), own))
+
+
 def test_a_seed_always_makes_the_same_schedule() -> None:
     assert make_schedule(7) == make_schedule(7)
     assert make_schedule(7) != make_schedule(8)

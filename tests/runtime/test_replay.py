@@ -56,6 +56,7 @@ def run(
     resume=None,
     started_at=0.0,
     first_use_s=0.0,
+    reads_s=None,
 ):
     """One run with a journal, as `gfgen run` does it."""
     start = RunStart(
@@ -65,6 +66,7 @@ def run(
         last_number=last_number,
         resume=resume or {},
         first_use_s=first_use_s,
+        reads_s=reads_s or {},
         warm=[("fake", "small", (1, 1, 1))],
     )
     header = journal_header(
@@ -194,6 +196,27 @@ def test_random_runs_decide_the_same_again(tmp_path, seed):
     assert outcome.difference is None
     assert outcome.num_turns == len(journaled.turns)
     assert outcome.num_dispatches == control.state.flights.last_number
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_with_shared_steps_decide_the_same_again(tmp_path, seed):
+    random = Random(seed)
+    jobs, num_ranks, clock = random_jobs(random), random.randint(1, 3), Clock(virtual=True)
+    for job in random.sample(jobs, k=len(jobs) // 3):
+        clock.at(JobCancelled(random.random() * 2, job.job_id))
+    run(
+        tmp_path / "journal.jsonl",
+        jobs,
+        policy=random.choice(POLICIES),
+        clock=clock,
+        backend=Unsteady(clock, num_ranks=num_ranks, random=random),
+        num_ranks=num_ranks,
+        lookahead_s=random.choice([0.0, 0.01, 0.2, 5.0]),
+        profile=(profile := random.choice([None, PROFILE])),
+        reads_s={"fake": random.choice([0.1, 1.0])},
+    )
+    (journaled,) = read_runs(tmp_path / "journal.jsonl")
+    assert replay(journaled, jobs, profile=profile).difference is None
 
 
 @pytest.mark.parametrize("first_use_s", [0.0, 0.5])

@@ -22,8 +22,8 @@ from gfgen.models.fast.recording import Graphs
 from gfgen.models.parallel.parallel import Parallel, RehearsalGroup
 from gfgen.runtime.ipc.messages import RunTask, WarmUp
 from gfgen.runtime.worker import forwards as worker_forwards
-from gfgen.runtime.worker.device import RankTask
 from gfgen.runtime.worker.forwards import Forwards
+from gfgen.runtime.worker.jobs import RankTask
 from gfgen.session.warming import warm_ups
 
 torch.set_num_threads(1)

@@ -47,11 +47,10 @@ from gfgen.runtime.processes.pool import HeldModels, WorkerPool
 from gfgen.runtime.processes.starting import warm_up
 from gfgen.runtime.worker import gpu
 from gfgen.runtime.worker import jobs as worker_jobs
-from gfgen.runtime.worker.device import RankTask
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.forwards import Forwards
 from gfgen.runtime.worker.gpu import GpuDevice, pad_as_others
-from gfgen.runtime.worker.jobs import RankJob
+from gfgen.runtime.worker.jobs import RankJob, RankTask
 from gfgen.runtime.worker.loop import Worker
 from gfgen.session.warming import warm_ups
 

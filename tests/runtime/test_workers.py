@@ -63,6 +63,7 @@ def run(
     watchers=(),
     grace_s=30.0,
     batch=1,
+    read_s=None,
 ):
     """Run jobs on the pool; the recorder knows what happened."""
     jobs, clock, costs, recorder = admitted(*specs), Clock(), CostModel(), Recorder()
@@ -76,6 +77,7 @@ def run(
             islands=islands,
             grace_s=grace_s,
             batch=batch,
+            reads_s={job.spec.model: read_s for job in jobs} if read_s else {},
         ),
         clock=clock,
         costs=costs,

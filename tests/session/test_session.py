@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,19 +84,21 @@ def test_a_session_that_made_nothing_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def on_gpu(folder: Path, *, gpu_gb: int, placement: Placement = Placement()) -> SessionOptions:
+def on_gpu(folder: Path, *, gpu_gb: int) -> SessionOptions:
     devices = Devices(CUDA, 1, (Gpu("a GPU", gpu_gb * 10**9),))
-    ranks = Ranks(devices, has_random_weights=True, placement=placement)
+    ranks = Ranks(devices, has_random_weights=True)
     return replace(options_in(folder), ranks=ranks)
 
 
-def test_nothing_is_loaded_if_main_memory_lacks_room_for_what_is_offloaded(
+def test_nothing_is_loaded_if_main_memory_lacks_room_for_what_is_streamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 10**10)
     with (
-        Session(on_gpu(tmp_path / "out", gpu_gb=48, placement=Placement(holds_all=False))) as found,
-        pytest.raises(InputError, match=r"--offload: qwen-image on 1 rank needs at least 16\.6 GB of main"),
+        Session(on_gpu(tmp_path / "out", gpu_gb=48)) as found,
+        pytest.raises(
+            InputError, match=r"qwen-image: \d+\.\d GB of main memory needed for weights that GPUs"
+        ),
     ):
         found.load([], models=["qwen-image"])
 
@@ -147,3 +149,21 @@ def test_a_session_replaces_no_file_of_an_earlier_one_with_another_job(tmp_path:
     (folder / "manifest.jsonl").write_text(json.dumps(line) + "\n")
     with Session(options_in(folder)) as session, pytest.raises(JobFileError, match=r"cover\.png"):
         session.admit([{"id": "cover", "prompt": "a fox", "frames": 1}])
+
+
+def test_a_server_leaves_room_for_a_usual_job_of_its_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its jobs come later, and what streams is decided before."""
+    told: list[int] = []
+
+    def ready(*_: object, placements: Mapping[str, Placement], **__: object) -> object:
+        told.append(sum(each.saved_bytes for each in placements.values()))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10**11)
+    monkeypatch.setattr(session, "ready_pool", ready)
+    monkeypatch.setattr(Session, "warm_up", lambda self, jobs, are_all_needed: None)
+    with Session(on_gpu(tmp_path / "out", gpu_gb=48)) as found:
+        found.load([], models=["wan2.2-ti2v-5b"])
+    assert told[0] > 5 * 10**9, "weights take 24 GB, and the decode of 1280x704x121 more than another 24"

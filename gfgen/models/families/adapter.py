@@ -77,6 +77,11 @@ class Adapter(Protocol):
     is_rehearsed: bool = True
     """Whether anything can be got ready before a step: forwards to record, blocks to compile."""
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether blocks are read for each forward, and steps of several jobs share that (streaming/)."""
+        return False
+
     def encode(self, spec: JobSpec) -> Fields:
         """The artifact `prompt`: embeddings of the prompt and of the negative prompt."""
 

@@ -30,7 +30,7 @@ from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from gfgen.models.fast.evaluation import Evaluator
 from gfgen.models.fast.linears import joined_in_place
-from gfgen.models.loading.waiting import waits
+from gfgen.models.streaming.placing import placing_of
 
 LENGTHS = (32, 64, 96, 128, 192, 256, 384, 512, 640)
 """A few, since each is a record; close together, since from about 300 tokens on time grows with the length.
@@ -81,9 +81,6 @@ def use_fewer_kernels(stack: Any) -> None:
             module.forward = functools.partial(_rms_norm, module)
         if isinstance(getattr(module, "act", None), NewGELUActivation):
             module.act = torch.nn.GELU(approximate="tanh")
-        if isinstance(module, Qwen2_5_VLAttention):
-            qkv = joined_in_place([module.q_proj, module.k_proj, module.v_proj])
-            module.forward = functools.partial(_attend_before, module, qkv)
         if isinstance(module, Qwen2_5_VLRotaryEmbedding):
             module.forward = functools.partial(_signed_turns, module.forward)
     relative = [module for module in stack.modules() if isinstance(module, UMT5Attention)]
@@ -94,9 +91,21 @@ def use_fewer_kernels(stack: Any) -> None:
         buckets: Tensor = relative[0]._relative_position_bucket(positions[None] - positions[:, None])
         return buckets
 
-    for module in relative:
-        qkv = joined_in_place([module.q, module.k, module.v])
-        module.forward = functools.partial(_attend_all, module, qkv, buckets_LL)
+    for layer in stack.block if relative else stack.layers:
+        with placing_of(layer).final(layer):
+            for module in list(layer.modules()):
+                if isinstance(module, Qwen2_5_VLAttention):
+                    qkv = _joined(module, module.q_proj, module.k_proj, module.v_proj)
+                    module.forward = functools.partial(_attend_before, module, qkv)
+                elif isinstance(module, UMT5Attention):
+                    qkv = _joined(module, module.q, module.k, module.v)
+                    module.forward = functools.partial(_attend_all, module, qkv, buckets_LL)
+
+
+def _joined(attention: Any, *layers: torch.nn.Linear) -> torch.nn.Linear:
+    whole = joined_in_place(layers)
+    object.__setattr__(attention, "to_qkv", whole)  # no submodule: state dicts have the parts
+    return whole
 
 
 def _rms_norm(module: Any, x: Tensor) -> Tensor:
@@ -150,9 +159,9 @@ def _attend_all(
 
 
 def text_encoder_on(device: torch.device, model: Any) -> TextEncoder | None:
-    """None where the pipeline's own forward is used: on CPUs, whose results equal the pipeline's bitwise, for
-    weights that accelerate's hooks bring to the device, and for other classes of models."""
-    return None if device.type != "cuda" or waits(model) else text_encoder_of(model)
+    """None where the pipeline's own forward is used: on CPUs, whose results equal the pipeline's bitwise, and
+    for other classes of models."""
+    return None if device.type != "cuda" else text_encoder_of(model)
 
 
 def text_encoder_of(model: Any) -> TextEncoder | None:

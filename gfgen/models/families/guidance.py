@@ -1,13 +1,15 @@
 """Branches of classifier-free guidance: in turn, in one forward, or on two halves of a layout.
 
 A layout with `cfg` degree 2 has two halves. On other layouts all ranks evaluate both branches, in the faster
-of the first two ways (`BATCH_RULES`), and the control plane compares this with two halves.
+of the first two ways (`BATCH_RULES`), and the control plane compares this with two halves. If the
+transformer's blocks are read for each forward, both branches share the read of a block (streaming/turns.py).
 
 Legend: B batch (1 for each branch), L tokens.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -20,6 +22,7 @@ from gfgen.models.families.adapter import Fields
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.sequence_parallel import active
+from gfgen.models.streaming.turns import in_turns
 
 Predict = Callable[[Sequence[Tensor]], Tensor]
 """From the embeddings of one branch or of several to their noise predictions, [branches, ..]."""
@@ -53,11 +56,12 @@ def predict_branches(
     spec: JobSpec,
     geometry: Geometry,
     parallel: Parallel | None,
+    takes_turns: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The noise predictions for the prompts and, with guidance, for the negative prompts.
 
     Every rank gets both, in this order, so all of them compute the same from it. A branch of several jobs is
-    one forward.
+    one forward. takes_turns: branches take turns at the transformer's blocks.
     """
     names = ("prompt_embeds", "negative_prompt_embeds") if geometry.uses_cfg(spec) else ("prompt_embeds",)
     if len(prompts) > 1:
@@ -67,7 +71,7 @@ def predict_branches(
     embeds = [prompts[0].tensors[name] for name in names]
     degree = 1 if parallel is None else parallel.sequence.size
     in_batch = is_batch_faster(geometry, spec, sequence_degree=degree, embeds=embeds)
-    predictions = evaluate_branches(predict, embeds, parallel, in_batch=in_batch)
+    predictions = evaluate_branches(predict, embeds, parallel, in_batch=in_batch, takes_turns=takes_turns)
     return predictions[0], predictions[1] if len(predictions) == 2 else None
 
 
@@ -87,17 +91,26 @@ def is_batch_faster(
 
 
 def evaluate_branches(
-    predict: Predict, embeds: Sequence[Tensor], parallel: Parallel | None, *, in_batch: bool
+    predict: Predict,
+    embeds: Sequence[Tensor],
+    parallel: Parallel | None,
+    *,
+    in_batch: bool,
+    takes_turns: bool = False,
 ) -> list[Tensor]:
     """The prediction for each branch, on every rank.
 
     in_batch: both in one forward. Two halves ignore it: each evaluates its own branch.
     """
-    with nullcontext() if parallel is None else active(parallel):
-        if parallel is not None and parallel.cfg.size > 1:
-            own = predict([embeds[parallel.cfg.slot]])
-        elif in_batch:
-            return list(predict(embeds).chunk(len(embeds)))
-        else:
-            return [predict([branch]) for branch in embeds]
-    return list(parallel.cfg.all_gather(own, dim=0).chunk(parallel.cfg.size))
+
+    def predicted(*branches: Tensor) -> Tensor:
+        with nullcontext() if parallel is None else active(parallel):
+            return predict(branches)
+
+    if parallel is not None and parallel.cfg.size > 1:
+        own = predicted(embeds[parallel.cfg.slot])
+        return list(parallel.cfg.all_gather(own, dim=0).chunk(parallel.cfg.size))
+    if in_batch:
+        return list(predicted(*embeds).chunk(len(embeds)))
+    forwards = [functools.partial(predicted, branch) for branch in embeds]
+    return in_turns(forwards) if takes_turns else [forward() for forward in forwards]

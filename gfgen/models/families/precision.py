@@ -57,15 +57,17 @@ class Precision:
         """Which parts of a model have fewer bits than usual."""
         return Quantised(*(word != AUTO for word in self.of(checkpoint).values()))
 
-    def saved_bytes(self, checkpoint: Path) -> Mapping[str, int]:
-        """How much less than in bf16 the weights of a model take, by component: in fp8 a byte for each."""
-        found = dict[str, int]()
+    def saved_bytes(self, checkpoint: Path) -> Mapping[str, tuple[int, int]]:
+        """How much less than in bf16 the weights of a model take, by component: in fp8 a byte for each.
+
+        Outside of blocks in all, and in each block.
+        """
+        found = dict[str, tuple[int, int]]()
         for component, config, channels in _experts(checkpoint) if self.quantised(checkpoint).layers else ():
             if "ffn_dim" in config:
-                of_block = 8 * channels**2 + 2 * channels * config["ffn_dim"]
+                found[component] = 0, 8 * channels**2 + 2 * channels * config["ffn_dim"]
             else:  # Qwen-Image: attention and feed-forwards of two streams; modulation with scales of 2 bytes
-                of_block = 24 * channels**2 + 12 * channels**2 * 31 // 32
-            found[component] = config["num_layers"] * of_block
+                found[component] = config["num_layers"] * 12 * channels**2 * 31 // 32, 24 * channels**2
         return found
 
     def checked(self, *, capability: tuple[int, int] | None, device: str) -> Precision:

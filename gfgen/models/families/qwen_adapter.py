@@ -43,6 +43,7 @@ from gfgen.models.parallel.counted_attention import is_fast
 from gfgen.models.parallel.fp8_attention import check_fp8_attention
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.streaming.turns import streams
 
 
 class QwenImageAdapter(BatchAdapter):
@@ -97,6 +98,7 @@ class QwenImageAdapter(BatchAdapter):
                 spec=spec,
                 geometry=self.geometry,
                 parallel=parallel,
+                takes_turns=self.takes_turns,
             )
             if unguided_BSC is None:
                 return guided_BSC
@@ -149,6 +151,10 @@ class QwenImageAdapter(BatchAdapter):
 
     def evaluate_by(self, forward: Evaluator) -> None:
         self._forward = forward
+
+    @property
+    def takes_turns(self) -> bool:
+        return streams(self._pipeline.transformer)
 
     def texts_to_rehearse(self) -> Sequence[Callable[[], object]]:
         return () if self._text_encoder is None else self._text_encoder.rehearsals(self._forward)
@@ -232,14 +238,7 @@ def load_qwen_image(
     if quantised.attention:
         check_fp8_attention(torch.device(device))
     dtypes = component_dtypes(QwenImagePipeline.__name__, vae_dtype)
-    pipeline = load(
-        QwenImagePipeline,
-        checkpoint,
-        device=device,
-        dtype=dtype,
-        dtypes=dtypes,
-        has_host_experts=quantised.layers,
-    )
+    pipeline = load(QwenImagePipeline, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
     install(pipeline.transformer)
     if dtype != torch.float32:
         on = torch.device(device) if quantised.layers else None

@@ -24,7 +24,7 @@ from gfgen.models.geometry import single_file
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
-from gfgen.models.geometry.weights import Placement
+from gfgen.models.geometry.weights import EXPERTS, WHOLE, Placement
 from gfgen.system.lifeline import module_command, module_environment
 from gfgen.system.machine import cache_dir
 
@@ -138,7 +138,8 @@ def load_adapter(
     has_random_weights: bool = False,
     trusts_code: bool = False,
     kernels: KernelChoice = "own",
-    placement: Placement = Placement(),
+    placement: Placement = WHOLE,
+    copy_fd: int | None = None,
     quantised: Quantised = NOT_QUANTISED,
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
@@ -146,8 +147,8 @@ def load_adapter(
     dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
     VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
     checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
-    What does not stay on the device by `placement` waits in host memory. `quantised` is for Wan
-    and Qwen-Image: their blocks' layers (linears.py) and attention (fp8_attention.py).
+    Blocks that do not stay on the device by `placement` are streamed from `copy_fd`, which ranks share.
+    `quantised` is for Wan and Qwen-Image: their blocks' layers (linears.py) and attention (fp8_attention.py).
 
     Raises: ModelError for a broken directory, or an unknown family.
     """
@@ -160,20 +161,27 @@ def load_adapter(
 
     from gfgen.models.loading.components import load_pipeline
     from gfgen.models.loading.random_weights import random_pipeline
+    from gfgen.models.streaming.placing import Placing
 
-    load = partial(random_pipeline if has_random_weights else load_pipeline, placement=placement)
+    brought = EXPERTS if quantised.layers else ()
+    placing = Placing(placement, device=torch.device(device), copy_fd=copy_fd, brought=brought)
+    load = partial(random_pipeline if has_random_weights else load_pipeline, placing=placing)
     options = {"device": device, "dtype": getattr(torch, name), "vae_dtype": vae_dtype, "load": load}
+    adapter: Adapter
     if geometry.family == "qwen-image":
         from gfgen.models.families.qwen_adapter import load_qwen_image
 
-        return load_qwen_image(checkpoint, geometry, quantised=quantised, **options)
-    if isinstance(geometry, PipelineGeometry):
+        adapter = load_qwen_image(checkpoint, geometry, quantised=quantised, **options)
+    elif isinstance(geometry, PipelineGeometry):
         from gfgen.models.stepping.adapter import load_any
 
-        return load_any(checkpoint, geometry, kernels=kernels, **options)
-    from gfgen.models.families.wan_adapter import load_wan
+        adapter = load_any(checkpoint, geometry, kernels=kernels, **options)
+    else:
+        from gfgen.models.families.wan_adapter import load_wan
 
-    return load_wan(checkpoint, geometry, quantised=quantised, **options)
+        adapter = load_wan(checkpoint, geometry, quantised=quantised, **options)
+    placing.finish()
+    return adapter
 
 
 def tiny_dir() -> Path:

@@ -42,6 +42,7 @@ from gfgen.models.parallel import shared_decode
 from gfgen.models.parallel.fp8_attention import check_fp8_attention
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.streaming.turns import streams
 
 
 class WanAdapter(BatchAdapter):
@@ -128,6 +129,7 @@ class WanAdapter(BatchAdapter):
                 spec=spec,
                 geometry=self.geometry,
                 parallel=parallel,
+                takes_turns=streams(expert),
             )
             return guided_BCTHW if unguided is None else unguided + scale * (guided_BCTHW - unguided)
 
@@ -160,6 +162,10 @@ class WanAdapter(BatchAdapter):
 
     def evaluate_by(self, forward: Evaluator) -> None:
         self._forward = forward
+
+    @property
+    def takes_turns(self) -> bool:
+        return any(map(streams, self._experts))
 
     def texts_to_rehearse(self) -> Sequence[Callable[[], object]]:
         return () if self._text_encoder is None else self._text_encoder.rehearsals(self._forward)
@@ -235,10 +241,7 @@ def load_wan(
         check_fp8_attention(torch.device(device))
     pipeline_class = WanImageToVideoPipeline if geometry.family == "wan-moe-i2v" else WanPipeline
     dtypes = component_dtypes(pipeline_class.__name__, vae_dtype)
-    on_host = quantised.layers
-    loaded = load(
-        pipeline_class, checkpoint, device=device, dtype=dtype, dtypes=dtypes, has_host_experts=on_host
-    )
+    loaded = load(pipeline_class, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
     names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer", "transformer_2")
     parts = {name: getattr(loaded, name) for name in names}
     for transformer in filter(None, (loaded.transformer, loaded.transformer_2)):
@@ -248,8 +251,6 @@ def load_wan(
             fuse(transformer, fp8_on=on, attends_in_fp8=quantised.attention)
         elif device == "cpu":
             keep_text_results(transformer)
-        if quantised.layers and hasattr(transformer, "_hf_hook"):
-            transformer.to("cpu")  # where --offload keeps it until it is used
     shared_decode.install(loaded.vae)
     if torch.device(device).type == "cuda":
         causal_vae.install(loaded.vae)

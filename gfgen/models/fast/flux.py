@@ -32,6 +32,7 @@ from gfgen.models.fast.kernels import present_choice
 from gfgen.models.fast.linears import joined_in_place, linear_gelu
 from gfgen.models.fast.rows import RowNorm, add_gated, add_norm, heads, norm
 from gfgen.models.parallel.sequence_parallel import attend
+from gfgen.models.streaming.placing import placing_of
 
 _QUERY_KEY_VALUE = ("to_q", "to_k", "to_v")
 _ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
@@ -42,11 +43,13 @@ def fuse_flux(transformer: nn.Module) -> None:
     """Fuse all blocks of Flux.1; once for each instance, on the device where it stays."""
     for block in list(transformer.modules()):
         if isinstance(block, FluxTransformerBlock) and _is_usual(block):
-            _join(block.attn, "to_qkv", _QUERY_KEY_VALUE)
-            _join(block.attn, "to_added_qkv", _ADDED)
+            with placing_of(block).final(block):
+                _join(block.attn, "to_qkv", _QUERY_KEY_VALUE)
+                _join(block.attn, "to_added_qkv", _ADDED)
             block.forward = functools.partial(_double_block, block, block.forward)
         elif isinstance(block, FluxSingleTransformerBlock) and _is_usual(block):
-            _join(block.attn, "to_qkv", _QUERY_KEY_VALUE)
+            with placing_of(block).final(block):
+                _join(block.attn, "to_qkv", _QUERY_KEY_VALUE)
             block.forward = functools.partial(_single_block, block, block.forward)
 
 

@@ -39,6 +39,7 @@ from gfgen.models.fast.rows import Fp8Rows, RowNorm, add_gated, add_norm, batche
 from gfgen.models.parallel.fp8_attention import E4M3, VALUE_SCALE, from_fp8
 from gfgen.models.parallel.plans import TEXT
 from gfgen.models.parallel.sequence_parallel import attend, own_length
+from gfgen.models.streaming.placing import IN_PLACE, placing_of
 
 
 @torch.no_grad()
@@ -50,38 +51,34 @@ def fuse(transformer: nn.Module, *, fp8_on: torch.device | None = None, attends_
     """
     if getattr(transformer, "is_quantized", False):
         return
-    modules = list(transformer.modules())
-    wan_blocks = [module for module in modules if isinstance(module, WanTransformerBlock)]
+    wan_blocks = [module for module in transformer.modules() if isinstance(module, WanTransformerBlock)]
     if wan_blocks and all(map(_is_usual, wan_blocks)):
         _fuse_wan(transformer, wan_blocks, fp8_on)
     else:
         assert not wan_blocks or fp8_on is None, "a form of Wan that no adapter has"
-    qwen_blocks = [module for module in modules if isinstance(module, QwenImageTransformerBlock)]
-    for block in qwen_blocks:
-        with _in_fp8(block, fp8_on):
-            _fuse_qwen_block(block)
-    _fuse_activations(transformer)
+    qwen_blocks = [each for each in transformer.modules() if isinstance(each, QwenImageTransformerBlock)]
     if qwen_blocks:
         fuse_modulation(transformer, int8_on=fp8_on)
-    if fp8_on is not None:
+    for block in qwen_blocks:
+        with _final(block, fp8_on):
+            _fuse_qwen_block(block)
+    _fuse_activations(transformer)
+    if fp8_on is not None and placing_of(transformer) is IN_PLACE:
         transformer.to(fp8_on)
     for attention in (*(block.attn1 for block in wan_blocks), *(block.attn for block in qwen_blocks)):
         attention.attends_in_fp8 = attends_in_fp8
 
 
 @contextmanager
-def _in_fp8(block: nn.Module, device: torch.device | None) -> Iterator[None]:
-    """Around the fusing of a block; its modulation stays where it is."""
-    if device is None:
+def _final(block: nn.Module, fp8_on: torch.device | None) -> Iterator[None]:
+    """Around the fusing of a block, which is placed then."""
+    with placing_of(block).final(block):
+        if fp8_on is not None:
+            block.to(fp8_on)
         yield
-        return
-    parts = [part for name, part in block.named_children() if name not in ("img_mod", "txt_mod")]
-    for part in parts:
-        part.to(device)
-    yield
-    _fuse_activations(block)
-    for part in parts:
-        quantise(part)
+        _fuse_activations(block)
+        if fp8_on is not None:
+            quantise(block)
 
 
 # Wan --------------------------------------------------------------------------------------------
@@ -97,7 +94,7 @@ def _fuse_wan(transformer: Any, blocks: Sequence[WanTransformerBlock], fp8_on: t
     embedder = transformer.condition_embedder
     embedder.forward = functools.partial(_wan_conditions, embedder, current)
     for block in blocks:
-        with _in_fp8(block, fp8_on):
+        with _final(block, fp8_on):
             _fuse_wan_block(block, current)
 
 

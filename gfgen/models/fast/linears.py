@@ -21,6 +21,7 @@ from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
 from gfgen.models.fast.rows import Fp8Rows, to_fp8
 from gfgen.models.parallel.sequence_parallel import sharing_ranks
+from gfgen.models.streaming.placing import placing_of
 
 
 def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
@@ -155,6 +156,8 @@ def fuse_modulation(transformer: Any, *, int8_on: torch.device | None = None) ->
     )
     if int8_on is not None:
         transformer.modulation.quantise(int8_on)
+    for layer in transformer.modulation.layers:
+        placing_of(layer).bring(layer)
     for idx, block in enumerate(blocks):
         del block.img_mod, block.txt_mod
         hook = functools.partial(_hand_over, modulation=transformer.modulation, idx=idx)
@@ -234,6 +237,7 @@ class Int8Layers(nn.Module):
         self.register_buffer("bias_NF", new(size[:2], dtype=first.bias.dtype))
         for idx in range(len(layers)):
             layer: Any = layers[idx]
+            placing_of(layer).bring(layer)
             self.weight_NFC[idx], self.scale_NFG[idx] = in_int8(layer.weight.to(device))
             self.bias_NF[idx] = layer.bias
             layers[idx] = nn.Identity()  # frees its weights

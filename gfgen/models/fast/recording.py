@@ -42,6 +42,7 @@ from gfgen.models.fast.linears import Modulation
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.plans import TEXT
 from gfgen.models.parallel.sequence_parallel import Sharing, active, present_sharing
+from gfgen.models.streaming.stream import stream_of
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +240,7 @@ class Graphs:
 
     def _record_now(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> bool:
         sharing = present_sharing()
-        may_be_worth = self.may_record and self._is_worth.get(_with_any_text(call), True)
+        may_be_worth = self._may_be(transformer) and self._is_worth.get(_with_any_text(call), True)
         if not may_be_worth or not self._recorder.has_room():
             raise NotWorthRecordingError
         if not self._record_at_once(call, transformer, inputs):
@@ -249,6 +250,10 @@ class Graphs:
             self._record(call, transformer, inputs, is_loaded=True)
         return True
 
+    def _may_be(self, transformer: Any) -> bool:
+        """Whether forwards may be recorded: not with streamed blocks, whose reads hide the launches."""
+        return self.may_record and stream_of(transformer) is None
+
     def _is_worth_recording(
         self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any], *, is_hasty: bool = False
     ) -> bool:
@@ -257,9 +262,10 @@ class Graphs:
         is_hasty: end the evaluation, with NotWorthRecordingError, when it is clear that they are not.
         """
         alike = _with_any_text(call)
-        if not self.may_record or alike in self._is_worth:
+        may_be = self._may_be(transformer)
+        if not may_be or alike in self._is_worth:
             self._evaluate(call, transformer, inputs)
-            return self.may_record and self._is_worth[alike]
+            return may_be and self._is_worth[alike]
 
         def decide(launch_share: float) -> None:
             self._is_worth[alike] = launch_share >= WORTH_RECORDING

@@ -34,7 +34,7 @@ QUANTISERS = ("bitsandbytes", "torchao")
 """Packages that read weights which they have quantised, through diffusers' own config."""
 
 SETTINGS_NAME = "gfgen.json"
-"""Optional gfgen file in a checkpoint: {"defaults": {...}, "num_parameters": {...}}."""
+"""Optional gfgen file in a checkpoint: objects "defaults", "num_parameters" and "block_parameters"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     settings = _read_object(path, purpose="optional settings of gfgen")
-    for key in ("defaults", "num_parameters"):
+    for key in ("defaults", "num_parameters", "block_parameters"):
         if not isinstance(settings.get(key, {}), dict):
             raise ModelError(f"{path}: {key!r} must be an object")
     return settings

@@ -1,16 +1,20 @@
-"""The memory that a checkpoint's weights take, from the headers of its files alone.
+"""The memory that a checkpoint's weights take, from the headers of its files alone, and its place.
 
 Weights in fp8 are loaded as fp32 or bf16. GGUF stays as it is, and so does what diffusers' own config says is
 quantised.
+
+A GPU holds the blocks of a model that fit; the others are streamed from main memory while it computes. A
+block has a key: the name of its list, which is the same in files and in modules, and its index there.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +33,25 @@ FP32_ON_DEVICE: Mapping[str, tuple[str, ...]] = {
 }
 """By pipeline class, the components that adapters load in fp32 on every device by default."""
 
-TEXT_ENCODER = re.compile(r"text_encoder(_\d)?")
-"""Names of components that `--offload` keeps in host memory."""
 EXPERTS = ("transformer", "transformer_2")
-"""Names of two components of which a step uses one; with `--offload` the other one is in host memory."""
+"""Names of two components of which a step uses one."""
+
+TEXT_ENCODER = re.compile(r"text_encoder(_\d)?")
+STREAMABLE = re.compile(r"text_encoder(_\d)?|transformer(_\d)?")
+"""Names of components whose blocks may be streamed; text encoders first, which a run needs once a job."""
+STAYS = re.compile(r"\.(img_mod|txt_mod)\.")
+"""Parts of blocks that fused models compute for all blocks at once (fast/linears.py)."""
+
+_BLOCK = re.compile(r"(?:^|\.)(\w*(?:block|blocks|layers))\.(\d+)(?=\.|$)")
+_PUBLISHED = {
+    "double_blocks": "transformer_blocks",
+    "joint_blocks": "transformer_blocks",
+    "single_blocks": "single_transformer_blocks",
+}
+"""Lists in published files, and in diffusers' modules. Source: diffusers 0.42 single_file_utils.py."""
+
+NUM_BUFFERS = (3, 2)
+"""Of the size of the largest streamed block; two only if no placement with three fits."""
 
 VAE_DTYPES = ("auto", "float32", "bfloat16")
 """dtypes for a VAE; auto follows FP32_ON_DEVICE, and otherwise uses the dtype of the other components."""
@@ -44,30 +63,111 @@ def component_dtypes(pipeline_class: str, vae_dtype: str) -> Mapping[str, str]:
     return dtypes if vae_dtype == "auto" else {**dtypes, "vae": vae_dtype}
 
 
+def block_key(name: str) -> str | None:
+    """The key of the block to which a weight or a module of this name belongs, such as "block.7"."""
+    found = _BLOCK.search(name)
+    return None if found is None else f"{_PUBLISHED.get(found[1], found[1])}.{found[2]}"
+
+
+def block_name(name: str) -> str | None:
+    """The whole name of that block, such as "encoder.block.7"."""
+    found = _BLOCK.search(name)
+    return None if found is None else name[: found.end()]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The size of a component."""
+
+    fixed: int
+    """What always stays on the device."""
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """By key, lists one after the other, each in the order of the forward."""
+
+    @property
+    def total(self) -> int:
+        return self.fixed + sum(self.blocks.values())
+
+    def in_bytes(self, width: int, saved: tuple[int, int] = (0, 0)) -> Part:
+        """From parameters of this width. `saved` is less: of what stays, and of each block."""
+        blocks = {key: width * size - saved[1] for key, size in self.blocks.items()}
+        return Part(width * self.fixed - saved[0], blocks)
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which components of a model a GPU holds; the others wait in main memory until they are used."""
+    """The streamed blocks of a model; its other weights are on the device."""
 
-    holds_all: bool = True
-    """Otherwise text encoders wait, and of two experts the one that a step does not use."""
+    streamed: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Keys by component."""
+    num_buffers: int = NUM_BUFFERS[0]
+    streamed_bytes: int = 0
+    """What all of them take in main memory."""
+    saved_bytes: int = 0
+    """How much less the device holds, with its buffers."""
+    takes_patches: bool = True
+    """Whether streamed blocks may have patches."""
 
-    def waits(self, component: str, components: Collection[str]) -> bool:
-        """Whether a component waits before its first use; `components` are those of its model."""
-        if self.holds_all:
-            return False
-        has_experts = set(EXPERTS) <= set(components)
-        return TEXT_ENCODER.fullmatch(component) is not None or (has_experts and component in EXPERTS)
+    def streams(self, weight: str) -> bool:
+        """Whether a weight is in a streamed block; its name begins with its component."""
+        component, _, name = weight.partition(".")
+        return block_key(name) in self.streamed.get(component, ()) and STAYS.search(name) is None
 
-    def waiting(self, sizes: Mapping[str, int]) -> Footprint:
-        """What waits between tasks, by the bytes of each component.
+    def new_copy(self) -> int:
+        """The descriptor of an empty file in memory for the streamed blocks (models/streaming/host_copy.py).
 
-        Ranks share a mapping of text encoders. Each rank has its own idle expert, because experts change.
+        Pages are allocated when they are first written, so room for alignment and for fp32 costs nothing.
         """
-        if self.holds_all:
-            return Footprint(0, 0)
-        experts = [sizes[name] for name in EXPERTS if name in sizes]
-        idle = min(experts) if len(experts) == len(EXPERTS) else 0
-        return Footprint(sum(sizes[name] for name in sizes if TEXT_ENCODER.fullmatch(name)), idle)
+        fd = os.memfd_create("gfgen-weights", os.MFD_CLOEXEC)
+        os.ftruncate(fd, 3 * self.streamed_bytes + (1 << 30))
+        return fd
+
+
+WHOLE = Placement()
+
+
+def placed(parts: Mapping[str, Part], room_bytes: int) -> Placement:
+    """As many weights on the device as there is room for; as few as possible if not even those fit.
+
+    Blocks of text encoders are streamed first. Those of transformers are spread evenly over the forward, and
+    over two experts, so that reads hide behind the blocks between them.
+    """
+    total = sum(part.total for part in parts.values())
+    if total <= room_bytes:
+        return WHOLE
+    groups: tuple[list[_Block], list[_Block]] = ([], [])
+    for name in filter(STREAMABLE.fullmatch, parts):
+        group = groups[0 if TEXT_ENCODER.fullmatch(name) else 1]
+        group += [(name, key, size) for key, size in parts[name].blocks.items()]
+    best = WHOLE
+    for num_buffers in NUM_BUFFERS:
+        chosen: list[_Block] = []
+        for group in groups:
+            for number in range(1, len(group) + 1):
+                now = [group[idx] for idx in spread(number, of=len(group))]
+                found = _streaming([*chosen, *now], num_buffers)
+                best = max(best, found, key=lambda each: each.saved_bytes)
+                if total - found.saved_bytes <= room_bytes:
+                    return found
+            chosen += group
+    return best
+
+
+def spread(number: int, *, of: int) -> list[int]:
+    """That many of `of` places, as evenly as possible."""
+    return [(2 * idx + 1) * of // (2 * number) for idx in range(number)]
+
+
+_Block = tuple[str, str, int]
+"""A component, the key of one of its blocks, and its size."""
+
+
+def _streaming(blocks: Sequence[_Block], num_buffers: int) -> Placement:
+    streamed: dict[str, frozenset[str]] = {}
+    for name, key, _ in blocks:
+        streamed[name] = streamed.get(name, frozenset()) | {key}
+    sizes = [size for _, _, size in blocks]
+    return Placement(streamed, num_buffers, sum(sizes), saved_bytes=sum(sizes) - num_buffers * max(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,30 +212,53 @@ def footprint(checkpoint: Path) -> Footprint:
     return Footprint(shared, private)
 
 
-def device_bytes(
-    checkpoint: Path, *, num_parameters: Mapping[str, int] | None = None, vae_dtype: str = "auto"
-) -> Mapping[str, int]:
+def device_bytes(checkpoint: Path) -> Mapping[str, int]:
+    """Bytes that each component takes on a GPU. Raises: ModelError like `weight_files`."""
+    return {name: part.total for name, part in device_parts(checkpoint).items()}
+
+
+def device_parts(
+    checkpoint: Path,
+    *,
+    counted: Mapping[str, Part] | None = None,
+    vae_dtype: str = "auto",
+    saved: Mapping[str, tuple[int, int]] | None = None,
+) -> Mapping[str, Part]:
     """Bytes that each component takes on a GPU: in bf16, or fp32 if `component_dtypes` says so.
 
-    num_parameters: by component; None counts them in the weight files.
+    counted: parameters by component; None counts them in the weight files.
+    saved: what those in fewer bits take less (`Part.in_bytes`).
     Raises: ModelError like `weight_files`.
     """
-    if num_parameters is None:
-        num_parameters = count_parameters(checkpoint)
+    if counted is None:
+        counted = count_parts(checkpoint)
     name = _model_index(checkpoint)["_class_name"]
     dtypes = component_dtypes(name if isinstance(name, str) else "", vae_dtype)
-    wide = {name for name, dtype in dtypes.items() if dtype == "float32"}
+    widths = {name: _FP32_BYTES if dtype == "float32" else _BF16_BYTES for name, dtype in dtypes.items()}
     return {
-        name: count * (_FP32_BYTES if name in wide else _BF16_BYTES) for name, count in num_parameters.items()
+        name: part.in_bytes(widths.get(name, _BF16_BYTES), (saved or {}).get(name, (0, 0)))
+        for name, part in counted.items()
     }
 
 
 def count_parameters(checkpoint: Path) -> Mapping[str, int]:
-    """Parameters of each component.
+    """Parameters of each component. Raises: ModelError like `weight_files`."""
+    return {name: part.total for name, part in count_parts(checkpoint).items()}
 
-    Raises: ModelError like `weight_files`.
-    """
+
+def count_parts(checkpoint: Path) -> Mapping[str, Part]:
+    """Parameters of each component, by block. Raises: ModelError like `weight_files`."""
     return {name: _count(each) for name, each in component_files(checkpoint).items()}
+
+
+def noted_parts(settings: Mapping[str, Any]) -> Mapping[str, Part]:
+    """The same from the settings of a model without weight files (gfgen.json); none if they lack it."""
+    found = {}
+    for name, total in settings.get("num_parameters", {}).items():
+        lists = settings.get("block_parameters", {}).get(name, {})
+        blocks = {f"{kind}.{idx}": size for kind, (number, size) in lists.items() for idx in range(number)}
+        found[name] = Part(total - sum(blocks.values()), blocks)
+    return found
 
 
 def component_files(checkpoint: Path) -> Mapping[str, ComponentFiles]:
@@ -186,12 +309,18 @@ def components_of(index: Mapping[str, Any]) -> Mapping[str, list[str]]:
     }
 
 
-def _count(component: ComponentFiles) -> int:
-    """Parameters; for files of other forms, as many as take their bytes in bf16."""
+def _count(component: ComponentFiles) -> Part:
+    """Parameters; for files of other forms, as many as take their bytes in bf16, in one piece."""
     if component.quantisation or component.files[0].suffix != ".safetensors":
-        return sum(path.stat().st_size for path in component.files) // _BF16_BYTES
-    tensors = (entry for path in component.files for entry in own_tensors(path).values())
-    return sum(math.prod(entry["shape"]) for entry in tensors)
+        return Part(sum(path.stat().st_size for path in component.files) // _BF16_BYTES)
+    fixed, blocks = 0, dict[str, int]()
+    for name, entry in (each for path in component.files for each in own_tensors(path).items()):
+        size, key = math.prod(entry["shape"]), block_key(name)
+        if key is None or STAYS.search(name):
+            fixed += size
+        else:
+            blocks[key] = blocks.get(key, 0) + size
+    return Part(fixed, dict(sorted(blocks.items(), key=lambda each: (len(each[0]), each[0]))))
 
 
 def _model_index(checkpoint: Path) -> Mapping[str, Any]:

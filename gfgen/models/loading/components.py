@@ -35,15 +35,8 @@ from gfgen.models.geometry.weight_files import (
     scales_of,
     variant_of,
 )
-from gfgen.models.geometry.weights import (
-    EXPERTS,
-    ComponentFiles,
-    Placement,
-    component_files,
-    components_of,
-    has_weights,
-)
-from gfgen.models.loading.waiting import let_wait
+from gfgen.models.geometry.weights import EXPERTS, ComponentFiles, component_files, components_of, has_weights
+from gfgen.models.streaming.placing import IN_PLACE, Placing
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +59,12 @@ def load_pipeline(
     dtype: torch.dtype,
     dtypes: Mapping[str, str] | None = None,
     own_code: Mapping[str, OwnClass] | None = None,
-    placement: Placement = Placement(),
-    has_host_experts: bool = False,
+    placing: Placing = IN_PLACE,
 ) -> Any:
     """A pipeline of this class with its weights on the device, ready for inference.
 
-    What does not stay on the device by `placement` waits in host memory (waiting.py). With
-    `has_host_experts`, transformers stay there for the caller, with the scales of their files.
+    Blocks that `placing` takes are in host memory until the caller places them; layers of transformers have
+    the scales of their files.
 
     Components in `own_code` are of classes in the checkpoint's own files, which are run.
 
@@ -87,15 +79,14 @@ def load_pipeline(
         with without_progress_bars():
             taken = inspect.signature(pipeline_class).parameters
 
-            names = component_files(checkpoint).keys()
-
             def load(files: ComponentFiles, kind: Any) -> Any:
                 name = files.folder.name
-                is_on_host = placement.waits(name, names) or (has_host_experts and name in EXPERTS)
-                place = "cpu" if is_on_host else device
+                place = "cpu" if placing.takes(name) else device
                 model = _load_model(files, kind, device=place, dtype=wanted.get(name, dtype))
-                if has_host_experts and name in EXPERTS:
-                    note_scales(model, files)
+                if placing.takes(name):
+                    placing.begin(name, model)
+                    if name in EXPERTS:
+                        note_scales(model, files)
                 return model
 
             if own_code:
@@ -115,8 +106,6 @@ def load_pipeline(
         raise ModelError(
             f"model {checkpoint}: cannot be loaded as {pipeline_class.__name__}: {reason}"
         ) from error
-    if not placement.holds_all:
-        let_wait(pipeline, torch.device(device))
     logger.info("loaded %s from %s on %s in %s", pipeline_class.__name__, checkpoint, device, dtype)
     return pipeline
 

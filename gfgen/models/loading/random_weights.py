@@ -14,21 +14,22 @@ import hashlib
 import importlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import AutoConfig, Qwen2Tokenizer, T5Tokenizer
 from transformers.initialization import no_init_weights
 
 from gfgen.errors import ModelError
 from gfgen.models.geometry.checkpoint import VOCABULARIES, Checkpoint, read_checkpoint
-from gfgen.models.geometry.weights import Placement, components_of, has_weights
+from gfgen.models.geometry.weights import has_weights
 from gfgen.models.loading.components import without_progress_bars
-from gfgen.models.loading.waiting import let_wait
+from gfgen.models.streaming.placing import IN_PLACE, Placing
 
 WORD_LIST = """
 a an the of in on at with and over under through from to by into is are red orange yellow green blue
@@ -110,12 +111,11 @@ def random_pipeline(
     device: str,
     dtype: torch.dtype,
     dtypes: Mapping[str, str] | None = None,
-    placement: Placement = Placement(),
-    has_host_experts: bool = False,
+    placing: Placing = IN_PLACE,
 ) -> Any:
     """A pipeline of this class with random weights, from config files; options as in `load_pipeline`.
 
-    `has_host_experts` has no effect: weights are drawn on the device.
+    Blocks that `placing` takes are drawn on the device when they are brought there.
 
     Raises: ModelError for configs that the pipeline's classes reject.
     """
@@ -126,9 +126,7 @@ def random_pipeline(
             names = [name for name, entry in files.index.items() if isinstance(entry, list)]
             parts: dict[str, Any] = {}
             for name in names:
-                parts[name] = _made(files, name, device=device, dtype=own.get(name, dtype))
-                if placement.waits(name, components_of(files.index)):
-                    parts[name].to("cpu")
+                parts[name] = _made(files, name, device=device, dtype=own.get(name, dtype), placing=placing)
             flags = {
                 name: value
                 for name, value in files.index.items()
@@ -140,8 +138,6 @@ def random_pipeline(
         raise ModelError(
             f"model {checkpoint}: cannot be made as {pipeline_class.__name__}: {reason}"
         ) from error
-    if not placement.holds_all:
-        let_wait(pipeline, torch.device(device))
     logger.info(
         "made %s of %s on %s in %s: random weights", pipeline_class.__name__, checkpoint, device, dtype
     )
@@ -155,14 +151,19 @@ def random_component(checkpoint: Path, name: str, *, device: str, dtype: torch.d
 
 def draw_weights(model: torch.nn.Module, *, name: str) -> None:
     """Random values for every parameter, seeded by its name and `name`."""
-    tables = {
+    tables = _tables(model)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            draw_weight(parameter, f"{name}.{parameter_name}", is_table=parameter_name in tables)
+
+
+def _tables(model: torch.nn.Module) -> Collection[str]:
+    """The names of weights of embeddings."""
+    return {
         f"{prefix}.weight".lstrip(".")
         for prefix, module in model.named_modules()
         if isinstance(module, torch.nn.Embedding)
     }
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            draw_weight(parameter, f"{name}.{parameter_name}", is_table=parameter_name in tables)
 
 
 def draw_weight(parameter: Any, name: str, *, is_table: bool = False) -> None:
@@ -187,7 +188,9 @@ def _seed(name: str) -> int:
     return int.from_bytes(digest[:7], "little")
 
 
-def _made(files: Checkpoint, name: str, *, device: str, dtype: torch.dtype) -> Any:
+def _made(
+    files: Checkpoint, name: str, *, device: str, dtype: torch.dtype, placing: Placing = IN_PLACE
+) -> Any:
     library, class_name = files.index[name]
     if class_name is None:
         return None
@@ -196,14 +199,28 @@ def _made(files: Checkpoint, name: str, *, device: str, dtype: torch.dtype) -> A
     kind = getattr(importlib.import_module(library), class_name)
     if not has_weights(name):
         return kind.from_config(dict(files.configs[name]))
-    with torch.device(device), _default_dtype(dtype), no_init_weights():
+    is_placed = placing.takes(name)
+    without_memory = init_empty_weights(include_buffers=False) if is_placed else nullcontext()
+    with torch.device(device), _default_dtype(dtype), no_init_weights(), without_memory:
         if library == "transformers":
             model = kind._from_config(AutoConfig.from_pretrained(files.path / name), dtype=dtype)
-            model.tie_weights()  # part of the initialisation that was skipped
         else:
             model = kind.from_config(dict(files.configs[name]))
+    if library == "transformers":
+        model.tie_weights()  # part of the initialisation that was skipped
     keep_in_fp32(model)
-    draw_weights(model, name=name)
+    if not is_placed:
+        draw_weights(model, name=name)
+        return model.eval()
+    tables = _tables(model)
+
+    @torch.no_grad()
+    def draw(parameter_name: str, like: Any) -> Any:
+        drawn = torch.nn.Parameter(torch.empty_like(like, device=device), requires_grad=like.requires_grad)
+        draw_weight(drawn, f"{name}.{parameter_name}", is_table=parameter_name in tables)
+        return drawn
+
+    placing.begin(name, model, draw)
     return model.eval()
 
 

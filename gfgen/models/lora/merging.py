@@ -40,6 +40,7 @@ from gfgen.models.lora.accounting import Placed
 from gfgen.models.lora.fit import KEPT_FILES
 from gfgen.models.lora.reading import Content, components_of, read_lora
 from gfgen.models.lora.weights import FixedWeight, QuantisedRows, original_weights
+from gfgen.models.streaming.stream import stream_of
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +146,7 @@ class _Loaded:
 class _Model:
     """A model's weights, and the original values of those that were ever changed.
 
-    An offloaded expert's weights may be on the device or in host memory. Its changes are always computed on
-    the device, which may round differently from a CPU.
+    Streamed weights have their original values after each read, and are changed then.
     """
 
     def __init__(
@@ -159,9 +159,7 @@ class _Model:
         self._model = model
         self._read = read
         self._host = _HostMemory() if keeps_on_host else None
-        hook = getattr(model, "_hf_hook", None)
-        self._device: torch.device | None = None if hook is None else hook.execution_device
-        """Where an offloaded expert computes; None for a model that stays where it is."""
+        self._stream = stream_of(model)
         self._weights: dict[str, _Weight] = {}
         """Under the names of diffusers' model."""
         self._base: dict[str, Tensor] = {}
@@ -170,7 +168,7 @@ class _Model:
 
     @property
     def weights(self) -> Mapping[str, _Weight]:
-        if not self._weights or self._device is not None:  # an offloaded expert may have moved since
+        if not self._weights:
             self._weights = original_weights(self._model)
         return self._weights
 
@@ -180,10 +178,14 @@ class _Model:
         self._run_beside(wanted)
         weights = {name: x for name, x in self._weights.items() if not isinstance(x, FixedWeight)}
         wanted = {name: changes for name, changes in wanted.items() if name in weights}
+        if self._stream is not None:
+            streamed = [name for name in wanted if self._stream.streams(name, weights[name])]
+            self._stream.patch({name: _adding(wanted[name], to=weights[name]) for name in streamed})
+            wanted = {name: each for name, each in wanted.items() if name not in streamed}
         for name in sorted(self._changed - wanted.keys()):
             weight, base = weights[name], self._base[name]
             if isinstance(weight, QuantisedRows):
-                weight.copy_(base.to(self._place(weight), non_blocking=True), is_original=True)
+                weight.copy_(base.to(weight.device, non_blocking=True), is_original=True)
             else:
                 weight.copy_(base, non_blocking=True)
         self._changed &= wanted.keys()
@@ -193,10 +195,10 @@ class _Model:
         self._changed |= wanted.keys()
         for name, changes in wanted.items():
             weight, base = weights[name], self._base[name]
-            if isinstance(weight, Tensor) and self._device is None:
+            if isinstance(weight, Tensor):
                 out = weight
             else:
-                out = torch.empty(weight.shape, dtype=weight.dtype, device=self._place(weight))
+                out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             source = base if base.device == out.device else out.copy_(base, non_blocking=True)
             for change, scale in changes:
                 change.add(source, scale, out=out)
@@ -211,12 +213,9 @@ class _Model:
         for name, weight in fixed.items():
             changes = wanted.get(name, ())
             for change, _ in changes:
-                change.move(self._place(weight))
+                change.move(weight.device)
             weight.run_beside(partial(_sum_beside, changes) if changes else None)
         self._model.__dict__["runs_beside"] = not wanted.keys().isdisjoint(fixed)
-
-    def _place(self, weight: _Weight) -> torch.device:
-        return self._device or weight.device
 
     def _originals(self, weights: Mapping[str, Tensor | QuantisedRows]) -> Iterator[tuple[str, Tensor]]:
         """Copies of weights that were never changed."""
@@ -225,11 +224,11 @@ class _Model:
             if isinstance(weight, QuantisedRows):
                 quantised[name] = weight
             else:
-                yield name, self._copy_of(weight, device=self._place(weight))
+                yield name, self._copy_of(weight, device=weight.device)
         if not quantised:
             return
         assert self._read is not None
-        device = self._place(next(iter(quantised.values())))
+        device = next(iter(quantised.values())).device
         for name, weight in self._read(quantised, device=device):
             copy = self._copy_of(weight, device=device)
             if not quantised[name].hold(copy.to(device)):
@@ -240,6 +239,10 @@ class _Model:
         if self._host is None:
             return weight.to(device, copy=True)
         return self._host.copy_of(weight, is_pinned=device.type == "cuda")
+
+
+def _adding(changes: Sequence[tuple[_Change, float]], *, to: Any) -> Sequence[Callable[[], None]]:
+    return [partial(change.add, to, scale, out=to) for change, scale in changes]
 
 
 class _HostMemory:

@@ -25,6 +25,9 @@ class QuantisedRows:
     file_scales: Tensor | None = None
     """Of original values, if the model's files have them in as few bits."""
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.values.untyped_storage()
+
     @property
     def shape(self) -> torch.Size:
         return self.values.shape

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -71,7 +72,7 @@ def counted_attention(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: T
     tensors = (query, key, value)
     if not is_fast(query.device, query.dtype):
         return by_mask(*tensors, num_tokens_B)
-    plans = _OF_THREAD.plans
+    plans = kept().plans
     call = (query.device, query.shape, *(x.stride() for x in tensors))
     if call not in plans:
         with torch.cuda.device(query.device):
@@ -106,7 +107,7 @@ def by_mask(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor) -> 
     return result.transpose(1, 2).masked_fill(~is_there_BL[:, :, None, None], 0)
 
 
-class _OfThread(threading.local):
+class Kept:
     """cuDNN's handles, and plans by shapes and strides, of one thread.
 
     Plans are kept, since graphs launch their kernels. Texts have 16 lengths for each size of picture.
@@ -114,16 +115,24 @@ class _OfThread(threading.local):
 
     def __init__(self) -> None:
         self.handles: dict[torch.device, Any] = {}
-        self.plans: dict[object, Attention] = {}
+        self.plans: dict[object, Callable[..., Tensor]] = {}
 
 
-_OF_THREAD = _OfThread()
+# Threads that run in a copy of another one's context, and never at the same time, share what it keeps.
+_KEPT: ContextVar[Kept] = ContextVar("kept")
+
+
+def kept() -> Kept:
+    """What the calling thread keeps, from now on."""
+    if _KEPT.get(None) is None:
+        _KEPT.set(Kept())
+    return _KEPT.get()
 
 
 def handle_of(device: torch.device) -> Any:
     import cudnn
 
-    handles = _OF_THREAD.handles
+    handles = kept().handles
     if device not in handles:
         handles[device] = cudnn.create_handle()
     return handles[device]

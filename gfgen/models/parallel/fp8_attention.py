@@ -14,7 +14,6 @@ Source: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/At
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gfgen.errors import ModelError, in_one_line
-from gfgen.models.parallel.counted_attention import MODULE, by_mask, forgo, handle_of
+from gfgen.models.parallel.counted_attention import MODULE, by_mask, forgo, handle_of, kept
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ def fp8_attention(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tenso
         return _in_steps(query, key, value, num_tokens_B)
     head_dim = query.shape[-1]
     tensors = [_padded(x) for x in (query, key, value)]
-    plans = _OF_THREAD.plans
+    plans = kept().plans
     call = (query.device, num_tokens_B is None, head_dim, *((x.shape, x.stride()) for x in tensors))
     if call not in plans:
         with torch.cuda.device(query.device):
@@ -130,16 +129,6 @@ def _in_steps(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor | 
 def _padded(x: Tensor) -> Tensor:
     missing = -x.shape[-1] % _SIDE
     return functional.pad(x.view(torch.uint8), (0, missing)).view(E4M3) if missing else x
-
-
-class _OfThread(threading.local):
-    """Plans by shapes and strides, of one thread."""
-
-    def __init__(self) -> None:
-        self.plans: dict[object, Callable[..., Tensor]] = {}
-
-
-_OF_THREAD = _OfThread()
 
 
 def _plan(

@@ -49,8 +49,9 @@ from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.stepping.channels_last import channels_last
 from gfgen.models.stepping.program import NotSteppableError, sets_processors
 from gfgen.models.stepping.stepper import IS_FINISHED, NUM_DONE, NUM_ITERATIONS, SEED, Stepper, is_finished
-from gfgen.models.stepping.values import pack, parts_of, unpack
+from gfgen.models.stepping.values import changes_in_calls, pack, parts_of, unpack
 from gfgen.models.stepping.weighted import with_embeddings
+from gfgen.models.streaming.turns import present_place, streams
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class PipelineAdapter(Adapter):
             channels_last(pipeline)
         self._shares_tokens = _prepare_sharing(pipeline, geometry)
         self.patches = Patches(pipeline)
-        self._calls = functools.lru_cache(NUM_SCHEDULERS)(self._new_call)
+        self._calls = functools.lru_cache(2 * NUM_SCHEDULERS)(self._new_call)
 
     def encode(self, spec: JobSpec) -> Fields:
         self.patches.merge(spec)
@@ -171,6 +172,14 @@ class PipelineAdapter(Adapter):
         if self._can_record:
             self._evaluate = functools.partial(evaluate_call, by=forward)
 
+    @property
+    def takes_turns(self) -> bool:
+        """Not where calls change more than their pipeline and its scheduler, which each of them has."""
+        pipeline = self.pipeline
+        changed = [name for name, part in pipeline.components.items() if changes_in_calls(part)]
+        may_take = changed == ["scheduler"] and not sets_processors(type(pipeline).__call__)
+        return may_take and any(map(streams, _transformers(pipeline)))
+
     def _sound_rate(self) -> int:
         """Samples per second, which the component that makes sound has in its config."""
         for part in self.pipeline.components.values():
@@ -181,12 +190,14 @@ class PipelineAdapter(Adapter):
         return DEFAULT_SOUND_RATE
 
     def _call(self, spec: JobSpec) -> Stepper | WholeCall:
-        return self._calls(None if spec.scheduler is None else json.dumps(spec.scheduler, sort_keys=True))
+        options = None if spec.scheduler is None else json.dumps(spec.scheduler, sort_keys=True)
+        return self._calls(options, present_place())
 
-    def _new_call(self, scheduler: str | None) -> Stepper | WholeCall:
+    def _new_call(self, scheduler: str | None, place: int) -> Stepper | WholeCall:
+        """Calls that take turns have pipelines of their own, since a call sets attributes of its pipeline."""
         pipeline = self.pipeline
-        if scheduler is not None:
-            made = scheduler_like(pipeline.scheduler, json.loads(scheduler))
+        if scheduler is not None or place:
+            made = scheduler_like(pipeline.scheduler, json.loads(scheduler or "{}"))
             settings = {
                 name: pipeline.config[name] for name in pipeline.config if name in _settings(pipeline)
             }

@@ -19,10 +19,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import FrozenDict
 
 from gfgen.models.families.adapter import Fields
-from gfgen.models.loading.components import OWN_CODE
 from gfgen.models.stepping.program import (
     Checkpoint,
     Namespace,
@@ -32,7 +30,7 @@ from gfgen.models.stepping.program import (
     program_of,
     sets_processors,
 )
-from gfgen.models.stepping.values import changes_by_use, pack, parts_of, unpack
+from gfgen.models.stepping.values import changes_by_use, changes_in_calls, pack, parts_of, unpack
 
 PLACE, IS_FINISHED, NUM_ITERATIONS, NUM_DONE = "place", "is_finished", "num_iterations", "num_done"
 """Scalars of a state: where the call continues, whether all iterations are done, how many the denoising loop
@@ -59,7 +57,7 @@ class Stepper:
         pipeline.set_progress_bar_config(disable=True)
         self._parts = parts_of(pipeline)
         self._attributes: dict[str, _Attributes] = {
-            name: _Attributes(part) if _changes_in_calls(part) else _Settings(part)
+            name: _Attributes(part) if changes_in_calls(part) else _Settings(part)
             for name, part in self._parts.items()
             if not isinstance(part, torch.nn.Module)
         }
@@ -279,7 +277,7 @@ def _shallow(value: Any) -> Any:
 def _is_same(before: Any, value: Any) -> bool:
     """Whether nothing has changed a value, as far as that can be seen without looking into tensors."""
     if before is value:
-        return not _changes_in_calls(value)
+        return not changes_in_calls(value)
     if type(before) is not type(value):
         return False
     if isinstance(value, list):
@@ -287,12 +285,6 @@ def _is_same(before: Any, value: Any) -> bool:
     if isinstance(value, dict):
         return before.keys() == value.keys() and all(_is_same(before[key], value[key]) for key in value)
     return isinstance(value, (bool, int, float, str)) and before == value
-
-
-def _changes_in_calls(part: Any) -> bool:
-    """Whether calls set attributes of a part: the pipeline, a scheduler, a guider; not a network."""
-    is_ours = type(part).__module__.partition(".")[0] in ("diffusers", OWN_CODE)
-    return is_ours and not isinstance(part, torch.nn.Module) and not isinstance(part, FrozenDict)
 
 
 def _locals(values: Mapping[str, Any]) -> dict[str, Any]:

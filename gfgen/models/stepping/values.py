@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
+from diffusers.configuration_utils import FrozenDict
 
 from gfgen.models.families.adapter import HOST, SAMPLE, Fields
 from gfgen.models.loading.components import OWN_CODE
@@ -69,6 +70,12 @@ def changes_by_use(value: Any) -> bool:
         return any(map(changes_by_use, value))
     is_ours = type(value).__module__.partition(".")[0] in PACKAGES
     return is_ours and not isinstance(value, torch.nn.Module) and not dataclasses.is_dataclass(value)
+
+
+def changes_in_calls(part: Any) -> bool:
+    """Whether calls set attributes of a part: the pipeline, a scheduler, a guider; not a network."""
+    is_ours = type(part).__module__.partition(".")[0] in ("diffusers", OWN_CODE)
+    return is_ours and not isinstance(part, torch.nn.Module) and not isinstance(part, FrozenDict)
 
 
 class _Packer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,10 +28,7 @@ def with_embeddings(pipeline: Any, arguments: Mapping[str, Any], *, device: str)
     makers = []  # new for each job: they keep an embedding, which LoRAs change
     for end in ("", "_2"):
         if (encoder := getattr(pipeline, f"text_encoder{end}", None)) is not None:
-            called = functools.partial(encoder)
-            # If it waits in host memory, its own device is none.
-            vars(called).update(device=torch.device(device), dtype=encoder.dtype)
-            makers.append(Compel(getattr(pipeline, f"tokenizer{end}"), called, **options))
+            makers.append(Compel(getattr(pipeline, f"tokenizer{end}"), encoder, **options))
     embeds: Any = torch.cat([_embeddings(maker, parts) for maker in makers], dim=-1)
     made = dict(zip((f"{name}prompt_embeds" for name in texts), embeds.split(1), strict=True))
     for name, each in zip(texts, parts, strict=True) if is_large else ():

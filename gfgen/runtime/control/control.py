@@ -291,7 +291,8 @@ class Control:
     def dispatch(self, snapshot: Snapshot) -> list[Dispatch]:
         """Ask the policy, and start what it decides."""
         dispatches: list[Dispatch] = []
-        decisions = self.decider.decide(snapshot)
+        state, decisions = self.state, self.decider.decide(snapshot)
+        decisions = state.sharing.arranged(decisions, snapshot, holds_back=state.holds_back)
         if not decisions and self.state.is_stuck:
             self._explain_standstill(snapshot)
         for decision in decisions:
@@ -304,7 +305,7 @@ class Control:
         return dispatches
 
     def start(self, decision: Decision) -> Sequence[Dispatch]:
-        """Dispatch a decision, with its batch; none when it is illegal, which is the policy's fault."""
+        """Dispatch a decision, and what runs with it; none if it is illegal, which is the policy's fault."""
         try:
             dispatches = self.state.begin(decision)
         except PolicyFault as fault:

@@ -16,13 +16,14 @@ from gfgen.errors import WorkerError
 from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.policies.fair_share import Shares
-from gfgen.runtime.control.batches import batch_peers, with_equal_calls
+from gfgen.runtime.control.batches import with_equal_calls
 from gfgen.runtime.control.closing import Closing
 from gfgen.runtime.control.decider import legal_job
 from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.control.jobs import Jobs
 from gfgen.runtime.control.ranks import Flight, Flights, Ranks
 from gfgen.runtime.control.residency import ModelTurns
+from gfgen.runtime.control.sharing import Sharing
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
@@ -66,6 +67,7 @@ class State:
         )
         self.closing = Closing(start, costs, self.jobs.records)
         self.shares = Shares()
+        self.sharing = Sharing(start.reads_s, self.jobs.records, costs)
         self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, self.ranks.islands)))
         """The most ranks that one task can use."""
         self._job_costs = JobCosts(self.jobs.records, costs)
@@ -177,7 +179,7 @@ class State:
         )
 
     def begin(self, decision: Decision) -> list[Dispatch]:
-        """Register a decision as the next dispatches: one, or one for each job of a batch.
+        """Register a decision as the next dispatches: one, or one for each job of a batch or shared step.
 
         Raises: PolicyFault when it is illegal; nothing has changed then.
         """
@@ -190,8 +192,7 @@ class State:
             max_degree=self.max_degree,
         )
         task, layout, batch = decision.task, decision.layout, None
-        peers = batch_peers(record) if len(record.batch) > 1 and layout.degree == 1 else ()
-        if peers:
+        if peers := self.sharing.peers(record, decision):
             first = self.flights.last_number + 1
             batch = range(first, first + 1 + len(peers))
         lead = self._begin(record, task, layout, batch=batch)
@@ -242,7 +243,7 @@ class State:
         if task.stage is Stage.DENOISE and self.closing.closes_s < math.inf:
             self.closing.note(cost_class, degrees)
         if batch is not None:
-            record.usage.batch = max(record.usage.batch, len(batch))
+            record.usage.batch = max(record.usage.batch, min(len(batch), len(record.batch)))
         if task.index == 0:
             self.closing.room.left_bytes -= record.file_bytes
         record.flights.append(flight)
@@ -298,9 +299,7 @@ class State:
         record.progress.complete(dispatch.number, ended_s, is_decode=task.stage is Stage.DECODE)
         record.usage.add(task.stage, layout, event, busy_s=busy_s, rank_s=rank_s)
         self.shares.serve(record.owner, rank_s)
-        cost_class = record.cost_class
-        if dispatch.batch is not None:  # which the job, or others of it, may have left meanwhile
-            cost_class = self._costs.class_of(record.job, batch=len(dispatch.batch))
+        cost_class = self.sharing.class_of(record, dispatch)
         kind = cost_class, task.stage, layout.degrees
         if event.is_first_use:
             self._costs.observe_first_use(*kind, busy_s, prepared_s=max(x.prepared_s for x in event.times))

@@ -82,6 +82,8 @@ class RunStart:
     """Sets of ranks that reach each other's memory. None: all do."""
     batch: int = 1
     """The most jobs that take their steps together."""
+    reads_s: Mapping[str, float] = field(default_factory=dict)
+    """By model whose blocks are read for each forward: the time that the reads of one take."""
     num_writers: int = 1
     """Processes that write files; looks ahead count with them."""
     first_use_s: float = 0.0
@@ -104,6 +106,7 @@ class RunStart:
             "resident": None if self.resident is None else sorted(self.resident),
             "islands": self.islands,
             "batch": self.batch,
+            "reads_s": dict(self.reads_s),
             "first_use_s": self.first_use_s,
             "warm": sorted(self.warm),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 from gfgen.gfc.arena import ArenaPlan
@@ -32,8 +33,8 @@ class RankSettings:
     precision: Precision = Precision()
     has_graphs: bool = False
     """On a GPU: whether forwards may be recorded, to be launched at once."""
-    placement: Placement = Placement()
-    """On a GPU: which components it holds."""
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """Of models with streamed blocks, by checkpoint."""
     patch_copies_on_host: tuple[str, ...] = ()
     """On a GPU: models of which host memory has the copies of the weights that patches change."""
     trusts_code: bool = False
@@ -70,6 +71,8 @@ class WorkerSettings:
     ranks: RankSettings
     tuned_tables: Mapping[str, str] = field(default_factory=dict)
     """On a GPU: by which all ranks choose kernels of exchanges (gfc/cuda/selector.py)."""
+    host_copies: Mapping[str, Connection] = field(default_factory=dict)
+    """By checkpoint: a descriptor of the memory with its streamed blocks, which all ranks share."""
 
     @property
     def gpu(self) -> int:

@@ -24,7 +24,8 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess, current_process
 from typing import Any
 
@@ -82,6 +83,8 @@ class Launcher:
             self._tuned_tables = tuned_tables()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOADS[settings.device] if preload is None else preload))
+        self.host_copies: Mapping[str, Connection] = {}
+        """By checkpoint: handed to each worker."""
         self._keep_fds = keep_fds
         """All processes keep these open until they end."""
         self._worker_main = worker_main or WORKER_MAINS[settings.device]
@@ -89,7 +92,7 @@ class Launcher:
         ensure_fork_server(keep_fds)
 
     def start_worker(self, rank: int, checkpoints: tuple[str, ...]) -> tuple[BaseProcess, Channel]:
-        settings = WorkerSettings(rank, checkpoints, self._settings, self._tuned_tables)
+        settings = WorkerSettings(rank, checkpoints, self._settings, self._tuned_tables, self.host_copies)
         return self._start(f"rank {rank}", self._worker_main, settings)
 
     def start_writer(self, idx: int) -> tuple[BaseProcess, Channel]:

@@ -12,6 +12,7 @@ import selectors
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -88,8 +89,8 @@ class WorkerPool:
     ) -> None:
         self.settings = settings
         self.models = HeldModels(checkpoints)
-        holds_all = settings.placement.holds_all and not settings.patch_copies_on_host
-        patience = Patience() if holds_all and not settings.precision.layers else Patience().with_copies()
+        has_copies = settings.placements or settings.patch_copies_on_host or settings.precision.layers
+        patience = Patience().with_copies() if has_copies else Patience()
         self.patience = patience.with_shared_gpus(settings.ranks_per_gpu)
         """With its ranks; more where they share GPUs or copy weights."""
         self.clock = AwakeClock()
@@ -100,6 +101,9 @@ class WorkerPool:
             preload=preload,
             keep_fds=keep_fds,
         )
+        self._launcher.host_copies = {
+            path: Connection(placement.new_copy()) for path, placement in settings.placements.items()
+        }
         self._arenas = RankArenas(
             settings.arena_plan, num_ranks=settings.num_ranks, are_on_gpus=settings.are_on_gpus
         )
@@ -331,6 +335,8 @@ class WorkerPool:
         for child in self.children:
             child.reap(patience_s=_EXIT_S)
         self._arenas.close()
+        for copy in self._launcher.host_copies.values():
+            copy.close()
 
     def __enter__(self) -> WorkerPool:
         return self

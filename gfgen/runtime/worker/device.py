@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -21,51 +20,16 @@ from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import LayoutGroup
-from gfgen.graph import Stage, Task
-from gfgen.models.families.adapter import Adapter, BatchAdapter, Fields
+from gfgen.models.families.adapter import Adapter, Fields
 from gfgen.models.fast import stop_checks
-from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.ipc.messages import Arenas, MemoryUse, RunTask, SendState, WarmUp
 from gfgen.runtime.worker import jobs
 from gfgen.runtime.worker.dispatches import Dispatches
+from gfgen.runtime.worker.execution import are_separate, execute
+from gfgen.runtime.worker.jobs import RankTask
 from gfgen.system.machine import give_back_freed_memory
 
 Thread = Literal["main", "receiver", "sender", "watcher", "frames"]
-
-
-@dataclass(slots=True)
-class RankTask:
-    """A dispatch as one rank runs it, and how that went."""
-
-    message: RunTask
-    job: jobs.RankJob
-    task: Task
-    frames_fd: int | None = None
-    """The writer's memory, for a decode; the thread for frames closes it."""
-    made: dict[str, Fields] = field(default_factory=dict)
-    """What the task makes, which may be only enqueued."""
-    total: torch.Tensor | None = None
-    """`sum_of` its output; in host memory when the task has ended."""
-    is_there: Any = None
-    """The device's event that follows the output; None if it is there."""
-    launch: Any = None
-    """The device's own notes."""
-    started_s: float = 0.0
-    ended_s: float = 0.0
-    waited_s: float = 0.0
-    moved_s: float = 0.0
-    idle_s: float | None = None
-    """By the device's clock: from the end of the previous task to the start of this one."""
-    peak_bytes: int | None = None
-    """The most that was allocated on a GPU while the task was launched."""
-    is_first_use: bool = False
-    """Nothing of its kind ran in this process before, or its forwards were recorded for it."""
-    prepared_s: float = 0.0
-    """The part of `waited_s` in which forwards were recorded."""
-
-    @property
-    def number(self) -> int:
-        return self.message.number
 
 
 class Device:
@@ -156,7 +120,7 @@ class Device:
         )
 
     def run(self, works: Sequence[RankTask]) -> None:
-        """Meet the other ranks and launch a task, or the steps of a batch, which this rank runs alone.
+        """Meet the other ranks and launch a task, or steps of several jobs, which this rank runs alone.
 
         Raises: InputVoidError when the last of them is given up; AbortedError when all of them are.
         """
@@ -165,7 +129,8 @@ class Device:
         started_s = time.monotonic()
         with stop_checks.watching(self._watch_of(works)):
             execute(self.adapters, works, group)
-        is_first_use = self.note_used({(*task_kind(works[-1], self._rank), len(works))})
+        number = 1 if are_separate(self.adapters, works) else len(works)
+        is_first_use = self.note_used({(*task_kind(each, self._rank), number) for each in works})
         for work in works:
             work.total, work.is_first_use = jobs.sum_of(work.made), is_first_use
             work.waited_s += started_s - arrived_s
@@ -229,38 +194,6 @@ def meet(endpoint: Any, message: RunTask) -> LayoutGroup | None:
     )
     group.enter()
     return group
-
-
-def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: LayoutGroup | None) -> None:
-    """Run a task, or the steps of a batch; each gets the artifacts that it makes."""
-    work = works[-1]
-    adapter = adapters[work.job.start.checkpoint]
-    if len(works) == 1:
-        work.made = _executed(adapter, work, None if group is None else parallel_from(group))
-        return
-    assert work.task.step is not None
-    inputs = [jobs.step_input(each.job) for each in works]
-    made = cast(BatchAdapter, adapter).denoise_batch(inputs, step=work.task.step)
-    for each, latents in zip(works, made, strict=True):
-        each.made = {"latents": latents}
-
-
-def _executed(adapter: Adapter, work: RankTask, parallel: Parallel | None) -> dict[str, Fields]:
-    task, spec, artifacts = work.task, work.job.start.spec, work.job.artifacts
-    match task.stage:
-        case Stage.ENCODE:
-            return {"prompt": adapter.encode(spec)}
-        case Stage.PREPARE:
-            condition, latents = adapter.prepare(spec, artifacts["prompt"])
-            return {"condition": condition, "latents": latents}
-        case Stage.DENOISE:
-            assert task.step is not None
-            return {"latents": adapter.denoise(*jobs.step_input(work.job), step=task.step, parallel=parallel)}
-        case Stage.APPROXIMATE:
-            assert task.step is not None
-            return {"latents": adapter.approximate(*jobs.step_input(work.job), step=task.step)}
-        case Stage.DECODE:
-            return {"frames": adapter.decode(spec, artifacts["latents"], parallel=parallel)}
 
 
 def share_time(works: Sequence[RankTask], started_s: float, ended_s: float) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from gfgen.models.families.adapter import Adapter
 from gfgen.models.families.registry import load_adapter
+from gfgen.models.geometry.weights import WHOLE
 from gfgen.models.loading.stored_weights import StoredWeights
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Loading, WorkerFailed, WorkerReady
@@ -90,7 +91,8 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
         has_random_weights=settings.ranks.has_random_weights,
         trusts_code=settings.ranks.trusts_code,
         kernels=settings.ranks.kernels,
-        placement=settings.ranks.placement,
+        placement=settings.ranks.placements.get(path, WHOLE),
+        copy_fd=settings.host_copies[path].fileno() if path in settings.host_copies else None,
         quantised=settings.ranks.precision.quantised(Path(path)),
     )
     adapter.patches.keeps_on_host = path in settings.ranks.patch_copies_on_host

@@ -21,8 +21,7 @@ from gfgen.models.fast.recording import Graphs, NotWorthRecordingError
 from gfgen.models.geometry.rules import known
 from gfgen.models.parallel.parallel import Parallel, rehearsal
 from gfgen.runtime.ipc.messages import WarmUp
-from gfgen.runtime.worker.device import RankTask
-from gfgen.runtime.worker.jobs import step_input
+from gfgen.runtime.worker.jobs import RankTask, step_input
 
 MIN_REPLAYS = 3
 """Recording takes about as long as launching a forward once or twice, so it pays for a job of four steps. On

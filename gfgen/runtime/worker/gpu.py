@@ -50,9 +50,7 @@ from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, SendState, 
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.worker.device import (
     Device,
-    RankTask,
     Thread,
-    execute,
     meet,
     peak_host_bytes,
     share_time,
@@ -60,8 +58,9 @@ from gfgen.runtime.worker.device import (
 )
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
+from gfgen.runtime.worker.execution import are_separate, execute
 from gfgen.runtime.worker.forwards import FIRST_STEPS, Forwards, Kind
-from gfgen.runtime.worker.jobs import Outline, Shipment, receive_state, sum_of
+from gfgen.runtime.worker.jobs import Outline, RankTask, Shipment, receive_state, sum_of
 from gfgen.runtime.worker.loop import Worker
 from gfgen.runtime.worker.memory import DeviceMemory
 from gfgen.runtime.worker.recorder import CudaRecorder
@@ -113,7 +112,7 @@ Arrival = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @dataclass(slots=True)
 class _Launch:
-    """What was enqueued for a task, or for the steps of a batch."""
+    """What was enqueued for a task, or for steps of several jobs."""
 
     works: Sequence[RankTask]
     begun: torch.cuda.Event
@@ -287,12 +286,13 @@ class GpuDevice(Device):
         message, job = work.message, work.job
         arrival, self._arrival = self._arrival, None
         arrived_s = time.monotonic()
-        forward = self.forwards.kind_of(works) if work.task.stage is Stage.DENOISE else None
+        is_separate = are_separate(self.adapters, works)
+        has_forward = work.task.stage is Stage.DENOISE and not is_separate  # nothing is recorded for them
+        forward = self.forwards.kind_of(works) if has_forward else None
         kinds = task_kinds(work, self._rank, forward)
-        # accelerate's hooks give memory back to the device when they have copied weights
-        is_sure = not self._has_peers or (
-            self._settings.ranks.placement.holds_all and self._memory.is_familiar(kinds)
-        )
+        if is_separate:
+            kinds = kinds.union({len(works)}, *[task_kinds(each, self._rank, None) for each in works])
+        is_sure = not self._has_peers or self._memory.is_familiar(kinds)
         prepared_s = self._get_ready(works, forward, may_block=not is_sure)
         ready_s = time.monotonic()
         with self._memory.launching(kinds, model=job.start.spec.model or ""):
@@ -308,7 +308,8 @@ class GpuDevice(Device):
         if group is not None or message.transfers:
             sources = {transfer.source for transfer in message.transfers}
             outcome = self.endpoint.outcome(message.number, sources=sources)
-        launch, is_there = _Launch(works, begun, entered, outcome, arrival), self.event()
+        good = [each for each in works if each.error is None]
+        launch, is_there = _Launch(good, begun, entered, outcome, arrival), self.event()
         is_first_use = self.note_used(kinds - patch_kinds(work)) or prepared_s > 0
         for each in works:
             each.is_first_use, each.prepared_s = is_first_use, prepared_s / len(works)

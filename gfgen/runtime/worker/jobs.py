@@ -193,6 +193,43 @@ class RankJob:
         return {name: (dtype, shape) for name, dtype, shape in listed}, scalars
 
 
+@dataclass(slots=True)
+class RankTask:
+    """A dispatch as one rank runs it, and how that went."""
+
+    message: RunTask
+    job: RankJob
+    task: Task
+    frames_fd: int | None = None
+    """The writer's memory, for a decode; the thread for frames closes it."""
+    made: dict[str, Fields] = field(default_factory=dict)
+    """What the task makes, which may be only enqueued."""
+    total: torch.Tensor | None = None
+    """`sum_of` its output; in host memory when the task has ended."""
+    is_there: Any = None
+    """The device's event that follows the output; None if it is there."""
+    launch: Any = None
+    """The device's own notes."""
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    waited_s: float = 0.0
+    moved_s: float = 0.0
+    idle_s: float | None = None
+    """By the device's clock: from the end of the previous task to the start of this one."""
+    peak_bytes: int | None = None
+    """The most that was allocated on a GPU while the task was launched."""
+    is_first_use: bool = False
+    """Nothing of its kind ran in this process before, or its forwards were recorded for it."""
+    prepared_s: float = 0.0
+    """The part of `waited_s` in which forwards were recorded."""
+    error: Exception | None = None
+    """Why it has failed, if steps of other jobs that ran with it have not."""
+
+    @property
+    def number(self) -> int:
+        return self.message.number
+
+
 def step_input(job: RankJob) -> StepInput:
     """What the next step of a job reads."""
     return StepInput(

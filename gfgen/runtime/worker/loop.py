@@ -31,9 +31,10 @@ from gfgen.errors import AbortedError, PeerTimeoutError
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
-from gfgen.runtime.worker.device import Device, RankTask, Thread
+from gfgen.runtime.worker import jobs
+from gfgen.runtime.worker.device import Device, Thread
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
-from gfgen.runtime.worker.jobs import RankJob, Shipment, outline, output_places, publish, require_finite
+from gfgen.runtime.worker.jobs import RankTask, Shipment
 from gfgen.runtime.worker.memory import is_out_of_memory
 from gfgen.runtime.worker.preparing import Preparation, reason_of, resign
 
@@ -53,9 +54,11 @@ class Worker:
         self._channel = channel
         self._rank = rank
         self._dispatches = dispatches
-        self._jobs: dict[str, RankJob] = {}
+        self._jobs: dict[str, jobs.RankJob] = {}
         self._tasks: queue.SimpleQueue[tuple[Any, list[int]] | None] = queue.SimpleQueue()
-        self._shipments: queue.SimpleQueue[tuple[messages.SendState, Future[Shipment]]] = queue.SimpleQueue()
+        self._shipments: queue.SimpleQueue[tuple[messages.SendState, Future[jobs.Shipment]]] = (
+            queue.SimpleQueue()
+        )
         self._batch: list[RankTask] = []
         """Steps whose input is here, and which wait for the rest of their batch."""
         self._launched: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
@@ -129,7 +132,7 @@ class Worker:
                 self._shipments.put((message, latents))
             case messages.StartJob():
                 slab = Slab(fds[0], SlabPlan.of(message.trajectory))
-                self._jobs[message.spec.id] = RankJob(message, slab, self.device.take_in)
+                self._jobs[message.spec.id] = jobs.RankJob(message, slab, self.device.take_in)
             case messages.ForgetJob():
                 if message.job_id in self._jobs:
                     self._jobs.pop(message.job_id).drop_all()
@@ -234,15 +237,17 @@ class Worker:
         """Meet the other ranks, launch a task or a batch, and let the watcher publish and report."""
         with self._answering(*[work.number for work in works]):
             self.device.run(works)
-            for work in works:
+            for work in sorted(works, key=lambda each: each.error is not None):
                 with self._answering(work.number):  # what it made may be wrong although the others are right
+                    if work.error is not None:
+                        raise work.error
                     self._hand_on(work)
 
     def _hand_on(self, work: RankTask) -> None:
         """Keep what a task made, except frames, for the next tasks, and let the watcher go on."""
         if "latents" in work.made and self._is_publisher(work):
             latents = work.made["latents"]
-            outline(work.job.slab, "latents", work.task.index + 1, latents, producer=work.number)
+            jobs.outline(work.job.slab, "latents", work.task.index + 1, latents, producer=work.number)
         work.frames_fd = None if work.frames_fd is None else os.dup(work.frames_fd)
         kept = {name: fields for name, fields in work.made.items() if name != "frames"}
         with self._dispatches.lock:
@@ -288,12 +293,12 @@ class Worker:
     def _settle(self, work: RankTask) -> None:
         """Publish the output of a task when it has ended, and report."""
         self.device.finish(work)
-        require_finite(work.made, work.total)
+        jobs.require_finite(work.made, work.total)
         if self._is_publisher(work):
             version, store = work.task.index + 1, self.device.store
             for name, fields in work.made.items():
                 if name != "frames":
-                    publish(work.job.slab, name, version, fields, producer=work.number, store=store)
+                    jobs.publish(work.job.slab, name, version, fields, producer=work.number, store=store)
         report = messages.TaskReport(
             work.number,
             started_s=work.started_s,
@@ -349,7 +354,7 @@ class Worker:
     def _store(self, work: RankTask, fd: int) -> None:
         """Copy this rank's rows of all frames, and sound, into the writer's memory."""
         frames = work.made["frames"]
-        for name, place in output_places(frames, fd, work.job.start.trajectory.frames_shape).items():
+        for name, place in jobs.output_places(frames, fd, work.job.start.trajectory.frames_shape).items():
             if name == "frames":
                 self.device.store_rows(frames.tensors[name], place)
             else:

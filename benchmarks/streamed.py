@@ -1,0 +1,126 @@
+"""The same jobs with all weights on the GPU, and with --memory, which streams what does not fit.
+
+    python -m benchmarks.streamed qwen-image --size 1024x1024 --steps 20 --jobs 8 --memory 24GB -- --ranks 1
+    python -m benchmarks.streamed wan2.2-ti2v-5b --size 832x480 --frames 49 --steps 20 --memory 16GB
+    python -m benchmarks.streamed --tiny
+
+Options after `--` are those of both runs, such as `--precision fp8`. Weights are random. Each run is a
+process of its own, and its time is that from the first task to the last file, by the trace. Files of both
+runs must have equal bytes; `--only` makes one of them, where a call may not take long. Memory is torch's peak
+and what it took from the GPU, by the trace, and the most that nvidia-smi shows for a process. `--tiny` tries
+the script out on CPU ranks, which stream nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PROMPTS = ("a red fox in the snow", "two boats at sunset", "a castle on a hill", "rain in a city at night")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="tiny-qwen-image")
+    parser.add_argument("--size", default="64x64")
+    parser.add_argument("--frames", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--memory", default="24GB")
+    parser.add_argument("--negative-prompt", help="Gives models guidance that have it with this only.")
+    parser.add_argument("--only", choices=("whole", "streamed"))
+    parser.add_argument("--tiny", action="store_true")
+    own, _, given = _split(sys.argv[1:])
+    asked = parser.parse_args(own)
+    options = [*given, *(["--device", "cpu", "--ranks", "1"] if asked.tiny else [])]
+    limits = {"whole": [], "streamed": [] if asked.tiny else ["--memory", asked.memory]}
+    print(f"{asked.model} {asked.size}x{asked.frames}, {asked.steps} steps, {asked.jobs} jobs, {options}")
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in [asked.only] if asked.only else limits:
+            found = run(asked, [*options, *limits[name]], Path(folder) / name)
+            gb = ", ".join(f"{key} {value / 1e9:.1f}" for key, value in found["bytes"].items())
+            words = " ".join(limits[name]) or "all on the GPU"
+            print(f"{words:16} {found['seconds'] / asked.jobs:8.3f} s a job   GB: {gb}", flush=True)
+            print(*(f"    {line}\n" for line in found["told"]), end="")
+            results.append(found)
+    if len(results) == 2:
+        whole, streamed = results
+        is_equal = whole["files"] == streamed["files"]
+        print(
+            f"ratio {streamed['seconds'] / whole['seconds']:.3f}, files {'equal' if is_equal else 'DIFFER'}"
+        )
+        sys.exit(not is_equal)
+
+
+def _split(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], "--", words[end + 1 :]
+
+
+def run(asked: argparse.Namespace, options: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The time, the memory and the files of one run."""
+    jobs = folder.with_suffix(".jsonl")
+    lines = [
+        {"id": f"job-{idx}", "prompt": PROMPTS[idx % len(PROMPTS)], "seed": idx, "model": asked.model}
+        | {"size": asked.size, "frames": asked.frames, "steps": asked.steps}
+        | ({} if asked.negative_prompt is None else {"negative_prompt": asked.negative_prompt})
+        for idx in range(asked.jobs)
+    ]
+    jobs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace = folder.with_suffix(".trace")
+    command = [sys.executable, "-m", "gfgen", "run", str(jobs), "--random-weights", "-o", str(folder)]
+    ending, peaks = threading.Event(), [0]
+    watcher = threading.Thread(target=_watch, args=(ending, peaks))
+    watcher.start()
+    try:
+        done = subprocess.run([*command, "--trace", str(trace), *options], capture_output=True, text=True)
+    finally:
+        ending.set()
+        watcher.join()
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+    entries = json.loads(trace.read_text())
+    slices = [each for each in entries if each["ph"] == "X" and each["name"] != "load models"]
+    used = [each["args"] for each in entries if each["name"] == "memory"]
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in (".png", ".mp4")]
+    assert len(files) == asked.jobs, f"{len(files)} files for {asked.jobs} jobs"
+    return {
+        "seconds": (max(x["ts"] + x["dur"] for x in slices) - min(x["ts"] for x in slices)) / 1e6,
+        "files": [hashlib.sha256(path.read_bytes()).hexdigest() for path in files],
+        "bytes": {
+            "torch": max((size for each in used for size in each["device_peaks"].values()), default=0),
+            "reserved": max((each["reserved_bytes"] for each in used), default=0),
+            "nvidia-smi": peaks[0],
+        },
+        "told": [line for line in done.stderr.splitlines() if "stream" in line or "pins no more" in line],
+    }
+
+
+def _watch(ending: threading.Event, peaks: list[int]) -> None:
+    """Note the most memory that nvidia-smi shows for a process, or for a GPU if it shows no processes."""
+    asks = ("--query-compute-apps=used_memory", "--query-gpu=memory.used")
+    while not ending.wait(0.25):
+        for ask in asks:
+            try:
+                shown = subprocess.run(
+                    ["nvidia-smi", ask, "--format=csv,noheader,nounits"], capture_output=True, text=True
+                )
+            except OSError:
+                return
+            sizes = [int(word) for word in shown.stdout.split() if word.isdigit()]
+            if sizes:
+                peaks[0] = max(peaks[0], max(sizes) << 20)
+                break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Puts the blocks of a model where its placement says, one after the other as they become final.
+
+A model with streamed blocks is larger than its device. So its components are loaded to host memory, or onto
+`meta` where weights are drawn, and each block is brought to the device for its last changes (fused, in 8
+bits). Then a block that is streamed goes to the host copy, and the others stay. The device holds one block
+more than in the end, at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from gfgen.models.geometry.weights import TEXT_ENCODER, WHOLE, Placement, block_key, block_name
+from gfgen.models.streaming.host_copy import HostCopy
+from gfgen.models.streaming.stream import Block, Buffer, Chain, Lane
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "gfgen_placing"
+"""Of all modules of a model that is being placed."""
+_ALIGNMENT = 512
+"""As torch aligns tensors on GPUs: libraries choose kernels by the alignment, and so bits."""
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Where a block belongs."""
+
+    component: str
+    key: str
+    is_streamed: bool
+    is_final: bool = False
+    region: Tensor | None = None
+    """Of a streamed block that is final: its bytes in the host copy."""
+
+
+class Placing:
+    """Places the blocks of one model."""
+
+    def __init__(
+        self,
+        placement: Placement = WHOLE,
+        *,
+        device: torch.device | None = None,
+        copy_fd: int | None = None,
+        brought: Collection[str] = (),
+    ) -> None:
+        """copy_fd: the file for streamed blocks, which ranks share; None makes one. brought: components that
+        are brought block by block although none of them is streamed."""
+        self._placement = placement
+        self._device = device or torch.device("cpu")
+        self._brought = brought
+        self._copy: HostCopy | None = None
+        if placement.streamed:
+            self._copy = HostCopy(fd := placement.new_copy() if copy_fd is None else copy_fd, self._device)
+            if copy_fd is None:
+                os.close(fd)
+        self._models: dict[str, nn.Module] = {}
+        self._origins = WeakKeyDictionary[nn.Module, tuple[str, Callable[[Tensor], Any]]]()
+        """Names and values of parts; what a fused or quantised block replaces must not stay on the device."""
+        self._places: dict[nn.Module, _Place] = {}
+
+    def takes(self, component: str) -> bool:
+        """Whether to load a component without its weights on the device, and give it to `begin`."""
+        return component in self._placement.streamed or component in self._brought
+
+    def begin(
+        self, component: str, model: nn.Module, draw: Callable[[str, Tensor], Tensor] | None = None
+    ) -> None:
+        """Bring all of a component but its blocks to the device.
+
+        draw: gives values to parameters without memory, by their name in the component.
+        """
+        self._models[component] = model
+        streamed = self._placement.streamed.get(component, frozenset())
+        names: dict[Tensor, str] = {tensor: name for name, tensor in model.named_parameters() if draw}
+        tied = WeakValueDictionary[Tensor, Tensor]()
+
+        def drawn(tensor: Tensor) -> Any:
+            found = tied.get(tensor)
+            if found is None and draw is not None:
+                found = tied[tensor] = draw(names[tensor], tensor)
+            return found
+
+        inside = set[nn.Module]()
+        for name, module in model.named_modules():
+            self._origins[module] = name, drawn
+            vars(module)[_ATTRIBUTE] = self
+            if (key := block_key(name)) is not None and block_name(name) == name:
+                self._places[module] = _Place(component, key, key in streamed)
+                inside.update(module.modules())
+        for module in model.modules():
+            if module not in inside:
+                self._bring(module)
+
+    def bring(self, part: nn.Module) -> None:
+        """Bring a part of a block to the device, where it stays if it leaves the block."""
+        for module in part.modules():
+            self._bring(module)
+
+    @contextmanager
+    def final(self, block: nn.Module) -> Iterator[None]:
+        """Around the last changes of a block; inside, it is on the device."""
+        place = self._places.get(block)
+        if place is None or place.is_final:
+            yield
+            return
+        self.bring(block)
+        yield
+        place.is_final = True
+        if place.is_streamed:
+            place.region = self._to_host(block)
+
+    def finish(self) -> None:
+        """Place the blocks that are left, and let forwards stream."""
+        for block in list(self._places):
+            with self.final(block):
+                pass
+        for module in self._origins:
+            vars(module).pop(_ATTRIBUTE)
+        if self._copy is None:
+            return
+        regions = {block: place.region for block, place in self._places.items() if place.region is not None}
+        size = max(map(len, regions.values()), default=0)
+        torch.cuda.empty_cache()  # blocks came to this stream's memory, and tasks have another stream
+        buffers = [Buffer(size, self._device) for _ in range(self._placement.num_buffers)]
+        lane = Lane(self._device, self._copy, buffers)
+        for component, model in self._models.items():
+            modules = [block for block in regions if self._places[block].component == component]
+            found = {self._places[block].key for block in modules}
+            if lacking := self._placement.streamed.get(component, frozenset()) - found:
+                logger.warning("%s lacks the blocks %s, so GPUs hold more", component, sorted(lacking))
+            blocks = {}
+            for idx, module in enumerate(modules):
+                buffer = buffers[idx % len(buffers)]
+                _point(module, at=buffer.bytes)
+                blocks[self._origins[module][0]] = Block(regions[module], buffer)
+            wraps = TEXT_ENCODER.fullmatch(component) is None
+            Chain(blocks, lane, wraps=wraps).attach(model, modules)
+
+    def _bring(self, module: nn.Module) -> None:
+        """Bring a module's own tensors; those of modules that others made are there already."""
+        if module not in self._origins:
+            return
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None or tensor.device == self._device:
+                    continue
+                if tensor.is_meta:
+                    table[name] = self._origins[module][1](tensor)
+                else:
+                    tensor.data = tensor.data.to(self._device)
+
+    def _to_host(self, block: nn.Module) -> Tensor:
+        """Move a block to the host copy."""
+        assert self._copy is not None
+        tensors, num_bytes = _layout(block)
+
+        def fill(region: Tensor) -> None:
+            for tensor, offset in tensors:
+                _part(region, offset, like=tensor).copy_(tensor.detach())
+
+        region = self._copy.region(num_bytes, fill)
+        _point(block, at=region)
+        return region
+
+
+IN_PLACE = Placing()
+"""Of models that are loaded where they stay."""
+
+
+def placing_of(module: nn.Module) -> Placing:
+    """To which a model or a part of it was given, until it has finished."""
+    return cast(Placing, vars(module).get(_ATTRIBUTE, IN_PLACE))
+
+
+def _tensors(block: nn.Module) -> list[Tensor]:
+    """All that a block computes with; layers that are no submodules are joined ones (fast/linears.py)."""
+    found: dict[int, Tensor] = {}
+    for module in block.modules():
+        hidden = [each for each in vars(module).values() if isinstance(each, nn.Linear)]
+        for each in (module, *hidden):
+            for tensor in (*each._parameters.values(), *each._buffers.values()):
+                if tensor is not None and tensor.numel():
+                    found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def _layout(block: nn.Module) -> tuple[list[tuple[Tensor, int]], int]:
+    """Where the tensors of a block begin in its region, and the length of the region.
+
+    Those that are parts of others, as of joined layers, are parts of them there. Larger ones come first, so
+    that these are known. The order does not depend on addresses, which differ between ranks.
+    """
+    found, spans, end = list[tuple[Tensor, int]](), list[tuple[int, int, int]](), 0
+    for tensor in sorted(_tensors(block), key=_extent, reverse=True):
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)
+        offset = next(
+            (at + start - first for first, last, at in spans if first <= start and stop <= last), end
+        )
+        found.append((tensor, offset))
+        if offset == end:
+            spans.append((start, stop, end))
+            end += -(-_extent(tensor) // _ALIGNMENT) * _ALIGNMENT
+    return found, end
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first to its last number."""
+    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return (sum(steps) + 1) * tensor.element_size()
+
+
+def _part(region: Tensor, offset: int, *, like: Tensor) -> Tensor:
+    numbers = region[offset : offset + _extent(like)].view(like.dtype)
+    return numbers.as_strided(like.shape, like.stride())
+
+
+def _point(block: nn.Module, *, at: Tensor) -> None:
+    """Let a block's tensors be parts of these bytes, in which it is laid out."""
+    for tensor, offset in _layout(block)[0]:
+        tensor.data = _part(at, offset, like=tensor)

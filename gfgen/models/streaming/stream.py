@@ -1,0 +1,168 @@
+"""Reads the streamed blocks of a model into a few buffers on its device, ahead of the computation.
+
+Each block has one of the buffers, in turn, so its weights have the same addresses at every read. When a
+forward has left a block, the next block of the same buffer is read into it; a forward enters a block when its
+read has ended. Reads have a stream of their own, and wait for the computation by events:
+
+    computes   ... | block 3 | block 4 | block 5 | ...
+    reads      ... | 5 into the buffer of 2 | 6 into that of 3 | ...      with three buffers
+
+The buffers serve all components. A block that is not where it should be, at first, after another component
+or after a task that was stopped, is read when it is entered. So what was read ahead is never more than a
+guess. On a CPU a read is a copy at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gfgen.models.geometry.weights import block_name
+from gfgen.models.streaming.host_copy import HostCopy
+from gfgen.models.streaming.turns import pause
+
+_ATTRIBUTE = "gfgen_stream"
+"""Of streamed blocks: their chain."""
+
+
+class Buffer:
+    """A buffer on the device, and what it holds or will hold when `ready`."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        # All ones are NaN: a model that does not call its blocks as modules fails at once.
+        self.bytes = torch.full((num_bytes,), 255, dtype=torch.uint8, device=device)
+        self.holds: Block | None = None
+        self.ready: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A streamed block of a model."""
+
+    region: Tensor
+    """Its bytes in host memory."""
+    buffer: Buffer
+    patches: Sequence[Callable[[], None]] = ()
+    """Each changes a weight in the buffer."""
+
+
+class Lane:
+    """The stream of reads of a model, with its buffers and its host copy.
+
+    When the model goes, reads end before their memory is given back.
+    """
+
+    def __init__(self, device: torch.device, copy: HostCopy, buffers: Sequence[Buffer]) -> None:
+        self._device = device
+        is_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_gpu else None  # type: ignore[no-untyped-call]
+        end = weakref.finalize(self, _close, self._stream, copy, [each.bytes for each in buffers])
+        end.atexit = False
+
+    def read(self, block: Block) -> None:
+        """Launch a read behind all that the present stream has launched so far."""
+        buffer, stream = block.buffer, self._stream
+        buffer.holds = None  # until the launch has succeeded
+        if stream is None:
+            _fill(block)
+        else:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                _fill(block)
+                buffer.ready = stream.record_event()
+        buffer.holds = block
+
+    def wait(self, buffer: Buffer) -> None:
+        """Let the present stream wait for the buffer's last read."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(buffer.ready)
+
+
+def _close(stream: torch.cuda.Stream | None, copy: HostCopy, written: Sequence[Tensor]) -> None:
+    if stream is not None:
+        stream.synchronize()
+    copy.close()
+
+
+def _fill(block: Block) -> None:
+    block.buffer.bytes[: len(block.region)].copy_(block.region, non_blocking=True)
+    for patch in block.patches:
+        patch()
+
+
+class Chain:
+    """The streamed blocks of one component, in the order of its forward."""
+
+    def __init__(self, blocks: Mapping[str, Block], lane: Lane, *, wraps: bool) -> None:
+        self._by_name = blocks
+        self._blocks = tuple(blocks.values())
+        self._lane = lane
+        self._wraps = wraps  # whether to read ahead for another forward
+        self._num_buffers = len({id(block.buffer) for block in self._blocks})
+        self._is_last = True
+        """Of the forwards that share reads, the one that runs is the last in its block."""
+
+    def attach(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        """Read ahead in the forwards of this model, of which these modules are the blocks."""
+        model.streams = True  # type: ignore[assignment]
+        model.register_forward_pre_hook(lambda *_: self._read_from(0))
+        for idx, module in enumerate(modules):
+            module.register_forward_pre_hook(lambda *_, idx=idx: self.enter(idx))
+            module.register_forward_hook(lambda *_, idx=idx: self._leave(idx))
+            vars(module)[_ATTRIBUTE] = self
+
+    def streams(self, name: str, weight: Any) -> bool:
+        """Whether a weight of the component is streamed; a part that its block has given away is not."""
+        block = self._by_name.get(block_name(name) or "")
+        memory = weight.untyped_storage().data_ptr()
+        return block is not None and block.buffer.bytes.untyped_storage().data_ptr() == memory
+
+    def patch(self, patches: Mapping[str, Sequence[Callable[[], None]]]) -> None:
+        """Apply these patches, by weight, after each read from now on, and no others."""
+        for name, block in self._by_name.items():
+            own = [each for weight in patches if block_name(weight) == name for each in patches[weight]]
+            if (own or block.patches) and block.buffer.holds is block:
+                block.buffer.holds = None
+            block.patches = own
+
+    def enter(self, idx: int) -> None:
+        """Before a block."""
+        self._is_last = pause(self._blocks[idx])
+        if self._blocks[idx].buffer.holds is not self._blocks[idx]:
+            self._read_from(idx)
+        self._lane.wait(self._blocks[idx].buffer)
+
+    def _leave(self, idx: int) -> None:
+        """After a block. The last of the forwards that share reads launches the next one, behind all that is
+        launched by then."""
+        if not self._is_last:
+            return
+        following = idx + self._num_buffers
+        if following < len(self._blocks):
+            self._read(following)
+        elif self._wraps:
+            self._read(idx % self._num_buffers)
+
+    def _read_from(self, idx: int) -> None:
+        """Read as many blocks as there are buffers."""
+        for each in range(idx, min(idx + self._num_buffers, len(self._blocks))):
+            self._read(each)
+
+    def _read(self, idx: int) -> None:
+        block = self._blocks[idx]
+        if block.buffer.holds is not block:
+            self._lane.read(block)
+
+
+def stream_of(model: nn.Module) -> Chain | None:
+    """Of a model, or a part of it; None if all of its blocks are on the device."""
+    for module in model.modules():
+        found: Chain | None = vars(module).get(_ATTRIBUTE)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,122 @@
+"""Which jobs take their next step together on a rank, because one read of each block then serves them all.
+
+This is for models whose blocks are read for each forward (models/streaming). When a policy gives one rank a
+step, open jobs with the same weights that it gives no rank join it. They need not be alike: each computes
+what it computes alone, in a dispatch of its own, and takes an equal part of the time. Each next step is
+decided anew. A policy that ends one job after the other would leave the others without a step to share. So
+before a step of a job without a deadline, jobs that are as urgent come to their first step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from gfgen.errors import PolicyFault
+from gfgen.graph import FIRST_STEP, Stage
+from gfgen.layout import ALONE
+from gfgen.runtime.control.batches import batch_peers
+from gfgen.runtime.control.decider import check_types
+from gfgen.runtime.control.job_record import JobRecord
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.predict.cost import CostClass, CostModel
+from gfgen.snapshot import Decision, Snapshot
+
+MAX_JOBS = 8
+"""Their 16 forwards of a guided 1024x1024 picture compute a block of Qwen-Image for 37 ms, three times as
+long as a read from host memory takes. More would keep more activations, and let the first file wait."""
+MAX_COMPUTED = 1.25
+"""A step that takes more than this many times its reads is bound by computing, and sharing gains nothing."""
+
+
+class Sharing:
+    """The shared steps of a run; `reads_s` is that of `RunStart`."""
+
+    def __init__(
+        self, reads_s: Mapping[str, float], records: Mapping[str, JobRecord], costs: CostModel
+    ) -> None:
+        self._reads_s, self._records, self._costs = reads_s, records, costs
+        self._joining: dict[str, list[str]] = {}
+        """By job that a policy gives a rank for a step in this turn: the jobs that join it."""
+
+    def arranged(
+        self, decisions: list[Decision], snapshot: Snapshot, *, holds_back: Callable[[Decision], bool]
+    ) -> list[Decision]:
+        """The decisions of a turn; a step may wait for a job that comes to its own, to share the next."""
+        self._joining = {}
+        if not self._reads_s:
+            return decisions
+        try:
+            for each in decisions:
+                check_types(each)
+        except PolicyFault:  # `State.begin` raises it again
+            return decisions
+        decided = {each.task.job_id for each in decisions}
+        waiting = [view for view in snapshot.open.values() if view.job_id not in decided]
+        waiting.sort(key=lambda x: (x.precedence, x.due_s, -x.next_task.index, x.arrival_s))
+        numbers = Counter(view.model for jobs in (snapshot.open, snapshot.busy) for view in jobs.values())
+        idle = set(snapshot.free_ranks).difference(*[each.layout.ranks for each in decisions])
+        num_ranks = max(1, len(snapshot.ranks) - len(idle))  # the policy leaves the others idle
+
+        def arrange(decision: Decision) -> Decision:
+            if (lead := self._leader(decision)) is None:
+                return decision
+            most = min(MAX_JOBS, math.ceil(numbers[lead.model] / num_ranks))  # each rank gets some
+            alike = [x for x in waiting if (x.model, x.patches) == (lead.model, lead.patches)]
+            mates = [view for view in alike if self._may_share(self._records[view.job_id])]
+            joining = [view for view in mates if view.next_task.stage is Stage.DENOISE][: most - 1]
+            urgency, has_room = -lead.job.spec.priority, len(joining) < most - 1
+            early = [x for x in mates if x.next_task.index < FIRST_STEP and x.precedence == urgency]
+            for view in early if has_room and lead.deadline_s == math.inf else ():
+                if not holds_back(earlier := Decision(view.next_task, decision.layout)):
+                    waiting.remove(view)
+                    return earlier
+            if not self._is_late(lead, 1 + len(joining), now_s=snapshot.now_s):
+                self._joining[lead.job_id] = [view.job_id for view in joining]
+                waiting[:] = [view for view in waiting if view not in joining]
+            return decision
+
+        return list(map(arrange, decisions))
+
+    def peers(self, record: JobRecord, decision: Decision) -> Sequence[JobRecord]:
+        """The other jobs whose next steps run with this decision: of its batch, or with shared reads."""
+        if len(record.batch) > 1:
+            return batch_peers(record) if decision.layout.degree == 1 else ()
+        if record.model not in self._reads_s or decision.task.stage is not Stage.DENOISE:
+            return ()
+        peers = [self._records[job_id] for job_id in self._joining.get(record.job_id, ())]
+        for each in (record, *peers):
+            each.cost_class, each._view = self._costs.class_of(each.job, batch=1 + len(peers)), None
+        return peers
+
+    def class_of(self, record: JobRecord, dispatch: Dispatch) -> CostClass:
+        """The class in which a task has run; its job may be in another one by now."""
+        is_step = dispatch.task.stage is Stage.DENOISE and record.model in self._reads_s
+        number = len(dispatch.batch or "1")
+        return self._costs.class_of(record.job, batch=number) if is_step or number > 1 else record.cost_class
+
+    def _leader(self, decision: Decision) -> JobRecord | None:
+        """The job of a decision if others can share its step, and gain by it as far as predictions say."""
+        record = self._records.get(decision.task.job_id)
+        is_step = decision.task.stage is Stage.DENOISE and decision.layout.degrees == ALONE
+        if record is None or not is_step or not self._may_share(record):
+            return None
+        kind, limit_s = (record.cost_class, Stage.DENOISE, ALONE), MAX_COMPUTED * self._reads_s[record.model]
+        return record if self._costs.ends_after_s(*kind)[0] <= limit_s else None
+
+    def _may_share(self, record: JobRecord) -> bool:
+        """A job that has failed before goes on alone, so that it does not fail others again."""
+        has_failed = record.trouble.failures or record.trouble.num_lost_workers
+        return record.model in self._reads_s and len(record.batch) == 1 and not has_failed
+
+    def _is_late(self, record: JobRecord, number: int, *, now_s: float) -> bool:
+        """Whether a job would miss its deadline because this many jobs take all of its steps together."""
+
+        def ends_s(number: int) -> float:
+            rest = self._costs.class_of(record.job, batch=number), record.next_task, record.num_tasks, ALONE
+            rest_s = self._costs.remaining_s(*rest, is_handed_out=False)
+            return now_s + number * rest_s + record.cost_class.write_s
+
+        has_deadline = number > 1 and record.deadline_s < math.inf
+        return has_deadline and ends_s(1) <= record.deadline_s < ends_s(number)
