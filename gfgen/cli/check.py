@@ -106,6 +106,7 @@ def _memory(jobs: Sequence[AdmittedJob], memory: HostMemory) -> _Memory | None:
         return None
     checkpoints = {job.checkpoint: job.spec.model or "" for job in jobs}
     weights = {checkpoints[path]: size for path, size in memory.with_patches(checkpoints).items()}
+    memory.streaming(checkpoints)  # which logs it
     largest = max(map(memory.work_bytes, jobs))
     where = "each GPU" if isinstance(memory, GpuMemory) else "main memory"
     return _Memory(weights, largest, memory.room_bytes, where)

@@ -140,8 +140,10 @@ class HostMemory:
         found = {path: each for path in sorted(checkpoints) if (each := self.placement(path)).streamed}
         for path, each in found.items():
             sizes = map(size_in_words, (self.weights([path])[path], each.streamed_bytes))
-            text = "%s: each GPU holds %s of its weights; %s are streamed from main memory"
-            logger.info(text, model_name(path), *sizes)
+            text = "%s: each GPU holds %s of its weights; %s are streamed from main memory%s"
+            reads_s = self.reads_s(path)
+            pace = f", which takes a step at least {reads_s:.2g} s" if reads_s else ""
+            logger.info(text, model_name(path), *sizes, pace)
         return {str(path): each for path, each in found.items()}
 
     def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:

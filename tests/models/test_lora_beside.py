@@ -32,6 +32,7 @@ from gfgen.models.fast import compiled, recording
 from gfgen.models.fast.kernels import using
 from gfgen.models.fast.recording import NotWorthRecordingError
 from gfgen.models.geometry import single_file
+from gfgen.models.geometry.weights import Placement, count_parts
 from gfgen.models.lora.fit import LoraFit, LoraFits, by_headers
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.lora.reading import answer
@@ -294,6 +295,18 @@ def test_factors_are_in_the_precision_that_layers_compute_in(
         theirs = case.call(own)
         ours = latents_of(load_adapter(case.checkpoint, dtype=name), spec)
         assert torch.equal(ours.reshape(theirs.shape), theirs)
+
+
+def test_streamed_blocks_get_the_same_bits(case: Case) -> None:
+    parts = count_parts(case.checkpoint)
+    keys = {name: frozenset(part.blocks) for name, part in parts.items() if part.blocks and name != "vae"}
+    assert set(case.files) < set(keys)
+    streaming, adapter = (
+        load_adapter(case.checkpoint, placement=Placement(keys, 2)),
+        load_adapter(case.checkpoint),
+    )
+    for spec in (case.job((0, 1.0)), case.job(), case.job((1, 0.5))):
+        assert torch.equal(latents_of(streaming, spec), latents_of(adapter, spec))
 
 
 @pytest.mark.parametrize("case", [WAN], indirect=True)

@@ -314,6 +314,19 @@ def test_gpus_hold_as_many_blocks_as_fit_beside_a_job_and_main_memory_holds_the_
     assert loaded.placement(job.checkpoint) == admission.memory.placement(job.checkpoint)
 
 
+def test_what_is_streamed_is_said_with_the_time_of_its_reads(monkeypatch, caplog):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 128 * GB)
+    ranks = Ranks(Devices("cuda", 1, (Gpu("a GPU", 24 * GB),)), has_random_weights=True)
+    admission = ranks.admission("qwen-image")
+    (job,), _ = admission([JobSpec(id="a", prompt="a red fox", line=1, width=1024, height=1024)])
+    with caplog.at_level("INFO"):
+        admission.memory.streaming([job.checkpoint])
+    assert caplog.messages == [
+        "qwen-image: each GPU holds 20.3 GB of its weights; 38.8 GB are streamed from main memory, "
+        "which takes a step at least 0.49 s"
+    ]
+
+
 @pytest.mark.parametrize(
     ("model", "in_bf16_gb", "in_fp8_gb"),
     [("qwen-image", 57.7, 37.6), ("wan2.2-ti2v-5b", 24.2, 19.3), ("wan2.2-t2v-a14b", 69.0, 40.9)],

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -310,17 +310,28 @@ def components_of(index: Mapping[str, Any]) -> Mapping[str, list[str]]:
 
 
 def _count(component: ComponentFiles) -> Part:
-    """Parameters; for files of other forms, as many as take their bytes in bf16, in one piece."""
-    if component.quantisation or component.files[0].suffix != ".safetensors":
+    """Parameters; of GGUF and other forms, as many as take their bytes in bf16, the others in one piece."""
+    is_gguf = component.files[0].suffix == ".gguf"
+    if not is_gguf and (component.quantisation or component.files[0].suffix != ".safetensors"):
         return Part(sum(path.stat().st_size for path in component.files) // _BF16_BYTES)
     fixed, blocks = 0, dict[str, int]()
-    for name, entry in (each for path in component.files for each in own_tensors(path).items()):
-        size, key = math.prod(entry["shape"]), block_key(name)
-        if key is None or STAYS.search(name):
+    for name, size in (each for path in component.files for each in _sizes(path)):
+        key = block_key(name)
+        if key is None or (STAYS.search(name) and not is_gguf):
             fixed += size
         else:
             blocks[key] = blocks.get(key, 0) + size
     return Part(fixed, dict(sorted(blocks.items(), key=lambda each: (len(each[0]), each[0]))))
+
+
+def _sizes(path: Path) -> Iterator[tuple[str, int]]:
+    """Parameters of each tensor of a file; of GGUF, as many as take its bytes in bf16."""
+    if path.suffix == ".gguf":
+        import gguf
+
+        yield from ((each.name, int(each.n_bytes) // _BF16_BYTES) for each in gguf.GGUFReader(path).tensors)
+    else:
+        yield from ((name, math.prod(entry["shape"])) for name, entry in own_tensors(path).items())
 
 
 def _model_index(checkpoint: Path) -> Mapping[str, Any]:
