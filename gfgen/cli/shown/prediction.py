@@ -16,6 +16,7 @@ from gfgen.graph import Stage
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.precision import Precision, is_named
 from gfgen.models.families.registry import PACKAGED
+from gfgen.models.geometry.checkpoint import model_name
 from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CUDA, Devices, find_gpus, parse_memory
@@ -186,6 +187,8 @@ class SimulatedMemory:
     jobs: Sequence[AdmittedJob]
     weights: Mapping[Path, int]
     room_bytes: int | None = None
+    streamed: Sequence[str] = ()
+    """Models that do not fit as a whole."""
 
     @classmethod
     def of(cls, jobs: Sequence[AdmittedJob], memory: str | None, *, source: str) -> SimulatedMemory:
@@ -196,7 +199,8 @@ class SimulatedMemory:
             _, too_large = gpus.on_gpus(jobs, weights)
             if too_large:
                 raise JobFileError(source, tuple(too_large))
-        return cls(jobs, weights, room_bytes)
+        streamed = [model_name(path) for path in sorted(weights) if gpus.placement(path).streamed]
+        return cls(jobs, weights, room_bytes, streamed)
 
     def residency(self, num_ranks: int) -> Residency | None:
         """Lets models take turns in one run; None if all of them fit."""
@@ -205,7 +209,10 @@ class SimulatedMemory:
         return _memory(num_ranks, self.room_bytes).residency(self.jobs)
 
     def in_words(self, num_ranks: int) -> str | None:
-        """The assumption in words; None with one model, or if all models are known to fit."""
+        """What is assumed; None with one model that fits, or if all models are known to fit."""
+        if self.streamed:
+            names, size = " and ".join(self.streamed), size_in_words(self.room_bytes or 0)
+            return f"{names} would be streamed in {size} of each GPU. This assumes that no step waits for it."
         if len(self.weights) == 1:
             return None
         if self.room_bytes is None:
