@@ -190,7 +190,8 @@ def make_job(idx: int, *, num_steps: int) -> AdmittedJob:
         steps=num_steps,
     )
     latents = Artifact("latents", (("latents", (1, 48, 21, 44, 80), "float32"),))
-    trajectory = Trajectory(spec.id, num_steps, (latents,))
+    frames = Artifact("frames", (("frames", (81, 704, 1280, 3), "uint8"),))
+    trajectory = Trajectory(spec.id, num_steps, (latents, frames))
     info = JobInfo(spec, spec, trajectory.num_tasks, f"{spec.id}.mp4", "", "bench")
     flops = dict.fromkeys(Stage, _STEP_FLOPS)
     return AdmittedJob(info, trajectory, f"shape {idx % 5}", flops, Path("bench"))
