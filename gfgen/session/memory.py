@@ -319,10 +319,11 @@ class GpuMemory(HostMemory):
     def check_waiting(self, checkpoints: Collection[Path]) -> int:
         available, total = available_bytes(), 0
         for path in sorted(checkpoints):
-            total += (need := self.placement(path).streamed_bytes)
-            if available is not None and need > available:
+            total += self.placement(path).streamed_bytes  # models that take turns keep their copies
+            if available is not None and total > available:
+                names = ", ".join(model_name(each) for each in sorted(checkpoints))
                 raise InputError(
-                    f"{model_name(path)}: {size_in_words(need)} of main memory needed for weights that GPUs "
+                    f"{names}: {size_in_words(total)} of main memory needed for weights that GPUs "
                     f"lack room for, {size_in_words(available)} available; free some, or run a smaller model"
                 )
         return total

@@ -124,8 +124,9 @@ class Session:
         self._stack = contextlib.ExitStack()
         self._lock = -1
         self._warm: set[tuple[str, str, Degrees]] = set()
-        self._reads_s: Mapping[str, float] = {}
         """Models, shapes and degrees that ranks have prepared before a run."""
+        self._reads_s: Mapping[str, float] = {}
+        """By model with streamed blocks: the time that reading them takes."""
         self.stop_signal: int | None = None
         """The signal that stopped the last run, if jobs were left."""
 

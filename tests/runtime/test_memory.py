@@ -353,6 +353,16 @@ def test_main_memory_must_hold_what_is_streamed_once_for_all_ranks(monkeypatch):
         gpus.check_waiting([folder])
 
 
+def test_main_memory_must_hold_what_is_streamed_of_all_models_that_take_turns(monkeypatch):
+    folders = [CONFIGS / "wan2.2-t2v-a14b", CONFIGS / "qwen-image"]
+    gpus = GpuMemory(devices=Devices("cuda", 1, (Gpu("a GPU", 24 * GB),)), has_random_weights=True)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 64 * GB)
+    for folder in folders:
+        assert gpus.check_waiting([folder])
+    with pytest.raises(InputError, match=r"qwen-image, wan2\.2-t2v-a14b: 87\.9 GB of main memory needed"):
+        gpus.check_waiting(folders)
+
+
 def test_weights_of_a_checkpoint_on_a_gpu_are_counted_from_its_files(tiny_models):
     folder = tiny_models["tiny-wan"]
     counts = {

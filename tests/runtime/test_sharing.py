@@ -99,6 +99,12 @@ def test_steps_that_computing_bounds_are_alone_once_that_is_known() -> None:
     assert shared[1:] == ["a1", "a2", "a3", "b1", "b2", "b3"]
 
 
+def test_jobs_of_lower_priority_do_not_slow_an_urgent_one_down() -> None:
+    jobs = [make_job(name, steps=9) for name in "bcd"]
+    jobs.append(make_job("a", steps=3, priority=10, arrival_s=1.5))
+    assert [each for each in steps_of(run(jobs, policy="edf")) if "a" in each] == ["a0", "a1", "a2"]
+
+
 def test_a_job_with_a_deadline_runs_alone_if_others_would_make_it_late() -> None:
     """Its steps take 1 s alone, and as long with four others, which compute 0.2 s each; with six 1.4 s."""
     others = [make_job(name, steps=3) for name in "bcdefg"]

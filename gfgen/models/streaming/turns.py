@@ -42,8 +42,10 @@ def in_turns(calls: Sequence[Callable[[], T]]) -> list[T]:
         return [call() for call in calls]
     outer = _CALL.get()
     counted_attention.kept()  # what this thread keeps is found by all calls
-    entered = [_Call(call, place) for place, call in enumerate(calls)]
+    entered: list[_Call[T]] = []
     try:
+        for place, call in enumerate(calls):
+            entered.append(_Call(call, place))
         for each in entered:
             each.resume()
         while waiting := [each for each in entered if not each.has_ended]:

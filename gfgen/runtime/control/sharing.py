@@ -65,8 +65,9 @@ class Sharing:
             most = min(MAX_JOBS, math.ceil(numbers[lead.model] / num_ranks))  # each rank gets some
             alike = [x for x in waiting if (x.model, x.patches) == (lead.model, lead.patches)]
             mates = [view for view in alike if self._may_share(self._records[view.job_id])]
-            joining = [view for view in mates if view.next_task.stage is Stage.DENOISE][: most - 1]
-            urgency, has_room = -lead.job.spec.priority, len(joining) < most - 1
+            urgency = -lead.job.spec.priority  # jobs of less do not slow it down
+            steps = [x for x in mates if x.next_task.stage is Stage.DENOISE and x.precedence <= urgency]
+            joining, has_room = steps[: most - 1], len(steps) < most - 1
             early = [x for x in mates if x.next_task.index < FIRST_STEP and x.precedence == urgency]
             for view in early if has_room and lead.deadline_s == math.inf else ():
                 if not holds_back(earlier := Decision(view.next_task, decision.layout)):
