@@ -16,6 +16,7 @@ from test_elastic import following
 from test_stopped_tasks import of_kind, statuses
 from test_workers import PICTURE, pixels, run
 
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
@@ -24,7 +25,9 @@ from gfgen.models.streaming.turns import pause
 from gfgen.runtime.core.events import RankLost, TaskFailed
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandon, Abandoned, RunTask, StartJob, TaskFault, TaskReport
+from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
+from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.worker import jobs as worker_jobs
 from gfgen.runtime.worker.device import Device
 from gfgen.runtime.worker.dispatches import Dispatches
@@ -220,6 +223,17 @@ def test_steps_of_a_model_that_cannot_take_turns_run_one_after_the_other() -> No
 
 
 # With all processes of a run ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def started_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
+    """In place of the pool that other files share, whose forwards these tests would change for good."""
+    plan = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
+    settings = RankSettings(num_ranks=3, device="cuda", plan=plan)
+    with WorkerPool(
+        settings, [tiny_models["tiny-qwen-image"]], worker_main="gpu_worker_imitation:main"
+    ) as pool:
+        yield pool
 
 
 @pytest.fixture
