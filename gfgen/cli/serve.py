@@ -293,6 +293,7 @@ def serve_models(options: ServeOptions) -> None:
             most = None if options.job_bounds is None else options.job_bounds.frames
             models = [served_model(each, created=int(time.time()), most_frames=most) for each in found]
             for each in models:
+                each.patches = list(options.loras)
                 if each.usual_frames is not None:
                     frames = f"jobs without a length have {counted(each.usual_frames, 'frame')}"
                     logger.warning("--max-frames %s is below the default of %s: %s", most, each.id, frames)

@@ -87,6 +87,7 @@ CREATE TABLE requests (
 CREATE INDEX requests_by_age ON requests (created_at);
 CREATE TABLE lives (number INTEGER PRIMARY KEY AUTOINCREMENT, began_at REAL NOT NULL);
 """
+_FAVOURITE = "COALESCE(json_extract(facts, '$.favourite'), 0)"
 _OWNERS = "ALTER TABLE jobs ADD COLUMN owner TEXT; ALTER TABLE batches ADD COLUMN owner TEXT;"
 
 
@@ -121,6 +122,7 @@ class JobFacts:
     """Name of the key that it came with; None for the admin's."""
     warnings: Sequence[str] = ()
     """What in it does not act as written."""
+    favourite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +262,11 @@ class Store:
 
         return await self._do(work)
 
-    async def set_priority(self, job_id: str, priority: int) -> bool:
-        changed = "facts = json_set(facts, '$.priority', :new), spec = json_set(spec, '$.priority', :new)"
-        sql = f"UPDATE jobs SET {changed} WHERE id = :id AND status = 'open'"
-        return await self._do(_statement(sql, {"new": priority, "id": job_id})) > 0
+    async def change(self, job_id: str, *, is_open: bool, **facts: Any) -> bool:
+        """Set facts of an open job, which is run with them, or of one that has ended; False: it is not so."""
+        changed = "facts = json_patch(facts, :new)" + (", spec = json_patch(spec, :new)" if is_open else "")
+        sql = f"UPDATE jobs SET {changed} WHERE id = :id AND status {'=' if is_open else '!='} 'open'"
+        return await self._do(_statement(sql, {"new": json.dumps(facts), "id": job_id})) > 0
 
     async def cancel(self, endings: Sequence[Ending], *, batch_id: str | None = None) -> list[bool] | None:
         """As `end_all`, and of a batch. None: the disk is full, and the next write will write this first."""
@@ -303,8 +306,13 @@ class Store:
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
         return [(_facts(facts), json.loads(spec)) for facts, spec in rows]
 
+    def spec(self, job_id: str) -> dict[str, Any]:
+        """The fields of the job file of a job that is there."""
+        (spec,) = self._reader.execute("SELECT spec FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        return json.loads(spec)  # type: ignore[no-any-return]
+
     def job(self, job_id: str) -> StoredJob | None:
-        return next(iter(self._jobs("WHERE id = ?", (job_id,))), None)
+        return next(iter(_jobs(self._reader, "WHERE id = ?", (job_id,))), None)
 
     def jobs(
         self,
@@ -316,24 +324,24 @@ class Store:
         batch_id: str | None = None,
         has_ended: bool | None = None,
         owner: str | None = None,
+        is_favourite: bool | None = None,
+        is_by_end: bool = False,
     ) -> list[StoredJob]:
-        tests, values = ["1"], []
+        tests: list[str] = ["1"]
+        values: list[Any] = []
         if after is not None:
             tests.append(f"seq {'>' if is_ascending else '<'} (SELECT seq FROM jobs WHERE id = ?)")
             values.append(after)
-        for name, value in (("kind", kind), ("batch_id", batch_id), ("owner", owner)):
+        named = {"kind": kind, "batch_id": batch_id, "owner": owner, _FAVOURITE: is_favourite}
+        for name, value in named.items():
             if value is not None:
                 tests.append(f"{name} = ?")
                 values.append(value)
         if has_ended is not None:
             tests.append("status != 'open'" if has_ended else "status = 'open'")
-        order = f"ORDER BY seq {'' if is_ascending else 'DESC'} LIMIT {int(limit)}"
-        return self._jobs(f"WHERE {' AND '.join(tests)} {order}", values)
-
-    def last_ended(self, limit: int, owner: str | None = None) -> list[StoredJob]:
-        which = "WHERE status != 'open' AND (:owner IS NULL OR owner = :owner)"
-        values = {"owner": owner, "limit": limit}
-        return self._jobs(f"{which} ORDER BY completed_at DESC LIMIT :limit", values)
+        order = "completed_at" if is_by_end else "seq"
+        order = f"ORDER BY {order} {'' if is_ascending else 'DESC'} LIMIT {int(limit)}"
+        return _jobs(self._reader, f"WHERE {' AND '.join(tests)} {order}", values)
 
     def manifest(self, batch_id: str) -> list[tuple[StoredJob, dict[str, Any] | None]]:
         which = "WHERE batch_id = ? AND status != 'open' ORDER BY seq"
@@ -357,19 +365,16 @@ class Store:
         return _request(self._reader, key, now)
 
     def outdated(self, *, before: float, keep_bytes: int) -> list[StoredJob]:
-        """Jobs that ended before `before`, and those beyond the newest `keep_bytes` of files."""
+        """Jobs that ended before `before`, and those beyond the newest `keep_bytes`; no favourites."""
         total = "SUM(COALESCE(size_bytes, 0)) OVER (ORDER BY completed_at DESC, seq DESC) AS total"
-        ended = f"(SELECT *, {total} FROM jobs WHERE status != 'open')"
-        return self._jobs("WHERE completed_at < ? OR total > ?", (before, keep_bytes), table=ended)
+        ended = f"(SELECT *, {total} FROM jobs WHERE status != 'open' AND NOT {_FAVOURITE})"
+        return _jobs(self._reader, "WHERE completed_at < ? OR total > ?", (before, keep_bytes), table=ended)
 
     def known(self, job_ids: Iterable[str], *statuses: str) -> set[str]:
         """The subset of these jobs that have one of these statuses."""
         sql = "SELECT id FROM jobs WHERE id IN (SELECT value FROM json_each(?))"
         sql += f" AND status IN ({', '.join('?' * len(statuses))})"
         return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)), *statuses))}
-
-    def _jobs(self, which: str, values: Any, *, table: str = "jobs") -> list[StoredJob]:
-        return [_kept(row) for row in self._reader.execute(f"SELECT {_COLUMNS} FROM {table} {which}", values)]
 
     def _begin_life(self, began_at: float) -> int:
         """A unique number: the next one, or the time if a full disk does not allow the insert."""
@@ -531,6 +536,10 @@ _COLUMNS = (
     f"json_extract(manifest, {_PATHS})"
 )
 _BATCH_COLUMNS = ", ".join(each.name for each in fields(BatchRow))
+
+
+def _jobs(db: sqlite3.Connection, which: str, values: Any, *, table: str = "jobs") -> list[StoredJob]:
+    return [_kept(row) for row in db.execute(f"SELECT {_COLUMNS} FROM {table} {which}", values)]
 
 
 def _facts(text: str) -> JobFacts:

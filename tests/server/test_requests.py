@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import time
+import zipfile
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -914,3 +915,46 @@ def test_the_command_line_submits_to_a_server_and_cancels_there(server, tmp_path
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a", "model": "other"}')
     with pytest.raises(InputError, match="other: is not served here"):
         target.submit(JobSource(files=(str(tmp_path / "jobs.jsonl"),)))
+
+
+# What the page is built on ---------------------------------------------------------------------------
+
+
+def test_a_favourite_is_kept_in_lists_and_in_the_live_state(server, picture):
+    path = f"/v1/jobs/{picture}/favourite"
+    assert server.http.put(path).json()["favourite"] is True
+    assert server.http.put(path).json()["favourite"] is True
+    listed = server.http.get("/v1/jobs", params={"favourite": True, "ended": True}).json()["data"]
+    assert picture in [job["id"] for job in listed]
+    assert all(job["favourite"] for job in listed)
+    assert server.http.put(path, params={"value": False}).json()["favourite"] is False
+    assert error_of(server.http.put("/v1/jobs/none/favourite"), 404)["code"] == "job_not_found"
+
+
+def test_files_of_several_jobs_come_as_one_archive(server, picture):
+    other = made(server, "/v1/jobs", prompt="another", model="fake-image")["id"]
+    server.wait_for(other)
+    answer = server.http.get("/v1/jobs/archive", params={"ids": f"{picture},{other},{picture}"})
+    assert answer.headers["content-type"] == "application/zip"
+    with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+        assert archive.testzip() is None
+        assert archive.namelist() == [f"{picture}.png", f"{other}.png"]
+        own = server.http.get(f"/v1/jobs/{picture}/content").content
+        assert archive.read(f"{picture}.png") == own
+    assert error_of(server.http.get("/v1/jobs/archive", params={"ids": f"{picture},none"}), 404)
+
+
+def test_a_jobs_line_makes_the_same_job_again(server):
+    asked = {"prompt": "a fox", "model": "fake-image", "steps": 3, "tag": "S"}
+    first = made(server, "/v1/jobs", **asked, size="64x32", deadline="90s")
+    line = server.http.get(f"/v1/jobs/{first['id']}/line").json()
+    assert line == asked | {"width": 64, "height": 32, "seed": first["seed"], "priority": 0}
+    second = made(server, "/v1/jobs", **line)
+    same = ("prompt", "model", "size", "steps", "seed", "tag")
+    assert [second[name] for name in same] == [first[name] for name in same]
+
+
+@pytest.fixture
+def picture(server):
+    """The id of a picture that is done."""
+    return server.wait_for(made(server, "/v1/jobs", prompt="a picture", model="fake-image")["id"])["id"]

@@ -194,6 +194,11 @@ def test_what_is_too_old_or_too_much_is_found_the_newest_are_kept(store):
     assert outdated(before=102.0, keep_bytes=100) == {"a", "b"}
     assert outdated(before=0.0, keep_bytes=25) == {"a", "b"}
     assert outdated(before=0.0, keep_bytes=0) == set("abcd")
+    assert run(store.change("a", is_open=False, favourite=True)) == [True]
+    assert outdated(before=102.0, keep_bytes=100) == {"b"}, "a favourite stays"
+    assert [kept.facts.id for kept in store.jobs(limit=10, is_favourite=True)] == ["a"]
+    run(store.change("a", is_open=False, favourite=False))
+    assert outdated(before=0.0, keep_bytes=0) == set("abcd")
 
 
 def test_lists_go_forward_and_backward(store):
@@ -207,7 +212,7 @@ def test_lists_go_forward_and_backward(store):
     assert ids(after="b", is_ascending=True) == ["c", "d"]
     assert ids(has_ended=True) == ["d", "b"]
     assert ids(kind="image") == []
-    assert [kept.facts.id for kept in store.last_ended(5)] == ["d", "b"]
+    assert [kept.facts.id for kept in store.jobs(limit=5, has_ended=True, is_by_end=True)] == ["d", "b"]
 
 
 def test_jobs_with_a_file_are_those_that_are_done_or_may_be_yet(store):

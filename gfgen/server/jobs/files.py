@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import secrets
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -137,6 +138,29 @@ class JobFolder:
 
     def _thumbnail(self, job_id: str) -> Path:
         return self._thumbnails / f"{job_id}.webp"
+
+
+def zipped(paths: Iterable[Path]) -> Iterator[bytes]:
+    """A ZIP file, one file at a time; a file that is gone is left out."""
+    pieces = _Pieces()
+    with zipfile.ZipFile(pieces, "w", strict_timestamps=False) as archive:  # type: ignore[call-overload]
+        for path in paths:
+            with suppress(FileNotFoundError):
+                archive.write(path, path.name)
+            yield b"".join(pieces)
+            pieces.clear()
+    yield b"".join(pieces)
+
+
+class _Pieces(list[bytes]):
+    """Where zipfile writes; without `seek`, it writes from start to end."""
+
+    def write(self, content: bytes) -> int:
+        self.append(bytes(content))
+        return len(content)
+
+    def flush(self) -> None:
+        pass
 
 
 def _write(path: Path, content: bytes, *, what: str) -> None:

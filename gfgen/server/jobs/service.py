@@ -242,7 +242,7 @@ class JobService:
 
     async def set_priority(self, job_id: str, priority: int) -> None:
         self.check_ready()
-        if not await self.store.set_priority(job_id, priority):
+        if not await self.store.change(job_id, is_open=True, priority=priority):
             raise ApiError(409, f"{job_id} has ended", code="not_open")
         if (record := self.mirror.records.get(job_id)) is not None:
             record.facts = replace(record.facts, priority=priority)
@@ -366,7 +366,7 @@ class RunFollower:
                 records.append(ServedJob(facts))
                 jobs.append(admitted[0])
         for owner in (None, *self._service.owners):
-            ended = self._store.last_ended(MAX_SHOWN_FINISHED, owner)
+            ended = self._store.jobs(limit=MAX_SHOWN_FINISHED, has_ended=True, owner=owner, is_by_end=True)
             self._mirror.finished_of(owner).extend(map(self._service.served, ended))
         self._mirror.add(records)
         self._service.submit(jobs)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from gfgen.errors import JobError
+from gfgen.job.recipes import is_for, recipes
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import ResolvedModel
 from gfgen.server.protocol.picture_schemas import ChatCompletion, Images
@@ -50,6 +51,8 @@ class ServedModel(ResponseModel):
     created: int
     owned_by: Literal["gfgen"] = "gfgen"
     root: str | None = Field(None, description="The model that this alias stands for.")
+    patches: list[str] = Field(default_factory=list, description="LoRAs of this server, by name.")
+    recipes: list[str] = Field(default_factory=list, description="Recipes for this model, by name.")
     kind: MediaKind
     takes_image: Literal["no", "yes", "always"] = Field(description="Whether jobs take an input picture.")
     defaults: Defaults | None = None
@@ -223,6 +226,7 @@ def served_model(model: ResolvedModel, *, created: int, most_frames: int | None 
     """The model with its geometry's defaults for jobs that leave fields out, of at most so many frames."""
     specs = _PLAIN, replace(_PLAIN, image="image")
     run, with_image = (_resolved(model, spec) for spec in specs)
+    family = model.geometry.family
     known, usual = run or with_image, None
     if known is not None and most_frames is not None and (known.frames or 1) > most_frames:
         shorter = (replace(specs[run is None], frames=number) for number in range(most_frames, 0, -1))
@@ -233,6 +237,7 @@ def served_model(model: ResolvedModel, *, created: int, most_frames: int | None 
         id=model.name,
         created=created,
         root=None,
+        recipes=[name for name, each in recipes().items() if any(is_for(key, family) for key in each)],
         kind="image" if model.geometry.kind == "image" else "video",
         takes_image="no" if with_image is None else "yes" if run is not None else "always",
         defaults=None if known is None else _defaults(known),

@@ -16,7 +16,7 @@ from gfgen.snapshot import JobView
 
 MAX_EVENTS = 600
 """Events kept per job, for readers that connect late or reconnect."""
-_SAME = ("model", "prompt", "steps", "seed", "priority", "tag", "batch_id", "custom_id", "owner")
+_SAME = ("model", "prompt", "steps", "seed", "priority", "tag", "batch_id", "custom_id", "owner", "favourite")
 """Facts that a response has under the same name."""
 SHOWN_PROMPT_CHARS = 300
 
