@@ -954,6 +954,13 @@ def test_a_jobs_line_makes_the_same_job_again(server):
     assert [second[name] for name in same] == [first[name] for name in same]
 
 
+def test_a_jobs_line_says_that_it_had_a_picture(server):
+    form = {"prompt": "the light turns", "model": "fake-video"}
+    answer = server.http.post("/v1/jobs", data=form, files={"image": ("a.png", LIGHTHOUSE)})
+    line = server.http.get(f"/v1/jobs/{answer.json()['id']}/line").json()
+    assert (line["prompt"], line["image"]) == ("the light turns", "image.png")
+
+
 @pytest.fixture
 def picture(server):
     """The id of a picture that is done."""
