@@ -65,8 +65,6 @@ The limits allow for gaps between short steps."""
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One model and shape on groups of one size."""
-
     job: AdmittedJob
     num_ranks: int
     """Of a group."""
@@ -79,7 +77,6 @@ class Measurement:
 
     @property
     def key(self) -> str:
-        """Identifies it in a file of unfinished measurements."""
         return f"{self.model} {self.job.shape} on {self.num_ranks} {self.kind} round {self.round}"
 
     def step_degrees(self, *, counts: bool) -> tuple[Degrees, ...]:
@@ -108,7 +105,6 @@ class Samples:
 def plan_measurements(
     jobs: Iterable[AdmittedJob], *, num_ranks: int, are_on_gpus: bool = False
 ) -> list[Measurement]:
-    """Measure each model and shape on groups of every size that it can use."""
     plan = []
     for job in {(job.model_in(), job.shape): job for job in jobs}.values():
         for size in GPU_GROUPS if are_on_gpus else range(1, num_ranks + 1):
@@ -149,7 +145,6 @@ def within(
 
 
 def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -> float:
-    """The time of a measurement's slowest group."""
     cost_class = costs.class_of(measurement.job)
     groups_s: dict[tuple[int, ...], float] = defaultdict(float)
     for entry in _scripted_jobs(measurement, [range(num_ranks)]):
@@ -160,7 +155,6 @@ def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -
 
 
 def learn(measurement: Measurement, samples: Samples, costs: CostModel) -> None:
-    """Improve the predictions of the remaining measurements."""
     for name, durations in samples.tasks.items():
         costs.observe(costs.class_of(measurement.job), *_parsed(name), statistics.median(durations))
 
@@ -183,7 +177,6 @@ class _ScriptedJob:
     job: AdmittedJob
     ranks: tuple[int, ...]
     bands: tuple[int, ...]
-    """Ranks that decode."""
     steps: tuple[Degrees, ...]
     counts: bool
 
@@ -276,7 +269,6 @@ def _samples(measurement: Measurement, scripted: Mapping[str, _ScriptedJob], run
 
 
 def _has_right_load(measurement: Measurement, number: int, spans: Spans) -> bool:
-    """Whether the other ranks idled or worked as required."""
     load = None if measurement.kind == "together" else _load(number, spans)
     return load is None or (load >= _BUSY if measurement.kind == "loaded" else load <= _IDLE)
 

@@ -116,7 +116,6 @@ def run_jobs(
 def copy_of(
     job: AdmittedJob, job_id: str, steps: int, *, arrival_s: float = 0.0, priority: int = 0
 ) -> AdmittedJob:
-    """The same work under another id, with other steps and without deadline and timeout."""
     spec = replace(
         job.spec,
         id=job_id,
@@ -163,16 +162,12 @@ MAX_DRIFT = 2e-4
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One rank's part of a dispatch, in seconds of the run."""
-
     start_s: float
     end_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Time between two steps of a job."""
-
     before: Dispatch
     after: Dispatch
     seconds: float
@@ -206,7 +201,6 @@ def gaps_of(record: MeasuredRun, spans: Spans) -> Iterator[Gap]:
 
 
 def lasted_s(spans: Mapping[int, Span]) -> float:
-    """The time of a dispatch on its slowest rank."""
     return max(span.end_s - span.start_s for span in spans.values())
 
 
@@ -222,7 +216,6 @@ def _gap_s(
 
 
 def _previous_on_rank(record: MeasuredRun) -> Mapping[tuple[int, int], int]:
-    """By dispatch and rank: the rank's previous dispatch."""
     found: dict[tuple[int, int], int] = {}
     latest: dict[int, int] = {}
     for number in sorted(record.done):

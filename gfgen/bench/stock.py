@@ -152,7 +152,6 @@ class _StockGroup:
 
 
 def _received(connection: Connection) -> object:
-    """The rank's next message. Raises WorkerError when it is dead."""
     try:
         return connection.recv()
     except (EOFError, ConnectionError):
@@ -161,10 +160,7 @@ def _received(connection: Connection) -> object:
 
 @contextmanager
 def _accepted_groups(
-    jobs: Sequence[AdmittedJob],
-    options: StockOptions,
-    ranks: StockRanks,
-    tell: Callable[[str], None],
+    jobs: Sequence[AdmittedJob], options: StockOptions, ranks: StockRanks, tell: Callable[[str], None]
 ) -> Iterator[tuple[list[_StockGroup], str]]:
     """Groups of the largest degree at which every kind of job runs, and a description of them."""
     refusal = None
@@ -183,12 +179,7 @@ def _accepted_groups(
 
 
 def _started(
-    stack: ExitStack,
-    options: StockOptions,
-    ranks: StockRanks,
-    degree: int,
-    *,
-    is_uneven: bool,
+    stack: ExitStack, options: StockOptions, ranks: StockRanks, degree: int, *, is_uneven: bool
 ) -> list[_StockGroup]:
     """All groups, each with its own process group; the stack closes them."""
     context = multiprocessing.get_context("spawn")
@@ -241,7 +232,6 @@ def _degrees(num_ranks: int) -> list[int]:
 
 
 def _kinds(jobs: Sequence[AdmittedJob]) -> list[AdmittedJob]:
-    """One job of each shape."""
     return list({job.shape: job for job in jobs}.values())
 
 
@@ -266,7 +256,6 @@ def _threads_of(ranks: StockRanks) -> int:
 
 
 def _visible_devices(num_ranks: int) -> list[str]:
-    """The devices in the terms of CUDA_VISIBLE_DEVICES."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     return own.split(",")[:num_ranks] if own else [str(rank) for rank in range(num_ranks)]
 

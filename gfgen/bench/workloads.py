@@ -91,8 +91,6 @@ def mix_of(model: str, *, steps: int | None = None) -> Mix:
 
 @dataclass(frozen=True, slots=True)
 class StandAlone:
-    """Predicted seconds of one job of each class that has ranks to itself."""
-
     by_degree: Mapping[int, Mapping[str, float]]
 
     def of(self, tag: str, *, degree: int = 1) -> float:
@@ -104,7 +102,6 @@ class StandAlone:
 
 
 def calibration_jobs(model: str, *, copies: int = 1, steps: int | None = None) -> tuple[JobSpec, ...]:
-    """Jobs of each class to measure its time."""
     mix, rng = mix_of(model, steps=steps), random.Random(0)
     return tuple(
         replace(_spec(f"{cls.tag}-{number}", cls, mix, model, rng), seed=number)
@@ -116,7 +113,6 @@ def calibration_jobs(model: str, *, copies: int = 1, steps: int | None = None) -
 def stand_alone(
     model: ResolvedModel, costs: CostModel, *, degrees: Sequence[int] = (1, 4), steps: int | None = None
 ) -> StandAlone:
-    """The cost model's prediction for each class."""
     jobs = admitted(calibration_jobs(model.name, steps=steps), model)
     return StandAlone(
         {n: {job.spec.tag or "": alone_s(job, costs, degree=n) for job in jobs} for n in degrees}
@@ -124,20 +120,17 @@ def stand_alone(
 
 
 def alone_s(job: AdmittedJob, costs: CostModel, *, degree: int) -> float:
-    """Predicted seconds of a job with its steps on `degree` ranks."""
     cost_class, trajectory = costs.class_of(job), job.trajectory
     degrees = costs.arrangement(cost_class).steps[degree - 1]
     return costs.remaining_s(cost_class, trajectory.task(0), trajectory.num_tasks, degrees)
 
 
 def weightless_model(name: str) -> ResolvedModel:
-    """A model from its config files. Raises InputError for a model without a mix."""
     mix_of(name)
     return find_weightless(name)
 
 
 def admitted(specs: Sequence[JobSpec], model: ResolvedModel) -> tuple[AdmittedJob, ...]:
-    """Admit jobs that are valid by construction."""
     jobs, problems = admit(specs, default_model=model.name, find_model=lambda _: model)
     assert not problems, problems
     return jobs

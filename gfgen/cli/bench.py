@@ -111,7 +111,6 @@ class Workload:
     profile_path: Path | None = opt.profile_option()
 
     def options(self, *, num_jobs: int, num_ranks: int, minutes: float | None = None) -> WorkloadOptions:
-        """These, with defaults for the numbers of jobs and ranks."""
         return WorkloadOptions(
             load=self.load,
             seed=self.seed,
@@ -341,7 +340,6 @@ def _draw(comparison: PolicyComparison, conditions: dict[str, Any], chart: Path)
 
 
 def figures(comparison: PolicyComparison) -> list[RunFigures]:
-    """The numbers of the chart: deadlines with slack, latencies, throughput."""
     return [
         RunFigures(
             name="\n".join([found.policy, *([f"(replaced by {FALLBACK})"] if found.replaced_by else [])]),

@@ -117,7 +117,6 @@ class _Prediction:
     """When a run that starts now ends, with the keys of the JSON."""
 
     unknown: str | None = None
-    """Why it cannot be predicted."""
     machine: str = ""
     seconds: float = 0.0
     ends_at: float = 0.0

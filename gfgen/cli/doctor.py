@@ -167,7 +167,6 @@ def _caches() -> Iterator[str]:
 
 
 def _architectures() -> list[str]:
-    """Of the GPUs here."""
     try:
         cuda = driver()
     except RunError:

@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 _MEASURED_MODELS = {False: (DEFAULT_MODEL,), True: ("wan2.2-ti2v-5b", "qwen-image")}
 """Unless others are named, by whether ranks are on GPUs."""
 SMALL_SIZES = {"video": ("128x128x1", "128x128x17", "128x128x33"), "image": ("128x128", "256x256", "384x384")}
-"""Of the built-in models."""
 SIZES = {
     "video": ("832x480x49", "832x480x81", "1280x704x81", "1280x704x121"),
     "image": ("512x512", "1024x1024", "1536x1536"),
@@ -190,7 +189,6 @@ def _size(text: str) -> tuple[int, int, int | None]:
 
 
 def _given(jobs: str | None, models: Sequence[str], sizes: Sequence[str]) -> Iterator[str]:
-    """The command line without folders."""
     if jobs is not None:
         yield Path(jobs).name
     for name, values in (("--model", models), ("--size", sizes)):

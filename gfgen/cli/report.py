@@ -124,7 +124,6 @@ class JobReport:
 
     @property
     def started_at(self) -> float:
-        """Of its first task."""
         started_s, ended_s = self.timings.get("started_s"), self.timings.get("ended_s")
         if started_s is None or ended_s is None:
             return self.ended_at
@@ -247,7 +246,6 @@ class FolderReport:
         }
 
     def as_html(self, target: Path) -> str:
-        """A page for the file `target`: it holds thumbnails, and links to the files."""
         from jinja2 import Environment, PackageLoader
 
         pages = Environment(loader=PackageLoader(__package__, "shown"), autoescape=True)
@@ -267,7 +265,6 @@ def _clock(moment: float) -> str:
 
 
 def _short(path: Path) -> str:
-    """The path from the current folder, if it is inside of it."""
     path = path.resolve()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
@@ -314,7 +311,6 @@ def _write_sheet(target: Path, shown: Sequence[tuple[Path, str, str]]) -> None:
 
 
 def _thumbnail(path: Path) -> str | None:
-    """A small WEBP in base64; None if the file cannot be shown."""
     try:
         return base64.b64encode(thumbnail(path, THUMBNAIL_SIDE)).decode()
     except (OSError, ValueError, ImageError) as error:

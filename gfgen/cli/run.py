@@ -372,7 +372,6 @@ def _observers(options: RunOptions) -> list[Observer]:
 
 
 def _report(summary: Summary, options: RunOptions) -> None:
-    """Print the summary, the folder of the files and the number of jobs left, or JSON."""
     if options.logs.log_json:
         _tell_of_end(summary, options)
         return

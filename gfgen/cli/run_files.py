@@ -118,7 +118,6 @@ def admit_jobs(
 
 
 def session_of(options: SessionOptions, cluster: RayCluster | None) -> Session:
-    """A run on this machine, or on a cluster."""
     if cluster is None:
         return Session(options)
     from gfgen.cluster.session import ClusterSession
@@ -269,7 +268,6 @@ class FileHook(Observer):
 
 
 def run_done_hook(command: str, summary: Summary, output_dir: Path, *, status: str, limit_s: float) -> None:
-    """Run a command with the counts of a run; `status` is done, failed or stopped."""
     variables = {
         "STATUS": status,
         "DONE": str(summary.num_done),

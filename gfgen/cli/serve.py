@@ -53,7 +53,6 @@ DEFAULTS = ServerLimits()
 DEFAULT_JOB_BOUNDS = JobBounds(pixels=2048 * 2048, frames=257, steps=200)
 """Accept all that the models are made for: Wan2.2 in 1280x720 with 121 frames, Qwen-Image in 2048x2048."""
 NOT_SERVED = "it is not served any more: start the server with --model NAME too"
-"""What to do about a model of an earlier start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,8 +51,6 @@ ON_NODES = ("auto", "edf", "makespan", "srtf", "triage")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumed:
-    """The options by which both commands predict."""
-
     profile_path: Path | None = opt.profile_option()
     model: str = opt.model_option()
     batch: int = opt.batch_option()
@@ -362,7 +360,6 @@ def _made(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[PlanProgress]:
-    """Show a bar on a terminal after a second."""
     if not has_cursor(sys.stderr):
         yield lambda what, share: None
         return

@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Who else takes part in a run of the driver."""
-
     inputs: Sequence[Requests] = ()
     """Signals, and requests from outside."""
     watchers: Watchers | None = None
@@ -65,7 +63,6 @@ class ClusterBackend:
     """Seconds from now to the deadline of a job; None without one."""
     links: Links
     outcomes: dict[str, JobOutcome] = field(default_factory=dict)
-    """How jobs ended on their nodes, until the driver has concluded them."""
     _jobs: dict[str, AdmittedJob] = field(default_factory=dict)
     _attempts: dict[int, Dispatch] = field(default_factory=dict)
     """Those of living nodes; a report of any other comes too late."""
@@ -199,8 +196,6 @@ class ClusterBackend:
 
 
 class Driver(Control):
-    """One run on a cluster, from the first arrival to the last file."""
-
     backend: ClusterBackend
     handout: HandOut
 
@@ -232,8 +227,6 @@ class Driver(Control):
 
 @dataclass(frozen=True, slots=True)
 class _WholeJobs:
-    """The jobs of another intake, as the driver sees them."""
-
     intake: Intake
 
     def take(self) -> Sequence[AdmittedJob]:
@@ -252,7 +245,6 @@ def driver_of(
     links: Links | None = None,
     **options: Any,
 ) -> Driver:
-    """A driver for these jobs; `options` are those of `Control`."""
     handout = HandOut(policy, fleet)
     whole = [as_whole(job) for job in jobs]
     state = State(whole, start, clock=clock, costs=WholeJobCosts(profile))

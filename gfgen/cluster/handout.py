@@ -160,7 +160,6 @@ class HandOut:
         return (MAX_AHEAD + 2) * self._num_ranks(slot)
 
     def _view_of(self, running: RunningTask, now_s: float) -> JobView:
-        """A job on a node, as it would be at its next step there."""
         given = self._given[running.task.job_id]
         return replace(given, remaining_s=_left_s(given, running, now_s), last_layout=Layout.single(0))
 

@@ -54,8 +54,6 @@ END_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberOptions:
-    """What all nodes of a run have in common."""
-
     policy: str
     model: str
     ranks: AskedRanks
@@ -86,19 +84,14 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The ranks have loaded the models."""
-
     ranks: Ranks
     made_with: Mapping[str, Mapping[str, Any]]
-    """By model."""
     began_at: float
     """Unix time at the start of the node's run, by its clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The process cannot work, or has ended."""
-
     reason: str
 
 
@@ -248,7 +241,6 @@ class JobFeed(Observer):
 
 
 def serve(connection: Connection) -> None:
-    """Run jobs until the connection is closed."""
     setup: Setup = connection.recv()
     options = setup.options
     with contextlib.suppress(OSError):
@@ -337,7 +329,6 @@ class NodeActor:
         )
 
     def load(self, models: Sequence[str]) -> Ready | Gone:
-        """Start the process with these models, and wait until it is ready."""
         setup = Setup(self._options, self._folder, tuple(models))
         threading.Thread(target=self._run, args=(setup,), name="process", daemon=True).start()
         first = self._reports.get()
@@ -369,7 +360,6 @@ class NodeActor:
         shutil.rmtree(self._folder / attempt_folder(attempt), ignore_errors=True)
 
     def stop(self) -> None:
-        """End the process and remove its folder."""
         self.send(None)
         if self._process is not None:
             try:
@@ -386,7 +376,6 @@ class NodeActor:
         os._exit(1)  # the process dies with this one
 
     def _run(self, setup: Setup) -> None:
-        """Run the process to its end; it would die with this thread."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(

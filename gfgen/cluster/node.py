@@ -65,7 +65,6 @@ class JobEnded:
     attempt: int
     outcome: JobOutcome
     delivery: Delivery | None = None
-    """None if there are no files."""
 
 
 Note = Dispatch | Event | JobView
@@ -105,7 +104,6 @@ class Fleet:
     num_slots: int
     num_lanes: int
     nodes: dict[int, Node] = field(default_factory=dict)
-    """Living nodes by slot."""
 
     @classmethod
     def of(cls, num_slots: int, *, num_ranks: int) -> Fleet:

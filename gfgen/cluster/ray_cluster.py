@@ -66,10 +66,8 @@ class RayCluster:
         self._refused: dict[str, str] = {}
         """By Ray's id, why a node cannot be used."""
         self._models: tuple[str, ...] | None = None
-        """None until the jobs are known: nodes wait for them."""
         self._change = threading.Condition(self._lock)
         self._has_looked = threading.Event()
-        """All machines of the first look at the list are known."""
         self._is_over = threading.Event()
         self._alone_since: float | None = None
         self._number = 0
@@ -78,11 +76,9 @@ class RayCluster:
         self._enough_at = 0.0
         """When the open jobs last filled all of them."""
         self.clock = Clock()
-        """The driver's, of the present run."""
         self._inputs: Sequence[Requests] = ()
         """Of the present run; each ends a wait."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable when there are reports."""
 
     def __enter__(self) -> RayCluster:
         """Raises: InputError when there is no Ray or no cluster."""
@@ -112,7 +108,6 @@ class RayCluster:
 
     @property
     def joined(self) -> Sequence[RayNode]:
-        """Nodes that take jobs."""
         with self._lock:
             return [node for node in self._nodes.values() if node.ready is not None]
 
@@ -204,7 +199,6 @@ class RayCluster:
             self._release(node)
 
     def _want(self, number: int) -> None:
-        """Ask the autoscaler for nodes like the first one."""
         from ray.autoscaler.sdk import request_resources
 
         size = self.joined[0].size if self.joined else {}
@@ -258,7 +252,6 @@ class RayCluster:
     # Threads ---------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Bring up new nodes, as long as the run lasts."""
         while not self._is_over.is_set():
             try:
                 for node in self.ray.nodes():
@@ -295,7 +288,6 @@ class RayCluster:
         threading.Thread(target=self._serve, args=(node,), name=name, daemon=True).start()
 
     def _serve(self, node: RayNode) -> None:
-        """Bring up one node, and follow it to its end."""
         try:
             node.create()
             with self._change:

@@ -28,13 +28,10 @@ from gfgen.session.session import RunSetup, Session, SessionOptions
 from gfgen.system.signals import SignalPipe
 
 SPARE_SLOTS = 16
-"""For nodes that join during the run."""
 
 
 @dataclass(kw_only=True)
 class NodeModels(Models):
-    """Looks models up on nodes."""
-
     cluster: RayCluster | None
     """None in another process, which knows the models that are loaded."""
 
@@ -52,13 +49,10 @@ class NodeModels(Models):
 
 @dataclass(kw_only=True)
 class NodeMemory(HostMemory):
-    """Each node checks its own memory."""
-
     has_inputs: bool = False
     """Nodes can read the files that jobs begin with."""
 
     def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
-        """The jobs whose files nodes can read, and problems for the others."""
         accepted = "nodes cannot read files of this machine; --shared says that all have the same folders"
         kept, problems = list[AdmittedJob](), list[Problem]()
         for job in jobs:

@@ -26,14 +26,7 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.choosers import ImmediateChooser
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
-from gfgen.runtime.simulate.planner import (
-    ESTIMATE_SHARE,
-    Plan,
-    Planner,
-    PlanOption,
-    option_of,
-    option_of_run,
-)
+from gfgen.runtime.simulate.planner import ESTIMATE_SHARE, Plan, Planner, PlanOption, option_of, option_of_run
 from gfgen.runtime.simulate.simulation import (
     OutcomeRecorder,
     Simulated,
@@ -226,7 +219,6 @@ def simulate_nodes(
 
 
 def _with_ranks(summary: Summary, nodes: Sequence[Summary]) -> Summary:
-    """The summary of the driver, with what the ranks of nodes did."""
     return replace(
         summary,
         num_tasks=sum(node.num_tasks for node in nodes),
@@ -240,7 +232,6 @@ def _with_ranks(summary: Summary, nodes: Sequence[Summary]) -> Summary:
 class Nodes:
     number: int
     num_ranks: int
-    """Of each."""
     device: str | None = None
     """A part of the name of their devices, in lower case."""
 
@@ -308,7 +299,6 @@ class NodePlanner(Planner):
         return sorted(self.jobs, key=lambda job: views[job.job_id].remaining_s)
 
     def _open(self, jobs: Sequence[AdmittedJob]) -> Snapshot:
-        """All of these jobs on one node."""
         opened = everything_open(
             jobs, num_ranks=self.nodes.num_ranks, profile=self.profile, started_at=self.window.started_at
         )
@@ -316,5 +306,4 @@ class NodePlanner(Planner):
 
     @property
     def _max_degree(self) -> int:
-        """A step uses no more ranks than the profile has times of."""
         return min(self.nodes.num_ranks, self.profile.num_ranks)

@@ -164,7 +164,6 @@ class Watchers(Observer):
 
 
 def _seen(node: _NodeRanks, view: JobView, begins_s: float) -> JobView:
-    """A job on a node, as observers see it."""
     return replace(
         view,
         arrival_s=view.arrival_s + begins_s,
@@ -176,15 +175,12 @@ def _seen(node: _NodeRanks, view: JobView, begins_s: float) -> JobView:
 def _landed(
     node: _NodeRanks, event: events.TaskDone | events.TaskFailed, begins_s: float
 ) -> events.TaskDone | events.TaskFailed:
-    """The end of a dispatch, as observers see it."""
     number, time_s = node.running.pop(event.dispatch).number, event.time_s + begins_s
     if isinstance(event, events.TaskFailed):
         return replace(event, time_s=time_s, dispatch=number)
     times = tuple(
         each._replace(
-            rank=node.ranks[each.rank],
-            started_s=each.started_s + begins_s,
-            ended_s=each.ended_s + begins_s,
+            rank=node.ranks[each.rank], started_s=each.started_s + begins_s, ended_s=each.ended_s + begins_s
         )
         for each in event.times
     )

@@ -574,7 +574,6 @@ def parse_duration(text: str) -> float | None:
 
 
 def shown(value: object) -> str:
-    """A value as JSON, on one short line that is safe to print."""
     try:
         text = json.dumps(whole(value), ensure_ascii=False, default=repr)
         text = value.text if isinstance(value, Exponential) else text

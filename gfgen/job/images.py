@@ -71,7 +71,6 @@ class NoImages(ImageReader):
 
 
 def is_video(name: str | Path) -> bool:
-    """Whether ffmpeg reads a file, by its name."""
     return Path(name).suffix[1:].upper() in VIDEO_FORMATS
 
 
@@ -178,7 +177,6 @@ def num_frames(picture: Image.Image) -> int:
 
 
 def frames_of(picture: Image.Image) -> Iterator[Image.Image]:
-    """A decoded picture, once for each of its frames."""
     for idx in range(num_frames(picture)):
         picture.seek(idx)
         picture.load()
@@ -276,7 +274,6 @@ def _remarks_on_video(path: Path) -> Iterator[Warned]:
 
 MAX_LORA_BYTES = 8 * 2**30
 USUAL_NAME = "pytorch_lora_weights.safetensors"
-"""What diffusers calls the only file of a folder."""
 MARKS = ("lora", "lokr")
 """In names of a LoRA's tensors, in every format that diffusers converts."""
 PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"

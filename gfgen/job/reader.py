@@ -63,7 +63,6 @@ class ParsedJobs:
     kinds: tuple[tuple[str, str], ...] = ()
     """Each file that is not JSON Lines, and what it is."""
     defaults: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    """Each file with defaults, and these."""
     num_varied: int = 0
 
 
@@ -210,7 +209,6 @@ class _JobList:
     place: int = 0
     """Of the last job in its file, faulty ones included."""
     id_takers: dict[str, int] = field(default_factory=dict)
-    """By id: the line that uses it."""
     file_takers: dict[str, int] = field(default_factory=dict)
 
     def add_file(

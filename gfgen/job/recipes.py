@@ -23,7 +23,6 @@ Recipes = Mapping[str, Any]
 
 @functools.cache
 def recipes() -> dict[str, Any]:
-    """Those of every installation."""
     return json.loads(Path(__file__).with_name("recipes.json").read_text())  # type: ignore[no-any-return]
 
 

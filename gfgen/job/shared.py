@@ -78,7 +78,6 @@ def over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def check_defaults(defaults: object) -> list[Problem]:
-    """Every problem of the defaults of a file, without the line."""
     if not isinstance(defaults, Mapping):
         example = '{"defaults": {"steps": 20, "size": "832x480"}}'
         return [Problem(None, "defaults", shown(defaults), f"an object of fields, such as {example}")]

@@ -74,7 +74,6 @@ class _RankClaims:
 
     @property
     def unheld(self) -> list[int]:
-        """Free ranks that any job may use."""
         return [rank for rank in self.free if rank not in self._held_until_s]
 
     def start(self, job: JobView, wanted: int) -> list[Decision]:

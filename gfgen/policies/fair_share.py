@@ -25,17 +25,13 @@ def shared(policy: Policy, snapshot: Snapshot) -> Iterator[Decision]:
 
 
 class _Sharing:
-    """One call of the policy for each owner that may get ranks."""
-
     def __init__(self, policy: Policy, snapshot: Snapshot) -> None:
         self._policy, self._snapshot = policy, snapshot
         self._free = set(snapshot.free_ranks)
         self._num_held: Counter[str | None] = Counter()
-        """Busy ranks by owner."""
         for running in snapshot.running:
             self._num_held[running.owner] += len(set(running.layout.ranks) - self._free)
         self._open: dict[str | None, dict[str, JobView]] = defaultdict(dict)
-        """The jobs that may still be started, by owner."""
         for job_id, job in snapshot.open.items():
             self._open[job.owner][job_id] = job
 
@@ -50,7 +46,6 @@ class _Sharing:
         return self._num_held[owner], self._snapshot.served_s.get(owner, 0.0), owner or ""
 
     def _of_owner(self, owner: str | None, *, most: int) -> Iterator[Decision]:
-        """Decisions for jobs of this owner, until it has `most` ranks."""
         for decision in self._policy(self._seen_by(owner)):
             job = self._open[owner].get(getattr(getattr(decision, "task", None), "job_id", ""))
             if job is None or not isinstance(decision, Decision):

@@ -36,7 +36,6 @@ def with_held_patches(snapshot: Snapshot, decided: list[Decision]) -> list[Decis
 class _Swaps:
     snapshot: Snapshot
     taken: set[str]
-    """Jobs that are started now."""
     _waiting: dict[_Kind, list[JobView]] | None = field(default=None, init=False)
     """Open jobs by kind, patches and whether they have begun; those to be preferred last."""
     _lost: LostJobs = field(init=False)

@@ -114,5 +114,4 @@ def chosen_task(snapshot: Snapshot, job: JobView, layout: Layout, *, wait_s: flo
 
 
 def power_of_two(number: int) -> int:
-    """The largest power of two up to `number`, which is at least 1."""
     return 1 << (number.bit_length() - 1)

@@ -90,7 +90,6 @@ class _Queue:
             before_s += math.fsum([work_s for _, work_s, _ in (*saved, *rest)])
 
     def wanted(self, job: JobView) -> int:
-        """How many ranks a job of the queue gets."""
         if job.job_id in self._not_saved:
             return self._degree
         return _degree_in_time(self._snapshot, job, self._degree)
@@ -288,7 +287,6 @@ class _Room:
         return {job.job_id: place for place, (job, _, _) in enumerate(self._cases)}
 
     def take(self, job_id: str, work_s: float) -> None:
-        """A job goes next."""
         self._taken.append((job_id, work_s))
         self.least_s -= work_s
 

@@ -23,12 +23,7 @@ from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
 from gfgen.job.reader import JobSource, ParsedJobs, passed_deadlines, with_bar
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import Precision
-from gfgen.models.families.registry import (
-    DEFAULT_MODEL,
-    check_name,
-    find_configs,
-    resolve_checkpoint,
-)
+from gfgen.models.families.registry import DEFAULT_MODEL, check_name, find_configs, resolve_checkpoint
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
 from gfgen.runtime.core.admission import AdmittedJob, Judged, ResolvedModel, admit
 from gfgen.runtime.core.effects import tell_of_warnings
@@ -255,7 +250,6 @@ class Admission:
         return jobs, (*refused, *unfit)
 
     def resolve(self, specs: Sequence[JobSpec], *, has_bar: bool = False) -> Judged:
-        """The jobs as they run."""
         named, unknown = self.memory.patches.named(specs)
         shown = with_bar(named, "checking", is_shown=has_bar, unit=" jobs", total=len(named))
         jobs, refused = admit(shown, default_model=self.models.default, find_model=self.models.find)

@@ -39,7 +39,6 @@ class Cache:
         return sum(map(size_of, self.paths))
 
     def clear(self) -> None:
-        """Raises RunError for what cannot be deleted."""
         for path in self.paths:
             try:
                 if path.is_dir() and not path.is_symlink():
@@ -66,7 +65,6 @@ def hub_dir() -> Path:
 
 
 def hub_models() -> Iterator[tuple[str, Path]]:
-    """Models and LoRAs from the hub: id and folder."""
     for path in sorted(hub_dir().glob("models--*")):
         yield path.name.removeprefix("models--").replace("--", "/"), path
 

@@ -60,7 +60,6 @@ class LiveRun(Observer):
         self._recent: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT)
         self._answers: deque[dict[str, Any]] = deque(maxlen=MAX_ANSWERS)
         self._unwanted: deque[str] = deque()
-        """Jobs to cancel in the next turns."""
         self._is_closed = False
         self._rows: dict[str, Any] = {"ends_at": None, "ranks": [], "jobs": []}
         self._next_sum_s = 0.0

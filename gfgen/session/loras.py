@@ -99,7 +99,6 @@ class Loras:
     fits: LoraFits = field(default_factory=LoraFits)
     by_model: dict[Path, PatchNeed] = field(default_factory=dict)
     served: dict[str, ServedLora] = field(default_factory=dict)
-    """By the name that requests give."""
     placements: dict[Path, Placement] = field(default_factory=dict)
     """Of models on GPUs. Streamed weights need no copies, since their changes are made after each read."""
 

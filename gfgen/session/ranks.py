@@ -131,7 +131,6 @@ class Ranks:
 
     @property
     def memory(self) -> HostMemory:
-        """The memory of their devices, before they start."""
         if not self.are_on_gpus:
             return HostMemory(devices=self.devices, has_random_weights=self.has_random_weights)
         return GpuMemory(
@@ -313,7 +312,6 @@ def made_with(ranks: Ranks, checkpoint: Path, *, kernels: KernelChoice = "own") 
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs in words, such as 'torch 2.10.0 (now 2.11.0)'."""
     old, new = before.get("versions") or {}, now["versions"]
     found = [
         f"{name} {old[name]} (now {new.get(name, 'none')})" for name in old if old[name] != new.get(name)

@@ -65,12 +65,10 @@ class SessionOptions:
     ranks: Ranks
     policy: NamedPolicy
     model: str = DEFAULT_MODEL
-    """For jobs that name none."""
     lookahead_s: float = LOOKAHEAD_S
     batch: int = 1
     """The most equal jobs that take their steps together."""
     grace_s: float = GRACE_S
-    """How long running steps may continue when a run stops."""
     closes_at: float | None = None
     """Unix time at which the run stops."""
     job_file: str = STDIN
@@ -289,11 +287,7 @@ class Session:
         return summary
 
     def _control(
-        self,
-        jobs: Sequence[AdmittedJob],
-        setup: RunSetup,
-        stack: contextlib.ExitStack,
-        **records: Any,
+        self, jobs: Sequence[AdmittedJob], setup: RunSetup, stack: contextlib.ExitStack, **records: Any
     ) -> Control:
         """The control loop; `records` are options of `Control`. `stack` is closed after the run."""
         options, arrivals, ranks = setup.options, setup.arrivals, setup.options.ranks
@@ -360,10 +354,7 @@ class Session:
             last_number=pool.last_number,
             arrived_at=self._first_arrivals(options),
             resume=resume.find(
-                folder,
-                jobs,
-                weights_mark=pool.models.weights_mark,
-                computed_with=pool.settings.computed_with,
+                folder, jobs, weights_mark=pool.models.weights_mark, computed_with=pool.settings.computed_with
             ),
             closes_s=None if options.closes_at is None else options.closes_at - clock.started_at,
             grace_s=options.grace_s,

@@ -108,7 +108,6 @@ def warm_ups(jobs: Iterable[AdmittedJob], degrees: Sequence[int]) -> tuple[WarmU
 
 
 def _items(jobs: Sequence[AdmittedJob], degree: int, *, in_own_slot: bool = False) -> Iterator[WarmUp]:
-    """The tasks that run on so many ranks, by kind of job."""
     for job in jobs:
         ways: Sequence[Degrees] = ()
         if degree <= job.limits.step_degree and job.flops[Stage.DENOISE] <= MAX_FLOPS * degree:

@@ -37,7 +37,6 @@ class SignalPipe:
 
     def __init__(self) -> None:
         self._interrupted: str | None = None
-        """The activity that a signal interrupts."""
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)

@@ -27,7 +27,6 @@ from gfgen.session.live import read_live
 from gfgen.system.wording import counted, first_of
 
 RUNS = Path("outputs")
-"""Where runs write by default, from the current folder."""
 _ADDRESS = re.compile(r"[A-Za-z0-9.\-]+:[0-9]{1,5}")
 
 MAX_STATUS_ROWS = 40
@@ -35,8 +34,6 @@ MAX_STATUS_ROWS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Whom a command asks, and how it answers."""
-
     target: str | None = option(
         "A run's output folder, a watched folder or a server's URL. [what runs below ./outputs]",
         type=Named(),

@@ -22,8 +22,6 @@ BAR = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """Times are Unix times. The rows have the keys of the live record (session/live.py)."""
-
     target: str
     kind: str
     """run or server"""

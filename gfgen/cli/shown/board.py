@@ -41,7 +41,6 @@ class Board:
         self._bars: list[str] = []
 
     def write(self, text: str) -> None:
-        """Add a line above the bars."""
         self._show(self._bars, above=f"{_CLEAR_BELOW}{printable(text, self._stream)}\n")
 
     def draw(self, lines: Sequence[Line]) -> None:
@@ -59,7 +58,6 @@ class Board:
         self._show([])
 
     def _show(self, bars: Sequence[str], *, above: str = "") -> None:
-        """Replace the bars in one write."""
         back, text = _UP * (len(self._bars) - 1), "\n".join(f"{bar}{_CLEAR_LINE}" for bar in bars)
         self._bars = list(bars)
         with suppress(OSError):
@@ -127,7 +125,6 @@ def has_cursor(stream: TextIO) -> bool:
 
 
 def terminal_size(stream: TextIO) -> tuple[int, int]:
-    """Columns and rows; 80 x 24 without a terminal."""
     try:
         size = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):

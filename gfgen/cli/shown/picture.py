@@ -68,7 +68,6 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
 
 
 def name_rows(axes: Axes, names: Sequence[str], *, fontsize: float) -> None:
-    """Name the rows of a bar chart, from the top; nothing else is on the axes."""
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xticks([])
     axes.set_yticks(range(len(names)), names, fontsize=fontsize)
@@ -110,8 +109,6 @@ TRACE_NAMES = ("trace.json", "*/trace.json")
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """The numbers of one run; None if it has no such number."""
-
     name: str
     attainment: float | None
     mean_s: float | None

@@ -173,7 +173,6 @@ def _opened(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -
 
 
 def _known(jobs: Sequence[AdmittedJob]) -> list[Profile]:
-    """This machine's profiles, then those that come with gfgen."""
     calibrate = any(job.model_in() in PACKAGED for job in jobs)
     devices = [name for name in (gpu_name(), cpu_name()) if name]
     own = [each[1] for name in devices if (each := find_profile(name, calibrate=calibrate))]
@@ -182,13 +181,10 @@ def _known(jobs: Sequence[AdmittedJob]) -> list[Profile]:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMemory:
-    """The memory of these jobs on each GPU; `room_bytes` None: no limit."""
-
     jobs: Sequence[AdmittedJob]
     weights: Mapping[Path, int]
     room_bytes: int | None = None
     streamed: Sequence[str] = ()
-    """Models that do not fit as a whole."""
 
     @classmethod
     def of(cls, jobs: Sequence[AdmittedJob], memory: str | None, *, source: str) -> SimulatedMemory:
@@ -203,7 +199,6 @@ class SimulatedMemory:
         return cls(jobs, weights, room_bytes, streamed)
 
     def residency(self, num_ranks: int) -> Residency | None:
-        """Lets models take turns in one run; None if all of them fit."""
         if self.room_bytes is None:
             return None
         return _memory(num_ranks, self.room_bytes).residency(self.jobs)

@@ -202,7 +202,6 @@ class BarProgress(Observer):
 
 
 def job_line(info: JobInfo, last: Dispatch, now_s: float, predicted: Forecast, *, is_running: bool) -> Line:
-    """The bar of a job by its last dispatch."""
     task, job_id, num_tasks = last.task, info.job_id, info.num_tasks
     what = f"step {task.step + 1}/{num_tasks - 3}" if task.step is not None else str(task.stage)
     end_s = predicted.ends_s.get(job_id)

@@ -102,7 +102,6 @@ def _entries(path: Path) -> Iterable[TraceEvent]:
 
 
 def _complete_lines(text: str) -> list[TraceEvent]:
-    """The events of an incomplete file, one per line."""
     entries = []
     for line in text.splitlines():
         try:
@@ -219,7 +218,6 @@ def merged(blocks: Iterable[PlotBlock]) -> Iterator[PlotBlock]:
 
 
 def tasks_of_jobs(blocks: Iterable[PlotBlock]) -> dict[str, list[list[PlotBlock]]]:
-    """By job, the blocks of each task, in the order of dispatch."""
     by_job: dict[str, dict[int, list[PlotBlock]]] = defaultdict(lambda: defaultdict(list))
     for block in blocks:
         by_job[block.job_id][block.dispatch or 0].append(block)

@@ -30,13 +30,10 @@ _texts = operator.attrgetter("job.spec.prompt", "job.spec.negative_prompt")
 
 @dataclass(slots=True)
 class Forming:
-    """Puts jobs into batches, in the order in which they are added."""
-
     size: int
     _last: list[JobRecord] = field(default_factory=list)
 
     def add(self, record: JobRecord) -> None:
-        """Let a job join the batch of the job before it, or begin one of its own."""
         if self.size == 1 or not record.job.can_join_batch:
             self._last = []
         elif self._last and len(self._last) < self.size and _are_alike(record, self._last[-1]):
@@ -59,7 +56,6 @@ def is_to_wait(record: JobRecord) -> bool:
 
 
 def takes_steps_together(record: JobRecord) -> bool:
-    """Whether the next task of a job is a step of a batch."""
     return len(record.batch) > 1 and FIRST_STEP <= record.progress.next_index < record.num_tasks - 1
 
 

@@ -70,14 +70,11 @@ class Intake(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """What changes a run while it goes on: other jobs, another policy, other models."""
-
     intake: Intake | None = None
     """With an intake the run goes on until it is asked to stop."""
     chooser: Chooser | None = None
     residency: Residency | None = None
     load: Callable[[str], NamedPolicy] = load_policy
-    """Finds the policies that the chooser names."""
     free_bytes: Callable[[], int] | None = None
     """What is free on the disk for files."""
     on_turn: Callable[[float], None] | None = None
@@ -187,7 +184,6 @@ class Control:
         self.state.expects_more = self._steering.intake is not None
 
     def schedule(self, job: AdmittedJob) -> None:
-        """Let a job arrive at its time."""
         seed = job.spec.seed if job.info.asked.seed == RANDOM_SEED else None
         self.clock.at(events.JobArrived(job.spec.arrival_s, job.job_id, job.info.spec_hash, seed))
         if job.spec.timeout_s is not None:
@@ -289,7 +285,6 @@ class Control:
             self.clock.at(events.Wakeup(room.next_look_s))
 
     def dispatch(self, snapshot: Snapshot) -> list[Dispatch]:
-        """Ask the policy, and start what it decides."""
         dispatches: list[Dispatch] = []
         state, decisions = self.state, self.decider.decide(snapshot)
         decisions = state.sharing.arranged(decisions, snapshot, holds_back=state.holds_back)

@@ -67,7 +67,6 @@ class Decider:
         self.chooser = self._usual_chooser = chooser
         """None after FALLBACK has replaced the policy, until another one is asked for."""
         self._num_changes = 0
-        """Arrivals and ends of jobs so far."""
         self._next_choice = 1
 
     def decide(self, snapshot: Snapshot) -> list[Decision]:
@@ -116,7 +115,6 @@ class Decider:
             logger.debug("from now on %s decides: %s", event.policy, event.reason)
 
     def note_change(self) -> None:
-        """A job has arrived or ended."""
         self._num_changes += 1
 
     def can_follow(self, choice: Choice) -> bool:

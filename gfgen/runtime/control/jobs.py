@@ -41,7 +41,6 @@ class Jobs:
         self.open = OpenJobs()
         self.busy: dict[str, JobView] = {}
         self.recent: deque[tuple[JobRecord, JobView]] = deque(maxlen=NUM_RECENT)
-        """The last arrivals, as they were then."""
         self.writing: set[str] = set()
         self._renewed_s = 0.0
         for job in jobs:

@@ -75,9 +75,7 @@ class Flights(dict[int, Flight]):
         super().__init__()
         self._lookahead_s = lookahead_s
         self.unwanted: set[int] = set()
-        """Dispatches to stop that `take_unwanted` has not returned yet."""
         self.last_number = last_number
-        """Of the last dispatch."""
 
     def add(
         self, dispatch: Dispatch, *, soonest_s: float, is_foreseeable: bool, owner: str | None = None
@@ -134,10 +132,8 @@ class RankRecord:
     load_s: float = 0.0
     """How long that is predicted to take."""
     flights: list[Flight] = field(default_factory=list)
-    """A running task, or a batch of steps, and a queued one at most."""
     idle_since_s: float = 0.0
     ended_s: float = 0.0
-    """When its part of the last finished task ended."""
     patches: dict[str, str] = field(default_factory=dict)
     """By model, the patches of the last task that needed its weights."""
     view: RankView | None = None
@@ -145,7 +141,6 @@ class RankRecord:
 
     @property
     def free_at_s(self) -> float:
-        """When all that it was given is predicted to have ended, or has ended."""
         free_s = self.flights[-1].view.predicted_end_s if self.flights else self.idle_since_s
         return free_s + self.load_s if self.is_loading else free_s
 
@@ -243,7 +238,6 @@ class Ranks:
         record.is_loading, record.idle_since_s, record.view = False, at_s, None
 
     def lose(self, event: RankLost) -> None:
-        """The rank takes nothing until its successor is ready."""
         rank = self.records[event.rank]
         rank.is_ready, rank.is_loading, rank.view = False, False, None
         rank.is_retired = event.is_retired

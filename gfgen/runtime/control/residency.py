@@ -44,8 +44,6 @@ Urgency = tuple[float, float]
 
 
 class _Parked(NamedTuple):
-    """A job that waits for its model."""
-
     urgency: Urgency
     model: str
     since_s: float
@@ -64,7 +62,6 @@ class ModelTurns:
         self.parked: dict[str, _Parked] = {}
         """By job, the longest first."""
         self.urgent: set[str] = set()
-        """Those of them that have a deadline or a raised priority."""
         self._unloadable: dict[str, tuple[float, str]] = {}
         """By model that no rank could load: until when its jobs fail at once, and why."""
 
@@ -116,8 +113,6 @@ class ModelTurns:
 
 @dataclass(slots=True)
 class _Need:
-    """What a model takes."""
-
     checkpoint: Path
     work_bytes: list[int] = field(default_factory=list)
     """Of the largest of its jobs, as many as may run at once, beside the weights."""
@@ -164,7 +159,6 @@ class Residency(Observer):
         by_urgency = sorted(jobs, key=lambda job: (job.spec.arrival_s, -job.spec.priority))
         self.resident = self.choose([*(job.spec.model or "" for job in by_urgency), *self._needs])
         self._lacked_bytes = 0
-        """What ranks had to load by the last change."""
 
     @property
     def is_needed(self) -> bool:
@@ -258,7 +252,6 @@ class Residency(Observer):
 
     @property
     def _longest_s(self) -> float:
-        """What the largest model takes to be loaded."""
         return max(self._load_s([model]) for model in self._needs)
 
     def _load_s(self, models: Collection[str]) -> float:

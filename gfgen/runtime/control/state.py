@@ -69,7 +69,6 @@ class State:
         self.shares = Shares()
         self.sharing = Sharing(start.reads_s, self.jobs.records, costs)
         self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, self.ranks.islands)))
-        """The most ranks that one task can use."""
         self._job_costs = JobCosts(self.jobs.records, costs)
         self.expects_more = False
         """Jobs may still be added: that all have ended does not finish the run."""

@@ -102,8 +102,6 @@ def arriving_after(job: AdmittedJob, offset_s: float) -> AdmittedJob:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model that jobs of this run use."""
-
     name: str
     checkpoint: Path
     geometry: Geometry
@@ -111,10 +109,7 @@ class ResolvedModel:
 
 
 def admit(
-    specs: Iterable[JobSpec],
-    *,
-    default_model: str,
-    find_model: Callable[[str], ResolvedModel],
+    specs: Iterable[JobSpec], *, default_model: str, find_model: Callable[[str], ResolvedModel]
 ) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
     """The jobs that can run, and all problems of the others.
 

@@ -42,8 +42,6 @@ _KINDS = {kind: number for number, kind in enumerate(_KIND_ORDER)}
 
 
 class Clock:
-    """Seconds since the start of the run, and scheduled events."""
-
     def __init__(self, *, virtual: bool = False) -> None:
         self._epoch_s: float | None = None if virtual else time.monotonic()
         self.started_at = 0.0 if virtual else time.time()
@@ -95,7 +93,6 @@ class Clock:
         return released
 
     def advance(self, to_s: float) -> None:
-        """Advance virtual time; it never goes back."""
         assert self._epoch_s is None, "wall time passes by itself"
         self._virtual_s = max(self._virtual_s, to_s)
         if not self._has_turned:

@@ -98,7 +98,6 @@ class TaskDone(Event):
 
     dispatch: int
     times: tuple[RankTimes, ...]
-    """By slot of its layout."""
 
     @property
     def started_s(self) -> float:
@@ -153,7 +152,6 @@ class OutputWritten(Event):
     size_bytes: int
     write_s: float
     writer: int = 0
-    """Index of the writer process."""
     sha256: str | None = None
     """In hex."""
     files: tuple[NamedContent, ...] = ()

@@ -102,7 +102,6 @@ class Summary:
 
     @property
     def jobs_per_min(self) -> float:
-        """Throughput of jobs that are done."""
         return 60 * self.num_done / self.makespan_s if self.makespan_s > 0 else 0.0
 
     def lines(self) -> list[str]:
@@ -220,7 +219,6 @@ class Metrics(Observer):
     def __init__(self) -> None:
         self._num_jobs = self._num_ranks = self._num_tasks = self._num_model_changes = 0
         self._num_ended: Counter[str] = Counter()
-        """By status."""
         self._failures: list[str] = []
         self._latencies = _Latencies()
         self._num_due: Counter[str] = Counter()

@@ -54,7 +54,6 @@ class OpenJobs:
 
     @property
     def unbegun_kinds(self) -> Set[JobKind]:
-        """The kinds of jobs that have not started."""
         return self._num_unbegun.keys()
 
     def put(self, view: JobView) -> None:
@@ -67,7 +66,6 @@ class OpenJobs:
         self._note(view.job_id)
 
     def discard(self, job_id: str) -> None:
-        """Remove a job, if it is open."""
         view = self._views.pop(job_id, None)
         if view is None:
             return
@@ -80,7 +78,6 @@ class OpenJobs:
         self._note(job_id)
 
     def renew(self, view_of: Callable[[str], JobView]) -> None:
-        """Replace every view; the order of opening stays."""
         self.generation += 1
         self._orders.clear()
         for job_id in self._views:

@@ -71,8 +71,6 @@ class _WatchedJob:
 
 @dataclass(eq=False)
 class Inbox(Observer):
-    """The job files of a folder and the status of their jobs."""
-
     folder: Path
     _: KW_ONLY
     output_dir: Path
@@ -82,7 +80,6 @@ class Inbox(Observer):
     overwrite: bool = False
     named_at: float | None = None
     now: Callable[[], float] = time.time
-    """Unix time."""
 
     def __post_init__(self) -> None:
         self._manifest = GrowingManifest(self.output_dir / MANIFEST_NAME)
@@ -143,7 +140,6 @@ class Inbox(Observer):
             self._found.put(error)
 
     def look(self) -> list[AdmittedJob]:
-        """The jobs of complete files that were not taken before."""
         jobs: list[AdmittedJob] = []
         for path in self._complete_files():
             try:

@@ -34,7 +34,6 @@ from gfgen.system.linefile import LineFile
 logger = logging.getLogger(__name__)
 
 JOURNAL_NAME = "journal.jsonl"
-"""In the output folder."""
 VERSION = 2
 READABLE = (1, VERSION)
 """Versions that one file may contain."""
@@ -95,7 +94,6 @@ class Journal:
             self._lines.append(content.encode("ascii"))
 
     def close(self) -> None:
-        """Write the events of an interrupted turn, and close the file."""
         try:
             self.flush()
         except OutputError as error:

@@ -35,8 +35,6 @@ _MAX_NOTE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The content of the lock file: the process of a run."""
-
     pid: int
     since: str
 

@@ -157,7 +157,6 @@ def read_files(path: Path) -> dict[str, ManifestLine]:
 
 
 def of_each_file(entry: ManifestLine) -> list[ManifestLine]:
-    """A line for each file of a job."""
     return [{**entry, **file} for file in entry.get("outputs", [{}])]
 
 

@@ -67,7 +67,6 @@ def title_of(metadata: Metadata) -> str:
 
 
 def to_json(metadata: Metadata) -> str:
-    """The fields of the job."""
     fields = {name: value for name, value in metadata.items() if name != _WEIGHTS}
     return json.dumps(fields, ensure_ascii=False)
 
@@ -96,7 +95,6 @@ def to_ffmetadata(tags: Mapping[str, str]) -> str:
 
 
 def from_ffmetadata(text: str) -> dict[str, str]:
-    """The reverse of `to_ffmetadata`."""
     tags = re.findall(r"^([^=;\n]+)=((?:\\.|[^\\\n])*)$", text, re.DOTALL | re.MULTILINE)
     return {name: re.sub(r"\\(.)", r"\1", value, flags=re.DOTALL) for name, value in tags}
 

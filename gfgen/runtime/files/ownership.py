@@ -139,14 +139,12 @@ class Claims:
     job_file: str
     """Of jobs whose lines do not say."""
     inputs: Sequence[Path] = ()
-    """The job files."""
     overwrite: bool = False
     force: bool = False
     """Finished jobs run again."""
     only_failed: bool = False
     """Jobs that have not failed before are left out."""
     done_ids: set[str] = field(default_factory=set)
-    """Of the jobs that `claim` or `done` has seen."""
     named_at: float | None = None
     forced_from: int | None = None
     """With `force`: bytes of the manifest when the runs of this --force began."""
@@ -156,7 +154,6 @@ class Claims:
         return read_manifest(self.output_dir / MANIFEST_NAME)
 
     def done(self, jobs: Sequence[AdmittedJob]) -> Collection[str]:
-        """Ids of the jobs that need not run again."""
         named = with_names(jobs, output_dir=self.output_dir, named_at=self.named_at)
         infos, folder = [job.info for job in named], self.output_dir
         entries = self._made_by_force(infos, folder / MANIFEST_NAME) if self.force else self.entries
@@ -376,7 +373,6 @@ def _line_of(name: str, files: Mapping[str, ManifestLine]) -> ManifestLine | Non
 
 
 def _is_own(line: ManifestLine, job: AdmittedJob) -> bool:
-    """Whether a file was made for a job of the same job file."""
     made_for, job_file = line.get("job_file"), job.info.job_file
     if STDIN in (made_for, job_file) and made_for is not None:
         return made_for == job_file and line.get("spec_hash") == job.info.spec_hash

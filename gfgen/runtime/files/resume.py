@@ -66,13 +66,11 @@ class RunStart:
     max_degree: int | None = None
     """Most ranks of one task. None: the size of the largest island."""
     started_at: float = 0.0
-    """Unix time at which the run's clock starts."""
     last_number: int = 0
     """The last dispatch that these ranks have seen in an earlier run."""
     arrived_at: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Unix time at which each job, by (id, spec hash), first arrived."""
     resume: Mapping[str, ResumePoint] = field(default_factory=dict)
-    """By job: where a stopped job continues."""
     closes_s: float | None = None
     """No job begins that is predicted to end after this time on the run's clock."""
     grace_s: float = GRACE_S
@@ -81,7 +79,6 @@ class RunStart:
     islands: Sequence[Sequence[int]] | None = None
     """Sets of ranks that reach each other's memory. None: all do."""
     batch: int = 1
-    """The most jobs that take their steps together."""
     reads_s: Mapping[str, float] = field(default_factory=dict)
     """By model whose blocks are read for each forward: the time that the reads of one take."""
     num_writers: int = 1
@@ -230,7 +227,6 @@ def forget_others(output_dir: Path, job_ids: Collection[str]) -> None:
 
 
 def _identity(job: AdmittedJob) -> dict[str, Any]:
-    """The header fields that must match the job."""
     plan = SlabPlan.of(job.trajectory)
     return {
         "gfgen_resume": VERSION,

@@ -52,7 +52,6 @@ def serve(channel: Channel) -> None:
 
 
 def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFailed:
-    """Write one file from a memfd, which is closed afterwards."""
     began = time.monotonic()
     try:
         if frames_fd is None:
@@ -86,7 +85,6 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
 
 
 def _write(request: WriteRequest, frames_fd: int) -> list[tuple[Path, Content]]:
-    """Write all files of a job."""
     path, sound = Path(request.path), None
     if request.shape is None:
         frames, sound = map_output(frames_fd)

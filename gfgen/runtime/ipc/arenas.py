@@ -20,7 +20,6 @@ CONTEXT_BYTES = 600_000_000
 
 
 def default_plan(*, num_ranks: int, are_on_gpus: bool) -> ArenaPlan:
-    """The arenas of a run's ranks; a single rank exchanges nothing and gets the smallest arena."""
     return GPU_PLAN if are_on_gpus and num_ranks > 1 else ArenaPlan()
 
 

@@ -27,7 +27,6 @@ class StartJob:
     trajectory: Trajectory
     checkpoint: str
     shape: str = ""
-    """As `AdmittedJob.shape`."""
 
 
 class RunTask(NamedTuple):
@@ -42,9 +41,7 @@ class RunTask(NamedTuple):
     producer: int | None
     layout: Layout
     incarnations: tuple[int, ...]
-    """Of the layout's ranks, by slot."""
     transfers: tuple[Transfer, ...] = ()
-    """To this rank, in order."""
     wait_s: float | None = None
     """Bounds each wait for another rank during the task; None for the collectives' default."""
     expected_s: float = 0.0
@@ -62,7 +59,6 @@ class SendState:
     job_id: str
     producer: int
     transfers: tuple[Transfer, ...]
-    """From this rank, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +142,6 @@ class RestartEdges:
     """Restart the count of transfers to and from these ranks; answer `EdgesRestarted`."""
 
     numbers: frozenset[int]
-    """The abandoned dispatches."""
     ranks: frozenset[int]
 
 
@@ -172,7 +167,6 @@ class WorkerReady:
     rank: int
     startup_s: float
     counts_tokens: bool = False
-    """Whether it can pad texts and exclude the padding from attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +174,6 @@ class PeerReplaced:
     """This rank knows the new incarnation, and restarts the count of transfers with it."""
 
     rank: int
-    """Of the new process."""
     incarnation: int
 
 

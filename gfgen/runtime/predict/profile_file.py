@@ -64,7 +64,6 @@ class ProfileRow:
     write_s: float | None = None
     """For a decode: from its end to the renamed file, with an idle writer."""
     basis: str = "measured"
-    """One of BASES."""
 
     @property
     def under_load_s(self) -> float:
@@ -84,7 +83,6 @@ class Profile:
     date: str
     source: str
     num_ranks: int
-    """The most ranks of any row."""
     rows: tuple[ProfileRow, ...]
     move_s: float = 0.0
     """Fixed time of a move of a job's state, in addition to the time for its bytes."""
@@ -144,7 +142,6 @@ def interquartile_range(values: Collection[float]) -> float:
 
 
 def _known(content: dict[str, Any]) -> dict[str, Any]:
-    """Without null values and the default basis."""
     return {k: v for k, v in content.items() if v is not None and (k, v) != ("basis", "measured")}
 
 
@@ -238,11 +235,7 @@ def _row_of(content: object) -> ProfileRow:
     return ProfileRow(**{**row, "stage": Stage(row["stage"]), "degrees": tuple(degrees)})
 
 
-_NUMBERS: Mapping[str, Any] = {
-    "int": (int,),
-    "float": (int, float),
-    "float | None": (int, float, NoneType),
-}
+_NUMBERS: Mapping[str, Any] = {"int": (int,), "float": (int, float), "float | None": (int, float, NoneType)}
 """By annotation."""
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "num_ranks": (1, MAX_RANKS),

@@ -66,7 +66,6 @@ def default_path(device: str | None = None, *, kind: str = "") -> Path:
 
 
 def runs_path(device: str | None = None) -> Path:
-    """The path for the measurements of runs."""
     return default_path(device, kind="-runs")
 
 
@@ -145,7 +144,6 @@ def _scaled(known: Sequence[tuple[Path, Profile]], *, may_measure: bool) -> list
 
 @cache
 def shipped_profiles() -> tuple[Profile, ...]:
-    """The profiles of GPUs that come with gfgen."""
     return tuple(load_profile(path) for path in sorted(SHIPPED.glob("*.json")))
 
 
@@ -332,9 +330,7 @@ def _merged(path: Path, profile: Profile) -> Profile:
         old = rows.pop(row.task, None)
         rows[row.task] = row if old is None else _mean(old, row)
     return replace(
-        profile,
-        rows=tuple(rows.values())[-MAX_ROWS:],
-        num_ranks=max(before.num_ranks, profile.num_ranks),
+        profile, rows=tuple(rows.values())[-MAX_ROWS:], num_ranks=max(before.num_ranks, profile.num_ranks)
     )
 
 

@@ -43,8 +43,6 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Ratios of times on this machine to those of the profile."""
-
     alone: float
     """While the other ranks idle."""
     loaded: float
@@ -52,7 +50,6 @@ class Speed:
 
 
 def scaled_profile(profile: Profile, speed: Speed, *, device: str) -> Profile:
-    """The profile scaled to this machine and the usual number of ranks."""
     rows = [_scaled(row, degrees, speed) for row in profile.rows for degrees in _degrees_of(row.stage)]
     return replace(profile, device=device, num_ranks=USUAL_RANKS, rows=tuple(rows), calibration_s=None)
 

@@ -36,7 +36,6 @@ class AwakeClock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        """At the last look."""
         self.paused_s = 0.0  # how long it did not look
         self._looked_s = time.monotonic()
 
@@ -76,7 +75,6 @@ class Patience:
     """For the end of a killed process. It takes a second or two to free a GPU. A process that hangs in a
     driver, or on a disk that is gone, does not end."""
     write_s: float = 60.0
-    """For writing a file, in addition to the time of the slowest writer."""
 
     def for_task_s(self, dispatch: Dispatch) -> float:
         """How long after its predicted end a task may end; a rank hangs if it has not."""
@@ -145,8 +143,6 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A worker holds the models of the last change."""
-
     load_s: float
 
 
@@ -168,13 +164,9 @@ class Child:
     clock: AwakeClock = field(default_factory=AwakeClock)
     phase: Phase = Phase.STARTING
     since_s: float = field(init=False)
-    """When the phase began."""
     has_started: bool = False
-    """It has left the first phase alive."""
     ends_within_s: float = Patience().killed_s
-    """How long it may take to end once it is killed."""
     verdict: str | None = None
-    """Why it was killed, or the reason that it gave for its end."""
     oom_kills: int = field(default_factory=machine.oom_kills)  # at its start
 
     def __post_init__(self) -> None:
@@ -262,15 +254,12 @@ class RankProcess(Child):
     unknown_to: set[int] = field(default_factory=set)
     """Ranks that have not mapped its arena yet."""
     counts_tokens: bool = False
-    """It can pad texts."""
     startup_s: float = 0.0
     """How long it took to load its models."""
     weights_s: float = 0.0
     """The part of `startup_s` that it took to load them; before that it gets its device ready."""
     loading: str | None = None
-    """The checkpoint that it loads now."""
     loads_since_s: float | None = None
-    """When it began to load its first model."""
     requests: deque[messages.SetModels | messages.WarmUp] = field(default_factory=deque)
     """What it prepares before it takes tasks. It has the first of them if it is in that phase."""
     later: tuple[messages.WarmUp, ...] = ()
@@ -278,11 +267,8 @@ class RankProcess(Child):
     load_s: float | None = None
     """The time that the last change of models has taken so far, until it is complete."""
     has_joined: bool = False
-    """It takes tasks, at least after what it prepares."""
     jobs: set[str] = field(default_factory=set)
-    """Jobs that this worker knows."""
     is_to_blame: bool = True
-    """Its death counts against its rank."""
     heard_s: float = field(init=False)
     """When its last message came."""
 

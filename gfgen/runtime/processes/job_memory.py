@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 
 class JobMemory:
-    """The jobs of a run and their slabs; owns the descriptors."""
-
     def __init__(
         self,
         jobs: Sequence[AdmittedJob],
@@ -74,7 +72,6 @@ class JobMemory:
             logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)
 
     def release(self, job_id: str) -> None:
-        """The job has ended."""
         if job_id in self._slabs:
             os.close(self._slabs.pop(job_id))
         self._resume_points.pop(job_id, None)

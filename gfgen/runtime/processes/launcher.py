@@ -40,7 +40,6 @@ from gfgen.system.signals import FOR_THE_RUN
 logger = logging.getLogger(__name__)
 
 WORKER_MAINS = {"cpu": "gfgen.runtime.worker.entry:main", "cuda": "gfgen.runtime.worker.gpu:main"}
-"""By device: where a rank's process begins."""
 _PROGRAMS = ("gfgen.runtime.worker.entry", "gfgen.runtime.files.writer")
 PRELOADS = {
     "cpu": (*_PROGRAMS, "gfgen.models.families.wan_adapter", "gfgen.models.families.qwen_adapter"),
@@ -56,8 +55,6 @@ _BY_DESCRIPTOR = "/proc/self/fd/"
 
 
 class Launcher:
-    """Starts workers and writers."""
-
     def __init__(
         self,
         settings: RankSettings,
@@ -86,7 +83,6 @@ class Launcher:
         self.host_copies: Mapping[str, Connection] = {}
         """By checkpoint: handed to each worker."""
         self._keep_fds = keep_fds
-        """All processes keep these open until they end."""
         self._worker_main = worker_main or WORKER_MAINS[settings.device]
         self._writer_main = writer_main
         ensure_fork_server(keep_fds)

@@ -95,11 +95,7 @@ class WorkerPool:
         """With its ranks; more where they share GPUs or copy weights."""
         self.clock = AwakeClock()
         self._launcher = Launcher(
-            settings,
-            worker_main=worker_main,
-            writer_main=writer_main,
-            preload=preload,
-            keep_fds=keep_fds,
+            settings, worker_main=worker_main, writer_main=writer_main, preload=preload, keep_fds=keep_fds
         )
         self._launcher.host_copies = {
             path: Connection(placement.new_copy()) for path, placement in settings.placements.items()
@@ -145,12 +141,10 @@ class WorkerPool:
 
     @property
     def children(self) -> list[Child]:
-        """All processes that have not ended."""
         return [each for each in (*self.workers, *self.writers) if each.phase not in GONE]
 
     @property
     def living(self) -> list[RankProcess]:
-        """The workers of all ranks that are not retired."""
         return [worker for worker in self.workers if worker.phase not in GONE]
 
     @property
@@ -358,7 +352,6 @@ class HeldModels:
         self.checkpoints = tuple(map(str, checkpoints))
         """A worker that starts now loads these."""
         self.unloadable: dict[str, str] = {}
-        """Checkpoints that no rank could load, and why."""
         self._weights_marks = {path: weights_mark(path) for path in checkpoints}
         self._holders: set[int] = set()
         """Ranks that hold all models."""
@@ -430,7 +423,6 @@ class Meeting:
     ) -> None:
         self._arenas = arenas
         self._workers = workers
-        """The pool's, by rank."""
         self._islands = islands
         self._counts_tokens: bool | None = None
         """Whether ranks pad texts. The first meeting decides this for all that come later."""
@@ -444,7 +436,6 @@ class Meeting:
             worker.unknown_to.discard(rank)
 
     def note_mapped(self, rank: int, message: messages.PeerReplaced) -> None:
-        """A rank knows a new worker."""
         worker = self._workers[message.rank]
         if worker.incarnation == message.incarnation:
             worker.unknown_to.discard(rank)

@@ -66,7 +66,6 @@ class Recovery:
 
     def __init__(self, pool: WorkerPool, attempts: Attempts) -> None:
         self.waiting_for: set[int] = set()
-        """Ranks that have not answered yet."""
         self._all_have_left = False
         self._pool = pool
         self._attempts = attempts
@@ -197,14 +196,11 @@ class Cause:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One dispatch."""
-
     dispatch: Dispatch
     deadline_s: float
     """When it counts as overdue; if it is given up, when a rank that has not left it does."""
     paused_before_s: float = 0.0  # AwakeClock.paused_s at its begin
     reports: dict[int, RankTimes] = field(default_factory=dict)
-    """By rank that has done its part of the task."""
     is_given_up: bool = False
     cause: Cause | None = None
     """Why it is given up; None if that is no fault of its own."""

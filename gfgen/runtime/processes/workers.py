@@ -70,11 +70,8 @@ class ProcessBackend:
         for source in self._inputs:
             pool.listen(source)
         self._warm_ups: WarmUps | None = None
-        """Chooses what ranks prepare between tasks for these jobs."""
         self._kinds: set[object] = set()
-        """Of all jobs so far."""
         self._names: dict[str, set[str]] = defaultdict(set)
-        """By checkpoint: its models, unless their failure to load has been reported."""
         self._told: set[str] = set()
         """Models whose failure to load has been reported."""
         self._pinged_s = pool.clock.now_s
@@ -171,11 +168,9 @@ class ProcessBackend:
         self._memory.release(job_id)
 
     def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
-        """Keep a stopped job's state for the next run."""
         self._memory.save(job_id, self._pool, next_index=next_index, producer=producer, given_up=given_up)
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
-        """Let all ranks hold these models and no others."""
         for name, checkpoint in models.items():
             self._names[str(checkpoint)].add(name)
         self._told.difference_update(models)
@@ -314,7 +309,6 @@ class ProcessBackend:
         self._recovery.look()
 
     def _ask_for_state(self, dispatch: Dispatch) -> None:
-        """Let the ranks that hold a job's state send the parts that others need."""
         for source in sorted({transfer.source for transfer in dispatch.transfers}):
             assert dispatch.producer is not None
             mine = tuple([transfer for transfer in dispatch.transfers if transfer.source == source])

@@ -40,15 +40,10 @@ class _File:
 
     job: AdmittedJob
     number: int
-    """The dispatch of the decode."""
     frames: int
-    """Their memory, kept until the end because a writer may die."""
     storing: set[int] = field(default_factory=set)
-    """Ranks that copy their frames to it."""
     is_decoded: bool = False
-    """The decode has ended."""
     since_s: float = 0.0
-    """When the decode ended, or the writer began."""
     writer: WriterProcess | None = None
     num_tries: int = 0
     retry_s: float | None = None
@@ -82,7 +77,6 @@ class Writes:
         return fd
 
     def expect(self, job_id: str, rank: int) -> None:
-        """A rank has decoded its part, and copies its frames."""
         self._files[job_id].storing.add(rank)
 
     def decoded(self, job_id: str) -> None:
@@ -97,7 +91,6 @@ class Writes:
                 file.storing.discard(rank)
 
     def storing(self, rank: int) -> set[int]:
-        """The decodes whose frames a rank copies."""
         return {file.number for file in self._files.values() if rank in file.storing}
 
     def lose_frames(
@@ -184,7 +177,6 @@ class Writes:
             self._pool.add_writer()
 
     def _waiting(self) -> list[_File]:
-        """Files that a writer can begin."""
         now_s = self._pool.clock.now_s
         complete = [each for each in self._files.values() if each.is_decoded and not each.storing]
         tried = [each for each in complete if each.writer is None and each.num_tries < MAX_WRITES]
@@ -203,11 +195,7 @@ class Writes:
             metadata=describe(job.spec, weights=weights),
             replaces=job.replaces,
             replaces_numbered=job.replaces_numbered,
-            made_for={
-                "id": job.job_id,
-                "spec_hash": job.info.spec_hash,
-                "job_file": job.info.job_file,
-            },
+            made_for={"id": job.job_id, "spec_hash": job.info.spec_hash, "job_file": job.info.job_file},
         )
 
     def _path_of(self, file: _File) -> Path:

@@ -76,13 +76,10 @@ class ThreadedChooser:
 
 
 class _Thought(threading.Thread):
-    """A choice in progress."""
-
     def __init__(self, choose: Choose, snapshot: Snapshot, last: Choice | None) -> None:
         super().__init__(name="chooser", daemon=True)
         self._asked = choose, with_foresight(snapshot, pause=self._pause), last
         self.choice: Choice | None = None
-        """Written by the thread, before it ends."""
         self.is_abandoned = False
         self.start()
 

@@ -28,12 +28,7 @@ from gfgen.system.signals import DECISION_LIMIT_S, DecisionTimeout, within
 
 
 def everything_open(
-    jobs: Sequence[AdmittedJob],
-    *,
-    num_ranks: int,
-    profile: Profile,
-    started_at: float = 0.0,
-    batch: int = 1,
+    jobs: Sequence[AdmittedJob], *, num_ranks: int, profile: Profile, started_at: float = 0.0, batch: int = 1
 ) -> Snapshot:
     """The snapshot from which estimates start: all jobs are open, including those that arrive later."""
     state = State(

@@ -14,8 +14,6 @@ from gfgen.snapshot import JobView, RunningTask, Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Predicted ends, in seconds since the start of the run."""
-
     ends_s: dict[str, float]
     late: frozenset[str]
     """Jobs that are predicted to miss their deadline."""

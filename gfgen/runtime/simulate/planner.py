@@ -69,7 +69,6 @@ class PlanOption:
     failed: tuple[FailedJob, ...]
     """In the order in which they fail."""
     ends_s: tuple[float, ...]
-    """Of the jobs that are done, in order."""
     num_deadlines: int
     num_deadlines_missed: int
     doubts: Collection[UncertainEstimate] = ()
@@ -93,7 +92,6 @@ class PlanWindow:
     started_at: float
     by_s: float | None = None
     batch: int = 1
-    """The most jobs that take their steps together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +101,12 @@ class Plan:
     by_policy: tuple[PlanOption, ...]
     """Every policy on the given ranks, the best first."""
     by_ranks: tuple[PlanOption, ...]
-    """The best policy on each number of ranks, the smallest number first."""
     refused: tuple[str, ...] = ()
     """Policies that cannot run these jobs, with reasons."""
     has_writes: bool = True
     """Whether the times include writing files."""
     machine: str = ""
-    """The machine, and the source of its times."""
     ranks_per_node: int | None = None
-    """None: one machine."""
 
     @property
     def unit(self) -> str:
@@ -119,7 +114,6 @@ class Plan:
         return "rank" if self.ranks_per_node is None else "node"
 
     def number(self, num_ranks: int) -> int:
-        """These ranks, in units."""
         return num_ranks // (self.ranks_per_node or 1)
 
     def counted(self, num_ranks: int) -> str:
@@ -201,9 +195,7 @@ class Planner(ABC):
     is_coarse: bool = False
     """Whether it estimates."""
     refused: list[str] = field(default_factory=list)
-    """Why policies are left out."""
     _total: float = 1.0
-    """All work, in units of one full simulation."""
 
     @abstractmethod
     def in_full(self, policy: str, number: int) -> PlanOption:
@@ -214,7 +206,6 @@ class Planner(ABC):
         """The estimated option; None if only a simulation can tell. Raises: RunError, DecisionTimeout."""
 
     def expect(self, num_looks: int, *, may_estimate: bool = True) -> None:
-        """Set the number of options that will be evaluated, which decides whether they are estimated."""
         num_tasks = sum(job.trajectory.num_tasks for job in self.jobs)
         self.is_coarse = may_estimate and num_looks > 1 and num_looks * num_tasks > FULL_TASKS
         self._total = 1 + num_looks * ESTIMATE_SHARE if self.is_coarse else num_looks

@@ -138,7 +138,6 @@ class _Segment:
     """Consecutive tasks of one job on one layout."""
 
     job: JobView
-    """The job at the start of the segment."""
     seen: JobView | None
     """The job as policies see it during its current task: at its next one, or None if that is the last."""
     layout: Layout
@@ -158,8 +157,6 @@ class _Segment:
 
 
 class _Rollout:
-    """One look ahead."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -414,10 +411,7 @@ def _with_options(job: JobView, index: int) -> JobView:
 
 @dataclass(frozen=True, slots=True)
 class KindCosts:
-    """Seconds of the tasks of one kind of job."""
-
     stages_s: dict[Stage, float]
-    """Encode and prepare."""
     steps_s: dict[Degrees, float]
     """A step, by degrees; the mean of all steps if some are approximate."""
     decodes_s: dict[int, float]
@@ -433,7 +427,6 @@ class RolloutCosts:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._kinds: dict[str, JobKind] = {}
-        """By job."""
         examples: dict[JobKind, JobView] = {}
         known = (snapshot.open.values(), snapshot.busy.values(), snapshot.parked.values(), snapshot.recent)
         for job in itertools.chain.from_iterable(known):
@@ -444,7 +437,6 @@ class RolloutCosts:
         self._costs = {kind: _kind_costs(snapshot, job) for kind, job in examples.items()}
 
     def like(self, job_id: str, other: str) -> None:
-        """Give a job the costs of another one."""
         self._kinds[job_id] = self._kinds[other]
 
     def spread(self, task: Task, layout: Layout) -> float:

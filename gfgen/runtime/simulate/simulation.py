@@ -53,7 +53,6 @@ class Simulated:
     doubts: Collection[UncertainEstimate] = ()
     """Predictions without a measurement of the same task (`cost.uncertain` describes them)."""
     outcomes: Sequence[JobOutcome] = ()
-    """In the order in which the jobs end."""
     num_ranks: int = 1
 
 
@@ -127,13 +126,9 @@ DispatchSeconds = Callable[[Dispatch], float]
 @dataclass(frozen=True, slots=True)
 class SimulatedTimes:
     task_s: DispatchSeconds
-    """A task while the other ranks idle."""
     loaded_s: DispatchSeconds | None = None
-    """A task while all other ranks are busy; None if they make no difference."""
     move_s: DispatchSeconds = lambda _: 0.0
-    """The move of a task's input to its ranks."""
     write_s: DispatchSeconds = lambda _: 0.0
-    """The file of a decode; each writer writes one file after the other."""
     num_writers: int = 1
     dispatch_s: float = 0.0
     """From a decision to the task's start on a free rank."""
@@ -151,7 +146,6 @@ class SimulatedBackend:
         """Dispatches of this turn of the loop; their durations depend on each other."""
         self._writers_free_s = [0.0] * times.num_writers
         self._stopped: set[int] = set()
-        """Stopped dispatches; their scheduled ends are dropped."""
         self._called_off: set[str] = set()
         """Jobs with a stopped decode; their files are not written."""
         for rank in range(num_ranks):

@@ -114,7 +114,6 @@ class Device:
             job.fetch_latents(task, message.producer)
 
     def _receive(self, work: RankTask, outline: jobs.Outline) -> Fields:
-        """The latents that other ranks send."""
         return jobs.receive_state(
             self.endpoint.recv, work.message.transfers, outline, dispatch=work.message.number
         )

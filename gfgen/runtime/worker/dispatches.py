@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 
 AFTER_ALL = 2**63
-"""Larger than the number of any dispatch."""
 
 
 class InputVoidError(Exception):
@@ -126,7 +125,6 @@ class Dispatches:
             self._changed.notify_all()
 
     def note_to_send(self, number: int) -> None:
-        """This rank has to send state for a dispatch."""
         with self.lock:
             self._unsent[number] = self._num_announced
 
@@ -170,7 +168,6 @@ class Dispatches:
             self._num_unsettled += 1
 
     def note_settled(self) -> None:
-        """The watcher has seen the end of the oldest launched task."""
         with self.lock:
             self._num_unsettled -= 1
             self._changed.notify_all()

@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
-    """Entry of a CPU rank's process."""
     run_worker(channel_socket, settings, make_worker)
 
 
@@ -45,9 +44,7 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
 
 
 def run_worker(
-    channel_socket: socket.socket,
-    settings: WorkerSettings,
-    make: Callable[[Channel, WorkerSettings], Worker],
+    channel_socket: socket.socket, settings: WorkerSettings, make: Callable[[Channel, WorkerSettings], Worker]
 ) -> None:
     """Run a worker that `make` sets up, until its channel ends."""
     leave_to_the_run()  # which closes the channel
@@ -83,7 +80,6 @@ def load_models(
 
 
 def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> Adapter:
-    """The adapter of one model."""
     adapter = load_adapter(
         Path(path),
         device=device,

@@ -45,10 +45,8 @@ class Kind(NamedTuple):
 
     checkpoint: str
     shapes: object
-    """Of the job and its artifacts."""
     degrees: tuple[int, int, int]
     texts: tuple[object, ...]
-    """By the lengths of the prompts."""
     slot: int
 
     @property
@@ -59,8 +57,6 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class _Seen:
-    """What this rank has done with a kind."""
-
     num_steps: int = 0
     """Steps that ran; those of a batch count once for each job."""
     num_gone: int | None = None

@@ -48,14 +48,7 @@ from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, SendState, WarmUp
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.runtime.worker.device import (
-    Device,
-    Thread,
-    meet,
-    peak_host_bytes,
-    share_time,
-    task_kind,
-)
+from gfgen.runtime.worker.device import Device, Thread, meet, peak_host_bytes, share_time, task_kind
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.execution import are_separate, execute
@@ -75,12 +68,10 @@ _NUM_SUMS = 64
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
-    """Entry of a GPU rank's process."""
     run_worker(channel_socket, settings, make_worker)
 
 
 def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
-    """The worker of a GPU rank, with its models."""
     device = torch.device("cuda", settings.gpu)
     torch.cuda.set_device(device)
     attention = threading.Thread(target=counted_attention.load, args=(device,))
@@ -119,7 +110,6 @@ class _Launch:
     entered: torch.cuda.Event
     outcome: DispatchOutcome | None
     arrival: Arrival | None
-    """Of input from other ranks."""
 
 
 class _Streams:
@@ -184,7 +174,6 @@ class GpuDevice(Device):
         self._sums = itertools.cycle(torch.empty(_NUM_SUMS, pin_memory=True).unbind())
         """Host memory for the sums of tasks, in turn; allocated now, because pinning waits for the device."""
         self._last_end: torch.cuda.Event | None = None
-        """The end of the last task that the watcher has seen."""
         self._has_peers = True
         self._arrival: Arrival | None = None
         """The input, if enqueued, of the task that the main thread is about to launch."""

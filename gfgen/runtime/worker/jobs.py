@@ -209,7 +209,6 @@ class RankTask:
     is_there: Any = None
     """The device's event that follows the output; None if it is there."""
     launch: Any = None
-    """The device's own notes."""
     started_s: float = 0.0
     ended_s: float = 0.0
     waited_s: float = 0.0
@@ -231,7 +230,6 @@ class RankTask:
 
 
 def step_input(job: RankJob) -> StepInput:
-    """What the next step of a job reads."""
     return StepInput(
         job.start.spec, job.artifacts["prompt"], job.artifacts["condition"], job.artifacts["latents"]
     )

@@ -26,8 +26,6 @@ _WITHOUT_TASKS = 0
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """torch's counts at a moment."""
-
     allocated_bytes: int
     peak_bytes: int
     reserved_bytes: int
@@ -49,9 +47,7 @@ class _Segments:
     allocated_bytes: int
     """If this is unchanged as well, assume that the same parts of the segments are in use."""
     own_bytes: int
-    """In segments of the stream of tasks."""
     free_bytes: int
-    """The unused part of `own_bytes`."""
     settled_bytes: int
     """In use on the stream without tasks: weights, which stay until models change."""
 
