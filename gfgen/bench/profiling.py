@@ -122,10 +122,7 @@ def plan_measurements(
 def within(
     plan: Sequence[Measurement], seconds_of: Callable[[Measurement], float], *, budget_s: float
 ) -> list[Measurement]:
-    """The first round, and as many later ones as fit into the budget, the fastest shapes first.
-
-    Only the fastest shape measures moves, because a move is a copy.
-    """
+    """The first round, and as many later ones as fit into the budget, the fastest shapes first."""
     shapes: dict[tuple[int, str, str], list[Measurement]] = defaultdict(list)
     for entry in plan:
         if entry.kind != "moving":
@@ -184,10 +181,7 @@ class _ScriptedJob:
 def measure(
     measurement: Measurement, pool: WorkerPool, *, folder: Path, signals: SignalPipe | None = None
 ) -> Samples:
-    """Run a measurement on a ready pool.
-
-    Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first.
-    """
+    """Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first."""
     scripted = {entry.job.job_id: entry for entry in _scripted_jobs(measurement, pool.islands)}
     run = MeasuredRun()
 
@@ -362,10 +356,7 @@ def _joined(each: Iterable[Samples]) -> Samples:
 
 
 def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fit (seconds per move, bytes per second) to the medians by size.
-
-    If larger moves take no longer, the time is that of the fastest, and the rate is a lower bound.
-    """
+    """(seconds per move, bytes per second) by medians; the rate is a bound if large moves are as fast."""
     by_size: dict[int, list[float]] = defaultdict(list)
     for size_bytes, seconds in moves:
         by_size[size_bytes].append(seconds)

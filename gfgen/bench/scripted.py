@@ -83,10 +83,7 @@ def run_jobs(
     costs: CostModel | None = None,
     signals: SignalPipe | None = None,
 ) -> None:
-    """Run jobs on a ready pool and record them.
-
-    Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first.
-    """
+    """Run jobs on a ready pool. Raises: WorkerError when a job fails; InterruptedRunError at a signal."""
     for job in jobs:  # files of an earlier measurement
         (folder / job.info.file).unlink(missing_ok=True)
     clock, costs = Clock(), costs or CostModel()
@@ -140,10 +137,7 @@ def copy_of(
 
 
 def new_copy_of(job: AdmittedJob, job_id: str, steps: int, *, occasion: str) -> AdmittedJob:
-    """`copy_of` with another prompt, because ranks cache encoded prompts.
-
-    The prompts end in five digits, so all have the same number of tokens.
-    """
+    """`copy_of` with another prompt of as many tokens, because ranks cache encoded prompts."""
     number = zlib.crc32(f"{occasion} {job_id}".encode()) % 100_000
     spec = replace(job.spec, prompt=f"{job.spec.prompt} {number:05d}")
     return copy_of(replace(job, info=replace(job.info, spec=spec)), job_id, steps)
@@ -241,10 +235,7 @@ def _rank_spans(tasks: Sequence[RankTimes]) -> list[Span]:
 
 
 def _drift(own_s: Sequence[float], late_s: Sequence[float]) -> float:
-    """Seconds per second that the machine's clock gains on the device's.
-
-    This is the slope of the highest line below all reports, an edge of their lower hull.
-    """
+    """Seconds per second that the machine's clock gains: an edge of the lower hull of all reports."""
     hull: list[tuple[float, float]] = []
     for point in zip(own_s, late_s, strict=True):
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], point):

@@ -87,10 +87,7 @@ def run_stock(
     folder: Path,
     tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[Sequence[JobOutcome], str]:
-    """The outcomes of the jobs, and the groups in words.
-
-    Raises: WorkerError when a process dies, or when diffusers refuses the jobs with these options.
-    """
+    """The outcomes, and the groups in words. Raises: WorkerError when a process dies or diffusers refuses."""
     with _accepted_groups(jobs, options, ranks, tell) as (groups, way):
         for group in groups:
             group.tell(*[TryJob(job.spec, is_to_decode=True) for job in _kinds(jobs)])
@@ -119,10 +116,7 @@ class _StockGroup:
                 connection.send(message)
 
     def error(self, num_answers: int = 1) -> str | None:
-        """The first error among each rank's next answers; None if there is none.
-
-        Raises: WorkerError when a process dies or does not answer.
-        """
+        """The first error among each rank's next answers. Raises: WorkerError for a dead or silent one."""
         missing = dict.fromkeys(self.connections, num_answers)
         while missing:
             ready = wait(list(missing), PATIENCE_S)
@@ -214,10 +208,7 @@ def _started(
 
 
 def _refusal(jobs: Sequence[AdmittedJob], group: _StockGroup, *, is_uneven: bool) -> str | None:
-    """Try each kind of job on one group; returns the first error.
-
-    Uneven shards must only not be empty, so the shortest text is enough.
-    """
+    """The first error of all kinds of job on one group, with the shortest text: shards must not be empty."""
     texts = sorted(_texts(jobs), key=lambda job: len(job.spec.prompt))
     for job in [*_kinds(jobs), *(texts[:1] if is_uneven else texts)]:
         group.tell(TryJob(job.spec))

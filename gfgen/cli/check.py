@@ -175,10 +175,7 @@ def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float)
 def _outcomes(
     jobs: Sequence[AdmittedJob], options: RunOptions, profile: Profile, *, now: float
 ) -> Sequence[JobOutcome] | None:
-    """The predicted outcomes, the first to end first; None if the policy fails.
-
-    An estimate spreads the jobs of a batch over ranks, which matters if there are few batches.
-    """
+    """The predicted outcomes, the first to end first; None if the policy fails."""
     policy, num_tasks = options.policy, sum(job.trajectory.num_tasks for job in jobs)
     start: dict[str, Any] = {"profile": profile, "num_ranks": options.ranks.num_ranks, "started_at": now}
     if options.batch == 1 or num_tasks > FULL_TASKS:

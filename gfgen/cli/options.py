@@ -141,10 +141,7 @@ class _Group:
 
 
 def option(help_: str, *names: str, **attributes: Any) -> Any:
-    """A field of a dataclass of options; `attributes` are click's.
-
-    Without a long name the option is called like the field. A default is shown unless `show_default` says so.
-    """
+    """A field of a dataclass of options, named like the option; `attributes` are click's."""
     shown = {"show_default": True} if "default" in attributes else {}
     attributes = {**shown, **attributes, "help": help_}
     default = attributes.get("default", () if attributes.get("multiple") else None)
@@ -162,10 +159,7 @@ def argument(**attributes: Any) -> Any:
 
 
 def group(kind: type[Any], *, without: Collection[str] = (), cls: Any = None, **own: Any) -> Any:
-    """A field with a dataclass: its options, some of them left out, or `own` ones for its fields.
-
-    `cls` replaces click's class of these options.
-    """
+    """A field with a dataclass: its options without some, with `own` ones; `cls` replaces click's class."""
     named = {name: each for name, each in {**_fields_of(kind), **own}.items() if name not in without}
     members = {name: each.metadata["click"] for name, each in named.items()}
     return field(metadata={"click": _Group(kind, members, {} if cls is None else {"cls": cls})})
@@ -307,10 +301,7 @@ class RankOptions(AskedRanks):
     )
 
     def found(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
-        """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them.
-
-        Raises: InputError if the machine has fewer GPUs, or if --memory is no size.
-        """
+        """These ranks on this machine, `cpu_ranks` without GPUs. Raises: InputError if it has fewer GPUs."""
         if self.gpus is not None:
             _show_only(self.gpus)
         ranks = self.here(cpu_ranks=cpu_ranks)

@@ -262,10 +262,7 @@ def _measure(
 
 
 class _Unfinished:
-    """Finished measurements of an incomplete profile, in a file next to it.
-
-    They count only on the same device, with the same ranks, options and versions.
-    """
+    """Finished measurements of an incomplete profile, for the same device, ranks, options and versions."""
 
     def __init__(self, path: Path, plan: Sequence[Measurement], options: Ranks) -> None:
         self._path = path.with_name(f".{path.name}.unfinished")
@@ -284,10 +281,7 @@ class _Unfinished:
         self._lines: LineFile | None = None
 
     def open(self) -> None:
-        """Create the file before anything is measured.
-
-        Raises: InputError when its folder cannot be created; OutputError when the file cannot.
-        """
+        """Create the file before anything is measured. Raises: InputError or OutputError if that fails."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -107,10 +107,7 @@ def claims_of(source: JobSource, options: RunOptions) -> Claims:
 def admit_jobs(
     source: JobSource, admission: Admission, options: RunOptions
 ) -> tuple[Sequence[AdmittedJob], Claims, Sequence[Problem]]:
-    """The jobs of a source, those that are finished among the claims, and the problems of the others.
-
-    Raises: as `judge` and `jobs_to_run`.
-    """
+    """The jobs, the finished ones among the claims, and the problems. Raises: as `judge`."""
     claims = claims_of(source, options)
     found = judge(source, admission, claims=claims, has_bar=has_bar(options))
     admitted, problems = jobs_to_run(found, skip_invalid=options.skip_invalid)
@@ -170,10 +167,7 @@ class ClusterOptions:
 
     @contextlib.contextmanager
     def connected(self, given: Any, *, model: str, output_dir: Path) -> Iterator[RayCluster | None]:
-        """The cluster for a command with `ranks`, `policy` and `lookahead`; None without --ray.
-
-        Raises: InputError as `RayCluster`.
-        """
+        """The cluster of a command with these options; None without --ray. Raises: InputError."""
         if self.ray is None:
             yield None
             return

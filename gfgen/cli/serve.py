@@ -321,10 +321,7 @@ def serve_on(
     admit: Admit,
     admit_again: Admit,
 ) -> None:
-    """Run the control loop on ready ranks, first with the jobs of the store, until the stop.
-
-    `admit_again` is for jobs that were admitted before.
-    """
+    """Run the control loop, first with the jobs of the store, which `admit_again` admits, until the stop."""
     options, clock = session.options, Clock()
     device = options.ranks.gpu_name or options.ranks.devices.kind
     info = RunInfo(

@@ -171,10 +171,7 @@ def _simulate(
 
 @contextlib.contextmanager
 def _held(output: Path | None, folders: Iterable[Path | None]) -> Iterator[None]:
-    """Create and lock the output folders, and remove earlier simulations.
-
-    Raises: LockedError while a run uses a folder; InputError for a folder of a real run.
-    """
+    """Hold output folders, without earlier simulations. Raises: LockedError; InputError for a real run's."""
     with contextlib.ExitStack() as stack:
         held = [folder for folder in dict.fromkeys([output, *folders]) if folder is not None]
         for folder in held:

@@ -306,10 +306,7 @@ def as_whole(job: AdmittedJob) -> AdmittedJob:
 
 
 def for_node(job: AdmittedJob, *, left_s: float | None) -> AdmittedJob:
-    """The job as a node gets it: it arrives at once, and is due in `left_s`, whatever the node's clock says.
-
-    The driver watches over its timeout.
-    """
+    """The job as a node gets it: due in `left_s`, and without timeout, which the driver watches."""
     whole = job.trajectory
     spec = replace(job.spec, arrival_s=0.0, deadline_s=left_s, deadline_at=None, timeout_s=None)
     steps = Trajectory(*_parts_of(whole))

@@ -118,10 +118,7 @@ def attempt_folder(attempt: int) -> str:
 
 
 class JobFeed(Observer):
-    """Jobs and requests from the connection, and the ends of jobs to it.
-
-    A thread reads; the control loop calls everything else.
-    """
+    """Jobs and requests from the connection, which a thread reads, and the ends of jobs to it."""
 
     refresh_s = NOTES_S
 

@@ -14,10 +14,7 @@ from gfgen.snapshot import JobView
 
 
 class Node(Protocol):
-    """A machine with ranks, which runs the jobs that it was given by the policy of the run.
-
-    A node that comes back after it was lost is another node, with another name.
-    """
+    """A machine with ranks, which runs jobs by the policy of the run; one that comes back is another node."""
 
     @property
     def name(self) -> str: ...

@@ -144,10 +144,7 @@ class RayCluster:
         self._wait_for(lambda node: node.ready is not None, "load the models")
 
     def _wait_for(self, is_fit: Callable[[RayNode], bool], what: str) -> Sequence[RayNode]:
-        """The nodes for which this is true, as soon as there is one; each must be so or fail in its time.
-
-        Raises: InputError if all are refused, or none has come for ALONE_S.
-        """
+        """The nodes for which this is true, once there is one. Raises: InputError if none can be."""
         last_s = time.monotonic()  # with a node
         with self._change:
             while not (found := [node for node in self._nodes.values() if is_fit(node)]):

@@ -158,10 +158,7 @@ class RayNode:
         return found
 
     def _answer(self, call: Any, done: str) -> Any:
-        """What a call returns that may take long; the actor must show that it lives meanwhile.
-
-        Raises: InputError if the call takes MODELS_S, or what Ray raises of an actor that is gone or silent.
-        """
+        """What a call returns, while the actor shows that it lives. Raises: InputError; Ray's errors."""
         ray, until_s = self._cluster.ray, time.monotonic() + MODELS_S
         while True:
             try:

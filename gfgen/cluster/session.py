@@ -97,10 +97,7 @@ class ClusterSession(Session):
     def load(
         self, jobs: Sequence[AdmittedJob], *, models: Sequence[str] = (), are_all_needed: bool = False
     ) -> None:
-        """Let nodes load the models of these jobs; returns when the first is ready.
-
-        Raises: InputError when no node can; InterruptedRunError when a signal comes first.
-        """
+        """Let nodes load models until one is ready. Raises: InputError if none can; InterruptedRunError."""
         names = sorted({*models, *(job.spec.model or "" for job in jobs)})
         self.checkpoints = frozenset(self.admission.models.find(name).checkpoint for name in names)
         with self.signals.interrupting("nodes were starting; nothing was started"):

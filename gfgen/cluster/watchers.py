@@ -32,10 +32,7 @@ class _NodeRanks:
 
 
 class Watchers(Observer):
-    """Passes a run on to its observers, with the tasks of nodes in place of whole jobs.
-
-    Each rank that joins has the next number, and each task that a node starts.
-    """
+    """Passes a run on to its observers, with the tasks of nodes, newly numbered, in place of whole jobs."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers

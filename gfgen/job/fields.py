@@ -535,10 +535,7 @@ ALL_FIELDS = f"the fields of a job are {', '.join(FIELDS)}"
 
 
 def parse_fields(mapping: Mapping[str, Any], *, images: ImageReader) -> tuple[dict[str, Any], list[Problem]]:
-    """Attributes for a JobSpec (`id` only if given), and every problem of the job, without its line.
-
-    If there are problems, the attributes are those of the valid fields.
-    """
+    """Attributes for a JobSpec, of the valid fields, and every problem of the job, without its line."""
     values: dict[str, Any] = {}
     refusals: dict[str, Problem] = {}
     unknown: list[str] = []

@@ -50,10 +50,7 @@ class ImageReader:
         self._sha256 = functools.cache(_checked)
 
     def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:
-        """Absolute path of the image, and the SHA-256 of its bytes.
-
-        Raises: ImageError when it is missing, too large, broken, or no picture.
-        """
+        """Absolute path and SHA-256 of the image. Raises: ImageError if it is missing or no picture."""
         if "://" in name:
             raise ImageError("this is a URL; download the file first")
         path = self._folder / os.path.expanduser(name)
@@ -184,10 +181,7 @@ def frames_of(picture: Image.Image) -> Iterator[Image.Image]:
 
 
 def as_rgb(picture: Image.Image, *, background: str | None = None, has_alpha: bool = False) -> Image.Image:
-    """A picture of any kind as RGB, with a colour, by default white, under transparent pixels; or as RGBA.
-
-    Numbers of more than 8 bits are scaled.
-    """
+    """A picture as RGB, with a colour, by default white, under transparent pixels, or as RGBA; 8 bits."""
     import numpy as np
     from PIL import Image
 
@@ -296,10 +290,7 @@ class LoraFiles:
         self._found = functools.cache(self._find_checked)
 
     def check(self, name: str, file: str | None) -> tuple[Path, str]:
-        """The absolute path of a file, or of `file` in a folder or hub repository, and its SHA-256.
-
-        Raises: LoraError when it is missing, unreadable or no LoRA.
-        """
+        """The absolute path and SHA-256 of a file, or of `file` in a repository. Raises: LoraError."""
         try:
             return self._found(name, file)
         except (OSError, RuntimeError) as error:  # a loop of links, an unknown ~user, a name too long

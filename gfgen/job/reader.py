@@ -52,10 +52,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ParsedJobs:
-    """The valid jobs of job files, and all problems.
-
-    `specs` has no job of a line with a problem. `source` is the name of the file in messages.
-    """
+    """The valid jobs of the lines without a problem, and all problems; `source` is the file in messages."""
 
     source: str
     specs: tuple[JobSpec, ...]
@@ -370,10 +367,7 @@ class JobSource:
         return [Path(file) for file in self.files if file != "-"]
 
     def read(self, *, has_bar: bool = False) -> ParsedJobs:
-        """The selected jobs, and the problems of all. With `has_bar`, a bar counts the lines of a long file.
-
-        Raises: InputError when a file cannot be read, or when no job is selected.
-        """
+        """The selected jobs, and the problems of all. Raises: InputError for no file or no job."""
         parsed = self._read_all(has_bar=has_bar)
         if not (self.only or self.tags or self.limit):
             return parsed

@@ -32,10 +32,7 @@ def is_for(key: str, family: str) -> bool:
 
 
 def with_recipe(spec: JobSpec, *, family: str) -> JobSpec:
-    """The job with its recipe's values in empty fields.
-
-    Raises: JobError if the recipe has nothing for this family, or needs a LoRA that the job does not name.
-    """
+    """The job with its recipe's values in empty fields. Raises: JobError where it does not fit."""
     if spec.recipe is None:
         return spec
     fields = next((dict(fields) for key, fields in spec.recipe.items() if is_for(key, family)), None)

@@ -78,10 +78,7 @@ _USUAL = ("", "automatic", "normal", "sgm_uniform", "simple")
 
 
 def known_sampler(name: str, *, is_flow: bool) -> dict[str, Any] | None:
-    """The `class` and the options that a name stands for; no `class` for a schedule alone, None if unknown.
-
-    is_flow: for a model that predicts flow.
-    """
+    """The `class` (none for a schedule alone) and options that a name stands for; None if it is unknown."""
     sampler, schedule = _parts(name)
     spacing = SCHEDULES.get(schedule, {})
     if not sampler:

@@ -263,10 +263,7 @@ def input_files(spec: JobSpec) -> tuple[tuple[str, Path], ...]:
 
 
 def default_output(spec: JobSpec, kind: str) -> str:
-    """The file name of a job that names none: its id and the format's suffix.
-
-    Raises: JobError when this kind of output has no such format.
-    """
+    """The file name of a job that names none. Raises: JobError when its output has no such format."""
     if spec.format is None:
         return f"{spec.id}{SUFFIXES[kind]}"
     if spec.format not in FORMATS[kind]:
@@ -276,10 +273,7 @@ def default_output(spec: JobSpec, kind: str) -> str:
 
 
 def output_name(spec: JobSpec, kind: str, *, has_alpha: bool = False) -> str:
-    """The file name inside the output folder: the job's own, or the default.
-
-    Raises: JobError when its format is not one of this kind, or cannot be written here.
-    """
+    """The file name inside the output folder. Raises: JobError when its format cannot be written here."""
     name = default_output(spec, kind)
     if spec.output is not None:
         name = spec.output

@@ -29,10 +29,7 @@ def allot(
     wanted: Callable[[JobView], int],
     chosen: Callable[[JobView, Layout], Task] = lambda job, _: job.next_task,
 ) -> list[Decision]:
-    """Start jobs of the queue, each on as many ranks as it wants, until none of the free ranks is left.
-
-    chosen: the task of a job on a layout, which may be its step without the transformer.
-    """
+    """Start jobs of the queue until no free rank is left; `chosen`: a job's task on a layout."""
     ranks = _RankClaims(snapshot, chosen)
     decisions, num_tried = list[Decision](), 0
     for job in queue:
@@ -77,10 +74,7 @@ class _RankClaims:
         return [rank for rank in self.free if rank not in self._held_until_s]
 
     def start(self, job: JobView, wanted: int) -> list[Decision]:
-        """Start the job's next task on the free ranks that it wants, and hold the others for it.
-
-        Start nothing if all its ranks are about to be free and its step would end sooner then.
-        """
+        """Start the job on the free ranks that it wants and hold the others, unless waiting ends sooner."""
         wanted = self._claim(job, wanted)
         island = self._island_for(job, wanted)
         unheld = self._unheld_of(island)

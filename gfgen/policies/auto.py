@@ -108,10 +108,7 @@ def _rank_s(snapshot: Snapshot, jobs: Iterable[JobView]) -> Mapping[int, float]:
 
 
 def _smoothed(ahead: Mapping[str, Outlook], last: Choice | None) -> dict[str, float]:
-    """The late jobs of each outlook, plus the decayed ones of earlier looks.
-
-    One look covers few jobs and varies by chance.
-    """
+    """The late jobs of each outlook, which sees few, plus the decayed ones of earlier looks."""
     before = {} if last is None else last.losses
     return {
         name: each.num_late + MEMORY * before.get(name, each.num_late if before else 0.0)

@@ -47,10 +47,7 @@ class NamedPolicy:
 
 
 def load_policy(text: str) -> NamedPolicy:
-    """The policy that `text` names, with its options bound.
-
-    Raises: PolicyError if there is no such policy, it cannot be called as one, or an option is wrong.
-    """
+    """The policy that `text` names, with its options bound. Raises: PolicyError."""
     name, *assignments = (part.strip() for part in text.split(","))
     function = _find(name)
     _check_signature(name, function)

@@ -28,10 +28,7 @@ def fcfs(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
 
 
 def _begun_then_turn(job: JobView) -> tuple[bool, int, float, float]:
-    """Among started jobs with equal arrivals, which another policy may leave, the shortest comes first.
-
-    They would take turns otherwise, because a job that reopens comes last among equals.
-    """
+    """Among started jobs with equal arrivals the shortest comes first: they would take turns otherwise."""
     has_begun = job.last_layout is not None
     return not has_begun, job.precedence, job.arrival_s, job.remaining_s if has_begun else 0.0
 
@@ -39,10 +36,7 @@ def _begun_then_turn(job: JobView) -> tuple[bool, int, float, float]:
 def _owners_and_waiting(
     snapshot: Snapshot, by_rank: dict[int, RankGroup], *, num_wanted: int
 ) -> tuple[dict[RankGroup, JobView], list[JobView]]:
-    """For each group the first job that started there, and the next waiting jobs.
-
-    A job whose last ranks are not one of the groups waits like the others.
-    """
+    """By group the first job that started there, and the next jobs that wait or were on other groups."""
     owners: dict[RankGroup, JobView] = {}
     homeless, fresh = [], []
     for job in snapshot.in_order(_begun_then_turn):

@@ -60,10 +60,7 @@ class _Swaps:
         return decision
 
     def _preferred(self, job: JobView, held: set[str]) -> Iterator[str]:
-        """The patches of the ranks, if they hold the same; then those of started jobs, if steps share ranks.
-
-        A job starts on one rank, but its steps share ranks with those of other jobs then.
-        """
+        """The patches that all these ranks hold, or those of started jobs if steps share ranks."""
         if len(held) == 1:
             yield from held
         if job.next_task.index == 0:
@@ -97,10 +94,7 @@ class _Swaps:
         return self._waiting
 
     def _kind(self, job: JobView) -> _Kind:
-        """Jobs of one kind are equal to every policy, apart from their arrival.
-
-        Jobs that will miss their deadlines in any case are of one kind.
-        """
+        """What is equal to every policy but for its arrival; all that will be late is of one kind."""
         due_s = None if job.deadline_s == math.inf else job.deadline_s
         if due_s is not None and job in self._lost:
             due_s = -math.inf

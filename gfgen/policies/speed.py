@@ -19,10 +19,7 @@ _SOME = tuple(range(MAX_RANKS))
 
 
 def rest_s(snapshot: Snapshot, job: JobView, degree: int, *, num_given_up: int = 0) -> float:
-    """Predicted seconds from the job's next task to its end, with its steps on `degree` ranks.
-
-    num_given_up: approximate steps, of those that the job may give up.
-    """
+    """Predicted seconds to the job's end on `degree` ranks, with steps given up as far as it may."""
     if degree == 1 and not num_given_up:
         return job.remaining_s
     layout = job.step_layout(_SOME[:degree])
@@ -49,10 +46,7 @@ def worth_preparing(snapshot: Snapshot, job: JobView, degree: int) -> int:
 
 
 def widest(snapshot: Snapshot, job: JobView) -> int:
-    """The most ranks for a step of the job, or for its decode if no step is left.
-
-    A power of two, so that groups of these sizes fit into each other.
-    """
+    """The most ranks, a power of two so that groups fit into each other, for a step or the last decode."""
     if job.next_task.stage is Stage.DECODE:
         most = min(snapshot.max_degree, len(snapshot.ranks))
         return power_of_two(job.decode_layout(_SOME[:most]).degree)

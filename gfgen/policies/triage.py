@@ -62,10 +62,7 @@ duration of its rest: on as many ranks as it can use, with as many steps given u
 
 
 class _Queue:
-    """All jobs in the order in which they get ranks, higher priorities first.
-
-    It is computed lazily: lower priorities do not matter while higher ones take all ranks.
-    """
+    """All jobs in the order in which they get ranks, higher priorities first, computed as far as needed."""
 
     def __init__(self, snapshot: Snapshot, degree: int) -> None:
         self._snapshot, self._degree = snapshot, degree
@@ -237,10 +234,7 @@ def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int) -> int:
 
 
 class _Room:
-    """How much other work may go before each of the saved jobs of one priority.
-
-    As much as would leave it in time even if everything took ROOM times as long as predicted.
-    """
+    """How much other work may go before each saved job if all took ROOM times as long as predicted."""
 
     def __init__(self, now_s: float, saved: list[_Case], others: list[_Case], *, before_s: float) -> None:
         ends_s = itertools.accumulate([work_s for _, work_s, _ in saved], initial=before_s)
@@ -263,10 +257,7 @@ class _Room:
         return work_s <= self.least_s
 
     def shortest(self, gone: Set[str]) -> JobView:
-        """The shortest job that may go before the saved jobs due earlier, or before all if it is not saved.
-
-        After `is_enough_for`. The first of the saved jobs that are not `gone` always may.
-        """
+        """The shortest job that may go before the saved ones due earlier; the first of those always may."""
         least_s, found = math.inf, list[JobView]()
         rooms_s = itertools.chain(self._room_s, itertools.repeat(math.inf))
         for (job, work_s, _), room_s in zip(self._cases, rooms_s, strict=False):

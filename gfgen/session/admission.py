@@ -64,10 +64,7 @@ class AdmittedSource:
 
 
 def jobs_to_run(found: AdmittedSource, *, skip_invalid: bool = False) -> Judged:
-    """The jobs, and the problems of the others if `skip_invalid`.
-
-    Raises: JobFileError with every problem.
-    """
+    """The jobs, and the problems of the others if `skip_invalid`. Raises: JobFileError with every problem."""
     name, problems = found.parsed.source, found.problems
     if problems and not (skip_invalid and found.jobs):
         raise JobFileError(name, tuple(problems))
@@ -256,10 +253,7 @@ class Admission:
         return jobs, (*unknown, *refused)
 
     def fit(self, jobs: Sequence[AdmittedJob], *, done: Done | None = None) -> Judged:
-        """The jobs that fit into memory and are within the bounds; these do not apply to those in `done`.
-
-        Raises: InputError when a model does not fit.
-        """
+        """Those that fit into memory and, unless `done`, the bounds. Raises: InputError for a model."""
         jobs, too_large = self.memory.fit(jobs)
         found = [] if self.bounds is None else list(beyond(jobs, self.bounds, self.step_times))
         exempt = done([job for job, _ in found]) if found and done is not None else ()

@@ -241,10 +241,7 @@ class LiveRun(Observer):
     def _job_rows(
         self, snapshot: Snapshot, running: Mapping[str, RunningTask], predicted: Forecast
     ) -> list[dict[str, Any]]:
-        """Running jobs, then the others in the order of their predicted starts, as far as there is one.
-
-        Last come those that wait for their arrival, for a model or for the end of their write.
-        """
+        """Running jobs, then the others by predicted starts, last those that wait for something."""
         chosen: dict[str, None] = {}
         for job_id in itertools.chain(
             running, predicted.starts_s, snapshot.open, snapshot.busy, self.view.open
@@ -302,10 +299,7 @@ def open_requests(folder: Path) -> int:
 
 
 def send_request(folder: Path, request: Mapping[str, Any]) -> None:
-    """Hand a request to the run of a folder; it is one write, so requests do not mix.
-
-    Raises: RunError if no run reads there.
-    """
+    """Hand a request to the run of a folder, in one write. Raises: RunError if no run reads there."""
     line = json.dumps(request).encode() + b"\n"
     assert len(line) <= select.PIPE_BUF
     path, deadline_s = folder / REQUESTS_NAME, time.monotonic() + PATIENCE_S

@@ -214,10 +214,7 @@ class Loras:
         return [job for job in jobs if job.job_id not in refused], tuple(refused.values())
 
     def serve(self, served: Mapping[str, ServedLora], checkpoints: Sequence[Path], room: Room) -> None:
-        """Let requests name these.
-
-        Raises: InputError for a LoRA that fits no model, and if there is no room for all of them.
-        """
+        """Let requests name these. Raises: InputError for one that fits no model, and for lack of room."""
         self.served.update(served)
         self.fits.look((path, lora.sha256, lora.path) for lora in served.values() for path in checkpoints)
         for name, lora in served.items():

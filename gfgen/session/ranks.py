@@ -158,10 +158,7 @@ class AskedRanks:
     attention: tuple[str, ...] = ()
 
     def here(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
-        """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them, or fewer under limits.
-
-        Raises: InputError if the machine has fewer GPUs or none with fp8, or if --memory is no size.
-        """
+        """These ranks on this machine, or `cpu_ranks` at most. Raises: InputError if it cannot have them."""
         limit = None if self.memory is None else parse_memory(self.memory)
         devices = choose_devices(
             self.device, self.ranks, memory_limit=limit, ranks_per_gpu=self.ranks_per_gpu
@@ -185,10 +182,7 @@ class AskedRanks:
 def admitted_on(
     ranks: Ranks, specs: Sequence[JobSpec], *, default_model: str, source: str
 ) -> Sequence[AdmittedJob]:
-    """Admit jobs for ranks that hold all models at once.
-
-    Raises: JobFileError with every problem, which names `source`; InputError when the models do not fit.
-    """
+    """Admit jobs for ranks with all models. Raises: JobFileError; InputError if the models do not fit."""
     admission = ranks.admission(default_model)
     jobs, problems = admission(specs)
     admission.memory.check_together({job.checkpoint for job in jobs})

@@ -159,10 +159,7 @@ class Session:
         return self.pool.num_ranks
 
     def admit(self, lines: Sequence[Mapping[str, Any]]) -> Sequence[AdmittedJob]:
-        """The jobs that these lines of a job file describe, except those that an earlier session finished.
-
-        Raises: JobFileError with every problem; InputError when a model does not fit.
-        """
+        """The jobs of these lines that are not done. Raises: JobFileError; InputError for a model."""
         text = "\n".join(json.dumps(line) for line in lines)
         parsed = read_job_stream(io.BytesIO(text.encode()), source="the jobs", folder=Path())
         options = self.options
@@ -400,10 +397,7 @@ def known_profile(ranks: Ranks) -> Profile | None:
 
 @contextlib.contextmanager
 def _held_folder(folder: Path) -> Iterator[int]:
-    """Create and lock the output folder and remove what killed runs left; yields the lock's descriptor.
-
-    An empty folder that this created is removed at the end.
-    """
+    """Lock the output folder without leftovers; yields the descriptor. If it is new and empty, it goes."""
     made = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     try:
         try_to_write(folder)

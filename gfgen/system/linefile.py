@@ -18,10 +18,7 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class LineFile:
-    """Appends to a file that only this process writes.
-
-    Raises: OutputError from any call. The run must stop then, since it can no longer record what it does.
-    """
+    """Appends to a file that only this process writes. Raises: OutputError, after which the run must stop."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,10 +32,7 @@ class LineFile:
             self.append(b"\n")
 
     def append(self, content: bytes) -> None:
-        """Write all of the content; it survives the death of this process.
-
-        Fails if the file no longer has its name: the content would be lost. A stat takes two microseconds.
-        """
+        """Write all of the content, which survives this process. Fails if the file no longer has its name."""
         try:
             is_there = os.path.samestat(os.stat(self.path), self._opened)
         except OSError:

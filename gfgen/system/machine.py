@@ -218,10 +218,7 @@ def give_back_freed_memory() -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that this process can still get, within its cgroups' limits; None if the system does not say.
-
-    Page cache that can be dropped counts as available.
-    """
+    """Memory that this process can still get, with page cache, within cgroups' limits; None if unknown."""
     free_kib = _number_in(_text_of(root / "proc/meminfo"), "MemAvailable:")
     rooms = [*_rooms(root), *([] if free_kib is None else [free_kib * 1024])]
     return min(rooms, default=None)

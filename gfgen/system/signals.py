@@ -69,10 +69,7 @@ class SignalPipe:
 
     @contextlib.contextmanager
     def interrupting(self, doing: str) -> Iterator[None]:
-        """Inside, a signal raises an exception; for calls that wait for something else.
-
-        Raises: InterruptedRunError at the first signal, including one that arrived earlier and was not taken.
-        """
+        """Inside, a signal raises; for calls that wait for something else. Raises: InterruptedRunError."""
         self._interrupted = doing
         try:
             with contextlib.suppress(BlockingIOError):

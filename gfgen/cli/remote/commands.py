@@ -144,10 +144,7 @@ _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def watch(target: Target, *, as_json: bool) -> None:
-    """Show the target until q, Ctrl-C, or without a terminal once.
-
-    As JSON, a line for each change until the run ends.
-    """
+    """Show the target until q, Ctrl-C, or without a terminal once; as JSON, a line for each change."""
     status = target.status()
     if as_json:
         with contextlib.suppress(KeyboardInterrupt):
@@ -223,10 +220,7 @@ def _is_quit() -> bool:
 
 
 def find_target(text: str | None, *, key: str | None) -> Target:
-    """The named run or server; without a name the only one that lives below ./outputs.
-
-    Raises: InputError if there is none.
-    """
+    """The named run or server, or the only one below ./outputs. Raises: InputError if there is none."""
     if text is not None:
         return _named(text, key)
     found = live_folders()

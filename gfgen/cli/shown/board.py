@@ -29,10 +29,7 @@ class Line:
 
 
 class Board:
-    """The bars at the bottom of a terminal: the first is the batch, the others are job slots.
-
-    If the terminal is closed (EIO), nothing here raises, so that the run goes on.
-    """
+    """The bars at the bottom of a terminal, the batch first; nothing raises when it is closed (EIO)."""
 
     def __init__(self, stream: TextIO, *, num_slots: int) -> None:
         self._stream = stream

@@ -45,10 +45,7 @@ def check_suffix(path: Path) -> None:
 
 
 def save_figure(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw and write a picture in the format of its suffix.
-
-    Raises: InputError for another suffix or without matplotlib; OutputError when it cannot be written.
-    """
+    """Draw and write a picture. Raises: InputError for its suffix or without matplotlib; OutputError."""
     check_suffix(path)
     try:
         import matplotlib.font_manager
@@ -136,12 +133,7 @@ OTHERS = (
 
 
 def find_traces(paths: Sequence[Path]) -> list[Path]:
-    """The named traces; a folder stands for the traces in it and one level below.
-
-    Traces of a folder are in the order in which they were written.
-
-    Raises: InputError for a folder without traces.
-    """
+    """The named traces, of a folder in the order of writing. Raises: InputError for a folder without any."""
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():

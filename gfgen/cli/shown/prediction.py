@@ -67,10 +67,7 @@ class NodesType(click.ParamType[Nodes]):
 
 
 def profile_of_nodes(path: Path | None, jobs: Sequence[AdmittedJob], nodes: Nodes) -> Profile:
-    """The profile in the file, or the known one of these devices.
-
-    Raises: InputError when there is none, or when it cannot predict the jobs.
-    """
+    """The profile in the file or of these devices. Raises: InputError if none can predict the jobs."""
     if path is None and nodes.device is not None:
         known = [each for each in _known(jobs) if nodes.device in each.device.lower()]
         if not known:
@@ -87,20 +84,14 @@ def profile_of_nodes(path: Path | None, jobs: Sequence[AdmittedJob], nodes: Node
 
 
 def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:
-    """The profile in the file, or this machine's, or a shipped one that has the jobs' models.
-
-    Raises: InputError when there is none, or when it cannot predict the jobs.
-    """
+    """The profile in the file, this machine's, or a shipped one. Raises: InputError if none can predict."""
     profile = _opened(path, jobs, num_ranks=num_ranks)
     check_profile(profile, jobs, num_ranks=num_ranks)
     return profile
 
 
 def known_here(jobs: Sequence[AdmittedJob], ranks: Ranks) -> Profile | None:
-    """This machine's profile for these ranks, or on GPUs a shipped one that has the jobs' models.
-
-    For ranks with fp8 only their own counts, since those that are shipped are of bf16.
-    """
+    """This machine's profile for these ranks, or a shipped one, which is of bf16, that has the models."""
     calibrate = not ranks.are_on_gpus and any(job.model_in() in PACKAGED for job in jobs)
     found = find_profile(ranks.profiled_as, calibrate=calibrate)
     own = None if found is None else found[1]
@@ -163,10 +154,7 @@ def describe(profile: Profile) -> str:
 
 
 def _opened(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:
-    """The profile in the file, or this machine's or a shipped one that has the models and enough ranks.
-
-    If none has enough ranks, the one with the most.
-    """
+    """The profile in the file, this machine's or a shipped one with the models and the most ranks needed."""
     known = [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
     found = first_fitting(known, jobs, num_ranks=num_ranks)
     return found or max(known, key=lambda each: each.num_ranks, default=None) or open_profile(path)

@@ -55,10 +55,7 @@ class NoProgress(Observer):
 
 
 class LineProgress(Observer):
-    """Logs the start and end of each job, and the state of the batch every SUMMARY_S.
-
-    For JSON logs, each record has the values of its line as fields.
-    """
+    """Logs the start and end of each job, and every SUMMARY_S the batch; for JSON with fields."""
 
     refresh_s = 1.0
 

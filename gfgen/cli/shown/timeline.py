@@ -198,10 +198,7 @@ def write_blocks(timeline: Timeline) -> Iterator[PlotBlock]:
 
 
 def merged(blocks: Iterable[PlotBlock]) -> Iterator[PlotBlock]:
-    """Join consecutive blocks of a job on the same lanes, to make room for a label.
-
-    The result has the stage of its longest block.
-    """
+    """Join consecutive blocks of a job on the same lanes, with the longest one's stage, for a label."""
     current: PlotBlock | None = None
     longest_s = 0.0
     for block in sorted(blocks, key=lambda block: (block.lanes, block.start_s)):

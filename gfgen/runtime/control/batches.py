@@ -44,10 +44,7 @@ class Forming:
 
 
 def is_to_wait(record: JobRecord) -> bool:
-    """Whether the next task of a job is a step of a batch, and the job does not stand for the batch in it.
-
-    The first job of those that are least far does, once nothing of them runs and all have come to a step.
-    """
+    """Whether the next task of a job is a step of a batch for which another job of it stands."""
     if not takes_steps_together(record):
         return False
     index = min(each.first_open_index for each in record.batch)
@@ -68,10 +65,7 @@ def batch_peers(record: JobRecord) -> Sequence[JobRecord]:
 
 
 def with_equal_calls(record: JobRecord, records: Iterable[JobRecord]) -> list[JobRecord]:
-    """The other jobs of its owner whose calls have equal arguments, if the pipeline refuses these.
-
-    Their texts differ only if the reason is none of texts, and no such job has come further.
-    """
+    """The other jobs of its owner whose calls have equal arguments, if the pipeline refuses these."""
     if (task := record.trouble.refused) is None:
         return []
     equals = [each for each in records if each is not record and _call(each) == _call(record)]

@@ -49,10 +49,7 @@ class Backend(Protocol):
         """Tasks of these jobs may be submitted from now on."""
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
-        """Let all ranks hold these models, checkpoints by name, and no others.
-
-        Each rank reports when it does, in about `load_s`. `LoadFailed` reports a model that none can load.
-        """
+        """Let all ranks hold these models, checkpoints by name, and no others; it takes about `load_s`."""
 
     def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
         """Keep the state of a job of a run that stops: its next task, and which dispatch made its input."""

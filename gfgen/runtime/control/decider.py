@@ -92,10 +92,7 @@ class Decider:
         return list(itertools.islice(decided, self._num_ranks + 1))
 
     def blame(self, error: BaseException) -> None:
-        """Count a fault; after too many `fcfs` takes over, and the log says so.
-
-        Raises: PolicyFault when it is `fcfs` itself that failed too often.
-        """
+        """Count a fault; after too many `fcfs` takes over. Raises: PolicyFault when it is that one's."""
         self.num_faults += 1
         reason = " ".join(str(error).split()) if isinstance(error, PolicyFault) else in_one_line(error)
         logger.warning("policy %s: %s", self.policy.name, reason)
@@ -167,10 +164,7 @@ def _wrong_type(what: str, value: object, accepted: str, *, job: str = "") -> Po
 def legal_job(
     decision: Decision, *, jobs: Jobs, ranks: Ranks, models: ModelTurns, now_s: float, max_degree: int
 ) -> JobRecord:
-    """The job of a decision, which is judged at the moment of this turn's snapshot.
-
-    Raises: PolicyFault for a task that its job cannot run now, and for ranks that cannot take it.
-    """
+    """The job of a decision. Raises: PolicyFault for what it cannot run, or its ranks cannot take now."""
     check_types(decision)
     task, layout = decision.task, decision.layout
     record = jobs.records.get(task.job_id)

@@ -112,10 +112,7 @@ class Jobs:
             self.place(each)
 
     def place(self, record: JobRecord) -> None:
-        """Move the job's view to where it belongs: open, busy, or out of the policies' sight.
-
-        And the views of its batch: another job of it may lead now.
-        """
+        """Move the job's view, and those of its batch, to where they belong: open, busy, or out of sight."""
         placed, is_alone = [record], len(record.batch) == 1
         if not is_alone:
             others = [each for each in record.batch if each is not record and not each.flights]
@@ -145,10 +142,7 @@ class Jobs:
         ]
 
     def stopped_at(self, ranks: Sequence[RankRecord]) -> dict[str, tuple[int, int]]:
-        """(next task, dispatch that made its input) of jobs that have begun and not ended.
-
-        Only of jobs that have nothing under way on a rank that lives.
-        """
+        """(next task, dispatch that made its input) of begun jobs with nothing under way on a living rank."""
         return {
             record.job_id: (record.first_open_index, record.progress.last_completed)
             for record in self.records.values()

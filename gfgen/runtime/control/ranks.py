@@ -53,10 +53,7 @@ class Flight:
     and a task queued behind it would wait on a rank that other jobs could use."""
 
     def set_end(self, view: RunningTask, soonest_s: float) -> None:
-        """Predict this end, and that no rank of it is free before `soonest_s`.
-
-        What follows is decided in time for the soonest end: a decision after the end leaves ranks idle.
-        """
+        """Predict this end, and that no rank is free before `soonest_s`; what follows is decided for that."""
         self.view, end_s = view, view.predicted_end_s
         soonest_s = min(end_s, max(soonest_s, end_s - MAX_EARLY_S))
         self.look_s = soonest_s - self.lookahead_s if self.lookahead_s > 0 else math.inf

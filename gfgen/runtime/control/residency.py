@@ -50,10 +50,7 @@ class _Parked(NamedTuple):
 
 
 class ModelTurns:
-    """The resident models, and the jobs of other models, which are parked: policies do not see them.
-
-    If `is_limited` is false all models fit, and no job is parked.
-    """
+    """The resident models, and the parked jobs of others, which policies do not see; `is_limited`: any."""
 
     def __init__(self, resident: Collection[str], *, is_limited: bool, clock: Clock) -> None:
         self._clock = clock
@@ -232,10 +229,7 @@ class Residency(Observer):
         return "its jobs have waited long" if now_s >= self._changed_s + self._longest_s / share else None
 
     def _is_first(self, state: _RunState) -> bool:
-        """Whether a job that waits has a deadline or a raised priority, and comes before all that can run.
-
-        Otherwise models would take turns while the jobs of neither are late, and each turn costs time.
-        """
+        """Whether a job that waits has a deadline or a raised priority, and comes before all that can run."""
         turns = state.models
         waiting = [turns.parked[job_id].urgency for job_id in turns.urgent]
         running = [

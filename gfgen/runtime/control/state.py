@@ -97,10 +97,7 @@ class State:
         return not self.flights and not self.closing.going_on(self.jobs.open, now_s=self.clock.turn_s)
 
     def choice(self) -> Snapshot | None:
-        """The snapshot if a policy has something to decide: some job is open and some rank can take it.
-
-        Renews predictions, here alone: what a policy sees does not depend on whether observers looked.
-        """
+        """The snapshot if a policy has something to decide. Renews predictions, as nothing else does."""
         now_s = self.clock.turn_s
         ending = self.flights.ending(now_s)
         free = self.ranks.free(ending)
@@ -138,10 +135,7 @@ class State:
         )
 
     def snapshot_of_traffic(self, load_s: Mapping[str, float] | None = None) -> Snapshot:
-        """The same, with all that looks ahead need; `load_s` by model that ranks do not hold.
-
-        What a policy sees later does not depend on whether somebody looked ahead: a replay does not.
-        """
+        """The same for looks ahead; `load_s` by model. It does not change what policies see later."""
         recent = self.jobs.recent
         records = ChainMap(dict(self.jobs.records), {record.job_id: record for record, _ in recent})
         own, places = self.jobs.records, {model: place for place, model in enumerate(self.models.wanted())}
@@ -178,10 +172,7 @@ class State:
         )
 
     def begin(self, decision: Decision) -> list[Dispatch]:
-        """Register a decision as the next dispatches: one, or one for each job of a batch or shared step.
-
-        Raises: PolicyFault when it is illegal; nothing has changed then.
-        """
+        """Register a decision as the next dispatches, one for each job. Raises: PolicyFault."""
         record = legal_job(
             decision,
             jobs=self.jobs,
@@ -326,10 +317,7 @@ class State:
         return flight, record
 
     def _renew_ends_behind(self, flight: Flight, record: JobRecord) -> None:
-        """A task that waited for this one, or for its ranks, begins now that this one has really ended.
-
-        Otherwise the errors of predictions would add up from step to step.
-        """
+        """Begin what waited for this task or its ranks at its real end, lest errors of predictions add up."""
         places = [self.ranks.records[rank] for rank in flight.dispatch.layout.ranks]
         waiting = [*record.flights[:1], *[first for place in places for first in place.flights[:1]]]
         for other in dict.fromkeys(waiting):

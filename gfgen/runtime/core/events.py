@@ -170,10 +170,7 @@ class OutputFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class FramesLost(Event):
-    """A decode has run, but its frames did not reach the writer: it runs again.
-
-    The rank failed to copy them, or its worker died (`lost`).
-    """
+    """A decode has run, but its rank failed to copy the frames, or died (`lost`): it runs again."""
 
     job_id: str
     reason: str

@@ -106,10 +106,7 @@ class Inbox(Observer):
         self._thread.start()
 
     def take(self) -> list[AdmittedJob]:
-        """The jobs that have arrived since the last call.
-
-        Raises: the error that ended the watching thread, such as OutputError on a full disk.
-        """
+        """The jobs that have arrived since the last call. Raises: the error that ended the thread."""
         jobs: list[AdmittedJob] = []
         while not self._found.empty():
             found = self._found.get()
@@ -259,10 +256,7 @@ class Inbox(Observer):
         return jobs, [*parsed.problems, *refused, *filter(None, clashes)]
 
     def _clash(self, job: AdmittedJob, source: str) -> Problem | None:
-        """The problem if another job has the id or the output file of this one.
-
-        A file that replaces one of the same name may change jobs that have ended.
-        """
+        """The problem if another job, unless it has ended and is replaced, has this one's id or output."""
         job_key = name_key(job.job_id)
         line, known = job.spec.line, self._known.get(job_key)
         owner = self._owners.get(name_key(job.info.file), job_key)
@@ -338,10 +332,7 @@ def _is_job_file(name: str) -> bool:
 
 
 def _read(path: Path) -> bytes | None:
-    """The file's content; None, with a report, when it is too large.
-
-    Raises: OSError when it cannot be read.
-    """
+    """The file's content; None, with a report, when it is too large. Raises: OSError."""
     with path.open("rb") as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) <= MAX_FILE_BYTES:

@@ -49,11 +49,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Journal:
-    """Appends events to a file, and writes them at the end of each turn.
-
-    Opening and flushing raise OutputError on a full disk, or when the file was removed. Then the run must
-    stop.
-    """
+    """Appends events to a file at the end of each turn. Raises: OutputError; then the run must stop."""
 
     def __init__(self, path: Path, *, header: dict[str, Any]) -> None:
         _move_away_foreign(path)
@@ -74,10 +70,7 @@ class Journal:
         self._pending.append(_encode(entry))
 
     def end_turn(self, moment_s: float, dispatches: Sequence[Dispatch] | None) -> None:
-        """Write the events of the turn, if any, and its dispatches, unless the policy was not asked.
-
-        `moment_s` is the time of its decisions.
-        """
+        """Write the turn's events, and its dispatches, decided at `moment_s`, if the policy was asked."""
         if dispatches is None and not self._pending:
             return
         made = ""
@@ -146,10 +139,7 @@ def jobs_hash(jobs: Sequence[JobInfo]) -> str:
 
 
 def first_arrivals(path: Path, *, forced_from: int | None = None) -> dict[tuple[str, str], float]:
-    """Unix time at which each job, by (id, spec hash), first arrived, in any run of this journal.
-
-    With `forced_from`, in the runs of this --force. Skips lines that it cannot read.
-    """
+    """Unix time of the first arrival of each (id, spec hash), in all runs or those since `forced_from`."""
     found: dict[tuple[str, str], float] = {}
     for started_at, entry in arrivals(path, forced_from=forced_from):
         found.setdefault((entry["job_id"], entry["spec_hash"]), started_at + entry["time_s"])

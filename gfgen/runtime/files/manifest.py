@@ -142,10 +142,7 @@ def ended_at(line: ManifestLine) -> float:
 
 
 def read_manifest(path: Path, *, start: int = 0) -> dict[str, ManifestLine]:
-    """The latest line of each job after `start` bytes; empty when there is no manifest.
-
-    Torn or invalid lines, and lines of another version, are skipped with a warning: their jobs run again.
-    """
+    """The latest line of each job after `start` bytes; skips, with a warning, what it cannot read."""
     return {entry["id"]: entry for entry in _entries(read_from(path, start=start), path, first=1)}
 
 
@@ -201,10 +198,7 @@ def check_own(path: Path) -> None:
 
 
 def is_finished(info: JobInfo, entry: ManifestLine | None, folder: Path) -> bool:
-    """Whether a job need not run again: `entry`, its latest line, says so, and its files are there.
-
-    The line says done with the same spec hash and file names, and the files have their recorded sizes.
-    """
+    """Whether `entry` says done with this spec hash and names, and the files are there in their sizes."""
     if entry is None or entry.get("status") != "done" or entry.get(SIMULATED):
         return False
     files = of_each_file(entry)

@@ -86,10 +86,7 @@ def clean(metadata: Metadata) -> Metadata:
 
 
 def to_ffmetadata(tags: Mapping[str, str]) -> str:
-    """Tags in ffmpeg's text format, for a file, because an argument has at most 128 KB.
-
-    Source: https://ffmpeg.org/ffmpeg-formats.html#Metadata-1
-    """
+    """Tags in ffmpeg's text format (ffmpeg-formats.html#Metadata-1): an argument has at most 128 KB."""
     escaped = {name: re.sub(r"([=;#\\\n])", r"\\\1", value) for name, value in tags.items()}
     return ";FFMETADATA1\n" + "".join(f"{name}={value}\n" for name, value in escaped.items())
 

@@ -270,10 +270,7 @@ def claim_files(
 
 
 def _clash(job: AdmittedJob, owners: Mapping[str, str], output_dir: Path) -> str | None:
-    """Why the job cannot have its name, whatever is there under it; None if it can.
-
-    `owners` has the id of the job that writes a file, by `name_key`.
-    """
+    """Why the job cannot have its name, whatever is there; `owners` has ids by `name_key`."""
     try:
         os.fsencode(job.info.file)
     except UnicodeEncodeError:
@@ -300,10 +297,7 @@ def _numbered(
     output_dir: Path,
     overwrite: bool,
 ) -> dict[str, Content] | Problem:
-    """The existing files of an earlier run of this job with several pictures that it may replace.
-
-    The names of a video's frames are known before the run, so one that is taken is a problem.
-    """
+    """The files that an earlier run of this job left, with several pictures, that it may replace."""
     is_video, found = FRAME in path.name, dict[str, Content]()
     for number in itertools.count(1):
         each = path.with_name(numbered_name(path.name, number))

@@ -54,10 +54,7 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """The circumstances of a run. Together with its jobs and events they determine every decision.
-
-    The state is built from them, and the journal's header records them.
-    """
+    """The circumstances of a run. Together with its jobs and events they determine every decision."""
 
     num_ranks: int
     lookahead_s: float = 0.0
@@ -116,10 +113,7 @@ def resume_path(output_dir: Path, job_id: str) -> Path:
 def save(
     point: ResumePoint, job: AdmittedJob, slab_fd: int, *, weights: str, computed_with: Mapping[str, Any]
 ) -> None:
-    """Write a job's resume file atomically; `weights` and `computed_with` come from the pool.
-
-    Raises: OSError when it cannot be written.
-    """
+    """Write a job's resume file atomically; `weights` and `computed_with` are the pool's. Raises: OSError."""
     path = point.path
     path.parent.mkdir(exist_ok=True)
     extents = list(_extents(slab_fd, SlabPlan.of(job.trajectory).size_bytes))
@@ -186,10 +180,7 @@ def kernels_of(output_dir: Path, jobs: Sequence[AdmittedJob]) -> KernelChoice | 
 
 
 def restore(point: ResumePoint, job: AdmittedJob) -> int:
-    """A slab with the state of a resume file; the caller owns the descriptor.
-
-    Raises: OSError, ValueError or KeyError when the file cannot be read.
-    """
+    """A slab with the state of a resume file. Raises: OSError, ValueError, KeyError if it cannot be read."""
     with point.path.open("rb") as file:
         header = json.loads(file.readline())
         fd = Slab.create(SlabPlan.of(job.trajectory), name=job.job_id)

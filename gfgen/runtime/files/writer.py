@@ -114,10 +114,7 @@ def frames_by_file(frames: Frames, path: Path, *, fps: float | None) -> dict[Pat
 
 
 def map_output(fd: int) -> tuple[Frames, Sound | None]:
-    """Pictures and sound in a memfd that says their size, read-only and without a copy.
-
-    Raises: OutputError when it holds neither.
-    """
+    """Pictures and sound in a memfd that says their size, without a copy. Raises: OutputError."""
     try:
         shape = shape_in(fd)
     except ValueError as error:
@@ -132,10 +129,7 @@ def map_output(fd: int) -> tuple[Frames, Sound | None]:
 
 
 def map_frames(frames_fd: int, shape: tuple[int, int, int, int]) -> Frames:
-    """The frames [F, H, W, 3] uint8 in a memfd, read-only and without a copy.
-
-    Raises: OutputError when the memory is smaller than the shape requires.
-    """
+    """The frames [F, H, W, 3] uint8 in a memfd, without a copy. Raises: OutputError if it is too small."""
     num_bytes = math.prod(shape)
     if min(shape) < 1 or os.fstat(frames_fd).st_size < num_bytes:
         raise OutputError(f"shared memory of {os.fstat(frames_fd).st_size} bytes cannot hold frames {shape}")

@@ -102,10 +102,7 @@ def remove_mark(path: Path) -> None:
 def name_file(
     temporary: Path, path: Path, *, replaces: Content | None, made_for: Mapping[str, Any] | None
 ) -> Content:
-    """Give a complete file of the same file system its name; the temporary name may stay.
-
-    Raises: OutputError when a file other than its predecessor has the name; OSError.
-    """
+    """Name a complete file. Raises: OutputError when another file than its predecessor has it; OSError."""
     content = content_of(temporary)
     if made_for is not None:
         set_mark(temporary, content, name=path.name, made_for=made_for)

@@ -30,10 +30,7 @@ class StartJob:
 
 
 class RunTask(NamedTuple):
-    """Run a task as dispatch `number`; sent with a memfd for the frames of a decode.
-
-    The task's input is on this rank already, arrives by `transfers`, or is in the slab.
-    """
+    """Run a task, whose input is here, arrives by `transfers` or is in the slab; with a memfd for frames."""
 
     number: int
     job_id: str
@@ -70,10 +67,7 @@ class SetModels:
 
 @dataclass(frozen=True, slots=True)
 class Arenas:
-    """The memory for exchanges between ranks; sent with the arenas as file descriptors.
-
-    For a rank on a GPU, the last descriptor is its own page in host memory.
-    """
+    """The arenas of all ranks as file descriptors; for a GPU the last one is its own page in host memory."""
 
     data_bytes: int
     post_bytes: int

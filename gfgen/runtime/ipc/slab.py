@@ -78,10 +78,7 @@ class SlabPlan:
 
 
 class Slab:
-    """One process's mapping of a job's slab.
-
-    `loads` unpickles metas. They name torch's dtypes, so a process without torch needs one of its own.
-    """
+    """One process's mapping of a job's slab. `loads` unpickles metas, which name torch's dtypes."""
 
     def __init__(
         self,
@@ -111,10 +108,7 @@ class Slab:
         return int(_WORD.unpack_from(self._map, _region(name, version) * _LINE_BYTES + _OUTLINE_WORD)[0])
 
     def places(self, name: str, version: int, meta: Any, sizes: Sequence[int]) -> list[memoryview]:
-        """Memory for an artifact's buffers of these sizes; no process reads it before `show`.
-
-        Raises: ValueError if they are larger than planned.
-        """
+        """Memory for buffers of these sizes, unread before `show`. Raises: ValueError for unplanned ones."""
         region = _region(name, version)
         start, limit = self._bounds(region)
         packed = pickle.dumps(meta)

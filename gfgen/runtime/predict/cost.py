@@ -245,10 +245,7 @@ class CostModel:
         return published
 
     def ends_after_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> tuple[float, float]:
-        """When a task that starts now ends, and when the first of its ranks may be free.
-
-        Unlike in `task_s`, every measurement counts at once.
-        """
+        """When a task that starts now ends, and its first rank may be free; by every measurement at once."""
         measured = cost_class.measured.get((stage, degrees))
         if measured is not None:
             return measured.value, measured.soonest_s
@@ -609,10 +606,7 @@ def _is_notable(seconds: float, before_s: float) -> bool:
 
 
 def uncertain(doubts: Collection[UncertainEstimate], *, has_writes: bool) -> str | None:
-    """Describe in one line the uncertain estimates of a prediction; None if there are none.
-
-    has_writes: whether the profile has times for writing files.
-    """
+    """The uncertain estimates of a prediction in one line; `has_writes`: the profile has times of files."""
     by_kind: dict[Provenance, dict[tuple[str, str], list[UncertainEstimate]]] = {}
     for doubt in sorted(doubts):
         shapes = by_kind.setdefault(doubt.provenance, {})

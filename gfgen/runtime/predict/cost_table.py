@@ -111,10 +111,7 @@ class CostTable:
         return statistics.median(paces) if paces else None
 
     def write_s(self, model: str, shape: str, work: TaskWork) -> float:
-        """From the end of a decode to its file, which does not depend on the decode's degrees.
-
-        The profile's own `write_s`, or 0, if no row of this model has it.
-        """
+        """From the end of a decode to its file; without rows of the model, the profile's own, or 0."""
         by_degrees = sorted(self._rows.get((model, Stage.DECODE), {}).items())  # those of one rank first
         rows = [row for _, own in by_degrees for row in own if row.write_s is not None]
         if not rows:

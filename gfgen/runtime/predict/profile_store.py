@@ -70,11 +70,7 @@ def runs_path(device: str | None = None) -> Path:
 
 
 def find_profile(device: str | None = None, *, calibrate: bool = False) -> tuple[Path, Profile] | None:
-    """The profile of this device, measured here, shipped or scaled, and the path of its first source.
-
-    None if there is none. `calibrate` allows about two seconds to measure the speed of a CPU if it is
-    unknown.
-    """
+    """The profile of this device, and its first source; `calibrate` may measure for two seconds."""
     device = device or cpu_name()
     shipped = filter(None, map(_readable, sorted(SHIPPED.glob("*.json"))))
     own = _readable(default_path(device))
@@ -90,10 +86,7 @@ def find_profile(device: str | None = None, *, calibrate: bool = False) -> tuple
 
 
 def joined(profiles: Sequence[Profile]) -> Profile:
-    """The rows of all profiles; the first profile wins for equal tasks.
-
-    A row of runs with few samples is left out if a later profile has the model.
-    """
+    """All rows; of equal tasks the first, except for runs with few samples before a later profile."""
     rows: dict[TaskKey, ProfileRow] = {}
     for profile in reversed(profiles):
         known = {row.model for row in rows.values()}
@@ -126,10 +119,7 @@ def _readable(path: Path) -> tuple[Path, Profile] | None:
 
 
 def _scaled(known: Sequence[tuple[Path, Profile]], *, may_measure: bool) -> list[tuple[Path, Profile]]:
-    """The shipped profiles of one core, scaled to this machine, for models without a measured profile here.
-
-    The speed comes from measurements of runs with the model, or else from a calibration.
-    """
+    """The shipped profiles of a core at this machine's speed, for models without one of their own."""
     measured = {row.model for _, profile in known for row in profile.rows if row.basis == "measured"}
     run_rows = [row for _, profile in known for row in profile.rows if row.basis == "runs"]
     found = []
@@ -156,10 +146,7 @@ def first_fitting(
 
 
 def open_profile(path: Path | None) -> Profile:
-    """The profile in a file, or this machine's if `path` is None.
-
-    Raises: InputError if there is none or it cannot be read.
-    """
+    """The profile in a file, or this machine's. Raises: InputError if there is none, or it is unreadable."""
     if path is not None:
         return load_profile(path)
     found = find_profile()
@@ -172,10 +159,7 @@ def open_profile(path: Path | None) -> Profile:
 
 
 def save_profile(profile: Profile, path: Path) -> Profile:
-    """Write a profile; keep other shapes of an existing one with the same device, ranks and versions.
-
-    Raises: InputError if the file cannot be written.
-    """
+    """Write a profile; other shapes of an equal one stay. Raises: InputError if that fails."""
     if path.is_file():
         profile = _with_rows_of(profile, path)
     try:
@@ -187,10 +171,7 @@ def save_profile(profile: Profile, path: Path) -> Profile:
 
 
 def export_times(path: Path) -> Sequence[Profile]:
-    """Write what this version of gfgen has measured on this machine to one file; its profiles.
-
-    Raises: InputError if there is nothing, if the file is there and something else, or cannot be written.
-    """
+    """Write what was measured on this machine to one file. Raises: InputError if that is not possible."""
     here = default_path("any").parent.glob(f"*-gfgen-{versions().get('gfgen')}*.json")
     profiles = [each[1] for found in sorted(here) if (each := _readable(found)) is not None]
     if not profiles:
@@ -270,10 +251,7 @@ def _with_rows_of(profile: Profile, path: Path) -> Profile:
 def keep_measured(
     path: Path, classes: Iterable[CostClass], *, device: str, num_ranks: int, share_cores: bool
 ) -> None:
-    """Merge a run's measurements into the file; several runs may do so at once.
-
-    share_cores: ranks slow each other down, so durations are those under load.
-    """
+    """Merge a run's measurements into the file; with `share_cores` they are durations under load."""
     rows = list(_rows(classes, share_cores=share_cores))
     if not rows:
         return
@@ -315,10 +293,7 @@ def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[Profil
 
 
 def _merged(path: Path, profile: Profile) -> Profile:
-    """The profile merged with the rows of the file; equal tasks get the mean, weighted by samples.
-
-    Raises: InputError if the file is not a profile.
-    """
+    """The profile with the rows of the file; equal tasks get the mean by samples. Raises: InputError."""
     if not path.is_file():
         return profile
     before = load_profile(path)

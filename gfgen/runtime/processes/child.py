@@ -29,10 +29,7 @@ LONGEST_LOOK_S = 0.4
 
 
 class AwakeClock:
-    """Seconds in which this process looked at the others.
-
-    While it is stopped, or the machine sleeps, it hears nobody, so this time counts for nobody.
-    """
+    """Seconds in which this process looked at the others; while it is stopped or asleep, it hears nobody."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

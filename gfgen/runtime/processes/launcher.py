@@ -135,10 +135,7 @@ def _enter(target: str, *arguments: socket.socket | WorkerSettings) -> None:
 
 
 def ensure_fork_server(keep_fds: Sequence[int] = ()) -> None:
-    """Start the fork server unless it runs.
-
-    It and all that it forks ignore signals for the run, die with the run and keep `keep_fds` open.
-    """
+    """Start the fork server unless it runs; what it forks dies with the run and keeps `keep_fds` open."""
     # The kernel would kill the server at the end of any other thread.
     assert threading.current_thread() is threading.main_thread(), "the main thread starts processes"
     server: Any = multiprocessing.forkserver._forkserver
@@ -194,10 +191,7 @@ def _lifeline() -> str:
 
 @contextlib.contextmanager
 def _socket_folder(folder: str) -> Iterator[str]:
-    """Let `multiprocessing` put its socket there.
-
-    Yields a short path of the folder: a socket's path has at most 107 bytes, and TMPDIR may be longer.
-    """
+    """Let `multiprocessing` put its socket there; a path has at most 107 bytes, and TMPDIR may be longer."""
     config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
     before = config.get("tempdir")
     fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
@@ -211,11 +205,7 @@ def _socket_folder(folder: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Inside, processes start with the signals for the run blocked.
-
-    A child inherits blocked signals as it inherits ignored ones. This process gets signals that arrived
-    inside when the block ends.
-    """
+    """Inside, processes start with the signals for the run blocked, and inherit that."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_RUN)
     try:
         yield

@@ -162,10 +162,7 @@ class WorkerPool:
         self._selector.unregister(file)
 
     def turn(self, timeout_s: float = _TICK_S) -> Iterator[tuple[Any, Any]]:
-        """What happens within this time: (process, its message), (process, its change), (file, None).
-
-        Changes are `Joined`, `Loaded` and `Lost`. A message comes after its effect here.
-        """
+        """What happens: (process, message), (process, Joined, Loaded or Lost), and (file, None)."""
         found = self._selector.select(min(max(0.0, timeout_s), _TICK_S))
         self.clock.look()
         for key, _ in found:
@@ -386,10 +383,7 @@ class HeldModels:
             failures.pop(rank, None)
 
     def lost(self, rank: int, reason: str, *, loading: str | None, ranks: Iterable[int]) -> bool:
-        """A rank has died, perhaps when it was `loading` a model; `ranks` are those that are not retired.
-
-        Returns whether the rank is to blame, and not the model.
-        """
+        """Whether a rank that died, perhaps when it was `loading` a model, is to blame, and not the model."""
         self._holders.discard(rank)
         if loading is None or not self._is_changing:
             return True

@@ -141,10 +141,7 @@ class Recovery:
         self._pool.meeting.held_back.clear()
 
     def look(self) -> None:
-        """Give up dispatches that do not end in time, and kill the ranks that do not leave one in time.
-
-        The ranks that wait for a hung one leave. It does not, and is known by that.
-        """
+        """Give up dispatches that take too long, and kill the ranks that do not leave one in time."""
         now_s = self._pool.clock.now_s
         for attempt in self._attempts.leaving.values():
             late = attempt.dispatch.ranks_involved & self.waiting_for if now_s > attempt.deadline_s else ()
@@ -171,10 +168,7 @@ class Recovery:
             self._pool.workers[rank].tell(questions[rank])
 
     def _peers_of(self, rank: int) -> frozenset[int]:
-        """The living ranks with which it has to restart its count: it exchanged lost state with them.
-
-        Not all ranks concerned: between others of them a transfer may be under way that goes on.
-        """
+        """The living ranks with which it exchanged lost state: it restarts its count with these alone."""
         leaving = [attempt.dispatch for attempt in self._attempts.leaving.values()]
         pairs = [pair for dispatch in leaving for pair in dispatch.pairs if rank in pair]
         return frozenset().union(*pairs) - self._pool.meeting.held_back - {rank}

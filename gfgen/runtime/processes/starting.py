@@ -105,10 +105,7 @@ def hear(pool: WorkerPool, signals: SignalPipe | None, *, doing: str) -> list[tu
 
 
 def leave_behind(pool: WorkerPool, reason: str) -> None:
-    """Retire the ranks that are not ready.
-
-    Raises: WorkerError when no rank or not all needed ranks are left.
-    """
+    """Retire ranks that are not ready. Raises: WorkerError when none, or not all needed ones, are left."""
     late = [worker for worker in pool.living if not worker.has_started]
     late = late or [pool.workers[rank] for each in pool.living for rank in each.unknown_to]
     late = list(dict.fromkeys(late))  # several may wait for the same one

@@ -66,10 +66,7 @@ class Writes:
     # Frames ---------------------------------------------------------------------------------
 
     def new_frames(self, job: AdmittedJob, number: int) -> int:
-        """Memory for the frames of a decode, uint8 [F, H, W, 3]; replaces that of a failed attempt.
-
-        The rank makes it larger if only the decode knows their size.
-        """
+        """Memory for the frames of a decode; the rank makes it larger if only the decode knows their size."""
         self.release(job.job_id)
         fd = os.memfd_create("gfgen-frames", os.MFD_CLOEXEC)
         os.truncate(fd, job.trajectory.artifact("frames").size_bytes)
@@ -103,10 +100,7 @@ class Writes:
     # Files ----------------------------------------------------------------------------------
 
     def look(self, now_s: float) -> Iterator[FramesLost]:
-        """Give out files that wait, and kill processes that take too long for one.
-
-        A run that stops does not wait for room on the disk.
-        """
+        """Give out waiting files unless the run stops, and kill processes that take too long for one."""
         decoded = [file for file in self._files.values() if file.is_decoded]
         for file in decoded:
             waited_s = self._pool.clock.now_s - file.since_s

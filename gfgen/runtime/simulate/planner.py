@@ -140,10 +140,7 @@ PlanProgress = Callable[[str, float], None]
 
 
 def best_first(options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
-    """Sorted by late and failed jobs, then by end; among about equal ends, by mean latency.
-
-    An estimate leaves out moves, so its mean latency must be less by more than that.
-    """
+    """By late and failed jobs, then by end; among about equal ends by mean latency, if simulated."""
 
     def latency_s(option: PlanOption) -> float:
         return option.mean_latency_s * (1.0 if option.is_estimated else 1 / SAME_END)
@@ -161,10 +158,7 @@ def best_first(options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
 
 
 def _on(policy: str, num_ranks: int) -> str:
-    """The policy's name on this many ranks, its degree lowered to one that it accepts.
-
-    On one rank, the name alone if its defaults are the same policy.
-    """
+    """The policy's name on this many ranks, its degree lowered to one that it accepts."""
     plain = policy.partition(",")[0]
     for most in range(num_ranks, 0, -1):
         text = _with_degree_up_to(most, policy)

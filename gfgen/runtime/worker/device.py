@@ -119,10 +119,7 @@ class Device:
         )
 
     def run(self, works: Sequence[RankTask]) -> None:
-        """Meet the other ranks and launch a task, or steps of several jobs, which this rank runs alone.
-
-        Raises: InputVoidError when the last of them is given up; AbortedError when all of them are.
-        """
+        """Meet the other ranks and launch a task, or steps of jobs. Raises: InputVoidError; AbortedError."""
         arrived_s = time.monotonic()
         group = meet(self.endpoint, works[0].message)
         started_s = time.monotonic()
@@ -140,10 +137,7 @@ class Device:
         return stop_checks.Watch(lambda: all(map(self._dispatches.is_void, numbers)))
 
     def finish(self, work: RankTask) -> None:
-        """Wait until a launched task has ended, and complete its times.
-
-        Raises: InputVoidError when it was given up; the error of an exchange between ranks.
-        """
+        """Wait for the end of a launched task, and complete its times. Raises: InputVoidError."""
 
     def store(self, tensor: torch.Tensor, place: memoryview) -> None:
         """Copy a computed dense tensor into a slab; the copy is complete on return."""

@@ -21,10 +21,7 @@ class InputVoidError(Exception):
 
 
 class Dispatches:
-    """Which dispatches a rank is inside of, and when the next one may start.
-
-    `on_left` runs with the lock held, as soon as no thread is inside a set of abandoned dispatches.
-    """
+    """Which dispatches a rank is inside of. `on_left` runs, locked, when no thread is in abandoned ones."""
 
     def __init__(self, on_left: Callable[[frozenset[int]], None]) -> None:
         self.lock = threading.RLock()
@@ -92,10 +89,7 @@ class Dispatches:
     # Failures ---------------------------------------------------------------------------------
 
     def note_failure(self, number: int) -> None:
-        """Let nothing else start until the control plane has given this dispatch up.
-
-        The next dispatch may use the same edges, and would take for its own what was sent for this one.
-        """
+        """Let nothing start until this dispatch is given up: the next one could take what was sent for it."""
         with self.lock:
             if not self.is_void(number):
                 self._failed.add(number)

@@ -21,11 +21,7 @@ def are_separate(adapters: Mapping[str, Adapter], works: Sequence[RankTask]) -> 
 
 
 def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: LayoutGroup | None) -> None:
-    """Run a task, or the steps of several jobs; each gets the artifacts that it makes.
-
-    Separate steps share the reads of blocks where they can. One that raises gets its `error`, and fails no
-    other.
-    """
+    """Run a task, or steps of several jobs, which share reads of blocks; one that raises gets its `error`."""
     adapter = adapters[works[-1].job.start.checkpoint]
     if len(works) == 1:
         works[0].made = _executed(adapter, works[0], None if group is None else parallel_from(group))

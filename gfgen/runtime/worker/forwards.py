@@ -113,10 +113,7 @@ class Forwards:
         return is_due and kind.shape not in self._not_worth and seen.num_steps + num_left >= MIN_REPLAYS
 
     def record(self, kind: Kind, works: Sequence[RankTask]) -> None:
-        """Record the forwards of a step, or of a batch's, while no task of this rank runs.
-
-        If they are not worth it, this takes a part of one forward.
-        """
+        """Record the forwards of a step, or of a batch's, while no task of this rank runs."""
         self._seen(kind).num_gone = self._graphs.num_gone
         work, adapter = works[-1], self._adapters[kind.checkpoint]
         if not adapter.is_rehearsed:
@@ -138,10 +135,7 @@ class Forwards:
             self._not_worth.add(kind.shape)
 
     def warm_up(self, message: WarmUp) -> Iterator[None]:
-        """Run tasks like the message's, in every slot of its layouts; yields after each part.
-
-        Raises: what the model raises.
-        """
+        """Run tasks like the message's in every slot; yields after each part. Raises what the model does."""
         if (adapter := self._adapters.get(message.checkpoint)) is None:
             return  # models have changed
         spec, graphs = message.spec, self._graphs
@@ -169,10 +163,7 @@ class Forwards:
             yield
 
     def _rehearse_steps(self, adapter: Adapter, given: StepInput, parallel: Parallel | None) -> None:
-        """The first steps, whose solvers differ, one of each other expert, and one that is approximate.
-
-        Where nothing is recorded each of them evaluates the transformer, so only as many run as are needed.
-        """
+        """The steps whose solvers or experts differ, one each; without records no more than needed."""
         spec, latents = given.spec, given.latents
         num_steps = known(spec.steps)
         for step in range(min(num_steps, FIRST_STEPS if adapter.is_rehearsed else _ENOUGH_TO_APPROXIMATE)):

@@ -182,10 +182,7 @@ class GpuDevice(Device):
         self._streams.load_transfers()
 
     def use(self, thread: Thread) -> None:
-        """Set torch's device and stream, and the context that our launches need.
-
-        torch does not set the context of device 0, with which every thread begins.
-        """
+        """Set torch's device and stream, and the launches' context, which torch leaves out for device 0."""
         driver().use(self._device.index)
         torch.cuda.set_device(self._device)
         torch.cuda.set_stream(self._streams.of(thread))
@@ -421,10 +418,7 @@ class GpuDevice(Device):
 
 
 def pad_as_others(message: Arenas, *, can_pad: bool) -> None:
-    """Pad texts if all ranks of the run do.
-
-    Raises: ModelError if they do and this rank cannot.
-    """
+    """Pad texts if all ranks of the run do. Raises: ModelError if they do and this rank cannot."""
     if message.counts_tokens and not can_pad:
         raise ModelError("cuDNN's attention with padding works on the other ranks, and not on this one")
     if not message.counts_tokens:

@@ -124,10 +124,7 @@ class RankJob:
         return future
 
     def drop(self, dispatch: int) -> None:
-        """A dispatch has failed: use nothing that it made, and expect no latents of it.
-
-        Artifacts stay until others replace them, because a task may run with them that is given up as well.
-        """
+        """Use nothing that a failed dispatch made. Artifacts stay: another such task may run with them."""
         if self.producer == dispatch:
             self.producer = None
         for name, maker in list(self.makers.items()):
@@ -142,10 +139,7 @@ class RankJob:
             self.drop(dispatch)
 
     def hold(self, latents: Fields, *, producer: int | None) -> None:
-        """Keep latents that a dispatch made on other ranks.
-
-        producer: the dispatch's number; None if the latents are for one attempt alone.
-        """
+        """Keep latents that dispatch `producer` made on other ranks; None: for one attempt alone."""
         self.artifacts["latents"] = latents
         self.producer, self.is_there = producer, None
 
@@ -174,20 +168,14 @@ class RankJob:
         self.hold(fetch(self.slab, "latents", task.index, self.take_in), producer=producer)
 
     def await_input(self, task: Task, message: RunTask, *, is_void: Callable[[], bool]) -> None:
-        """Wait until the slab has the input of a task, unless it is here; transfers wait by themselves.
-
-        Raises: InputVoidError when `is_void` says that it is given up.
-        """
+        """Wait until the slab has a task's input, unless it is here. Raises: InputVoidError by `is_void`."""
         if message.producer is None or self.producer == message.producer or message.transfers:
             return
         name = "prompt" if task.index == 1 else "latents"
         _await_word(partial(self._is_made_by, message.producer, name, task.index), is_void)
 
     def await_outline(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> Outline:
-        """The outline of the latents that exactly this dispatch makes and other ranks send.
-
-        Raises: InputVoidError when `is_void` says that they are given up.
-        """
+        """The outline of the latents that this dispatch makes elsewhere. Raises: InputVoidError."""
         _await_word(lambda: self.slab.outliner("latents", task.index) == producer, is_void)
         listed, scalars = self.slab.outline("latents", task.index)
         return {name: (dtype, shape) for name, dtype, shape in listed}, scalars
@@ -308,10 +296,7 @@ def fetch(slab: Slab, name: str, version: int, take_in: TakeIn = copied) -> Fiel
 
 
 def send_state(endpoint: Any, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:
-    """Send ranges of a job's latents through a rank's endpoint: to each destination its ranges, in order.
-
-    It skips fields that the solver does not have yet; the outline of the latents lists those that exist.
-    """
+    """Send ranges of a job's latents, to each destination in order, without fields that are not there yet."""
     for destination in dict.fromkeys(transfer.destination for transfer in transfers):
         mine = [transfer for transfer in transfers if transfer.destination == destination]
         for label, transfer in enumerate(mine):

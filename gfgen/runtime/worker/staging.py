@@ -15,10 +15,7 @@ STAGING_BYTES = 64 << 20
 
 
 class Staging:
-    """Between a device and host memory, through a pinned buffer, on one stream; for one thread.
-
-    The buffer has two halves: the device copies to or from one of them, the host from or to the other.
-    """
+    """Between a device and host memory, through a pinned buffer of two halves; one stream, one thread."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.stream = stream
