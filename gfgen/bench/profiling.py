@@ -99,9 +99,6 @@ class Samples:
     """Bytes and gap of two steps on different ranks."""
 
 
-# What to measure ------------------------------------------------------------------------------
-
-
 def plan_measurements(
     jobs: Iterable[AdmittedJob], *, num_ranks: int, are_on_gpus: bool = False
 ) -> list[Measurement]:
@@ -162,9 +159,6 @@ def jobs_like(plan: Iterable[Measurement]) -> list[AdmittedJob]:
         new_copy_of(entry.job, "warm-up", entry.job.trajectory.num_steps, occasion="warm-up")
         for entry in plan
     ]
-
-
-# Measuring ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +277,6 @@ def _parsed(name: str) -> tuple[Stage, Degrees]:
     stage, _, degrees = name.partition(" ")
     cfg, ulysses, ring = map(int, degrees.split("x"))
     return Stage(stage), (cfg, ulysses, ring)
-
-
-# From samples to a profile --------------------------------------------------------------------
 
 
 def assemble(

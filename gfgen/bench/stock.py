@@ -99,9 +99,6 @@ def run_stock(
     return outcomes, way
 
 
-# Groups of processes ----------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _StockGroup:
     processes: list[BaseProcess]
@@ -249,9 +246,6 @@ def _threads_of(ranks: StockRanks) -> int:
 def _visible_devices(num_ranks: int) -> list[str]:
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     return own.split(",")[:num_ranks] if own else [str(rank) for rank in range(num_ranks)]
-
-
-# Serving ----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -207,8 +207,6 @@ def _spec(job_id: str, cls: JobClass, mix: Mix, model: str, rng: random.Random) 
     )
 
 
-# Endless arrivals -------------------------------------------------
-
 Arrivals = Iterator[tuple[float, JobClass]]
 
 

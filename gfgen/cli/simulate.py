@@ -262,9 +262,6 @@ def _listed(counts: Sequence[int]) -> str:
     return ", ".join(map(str, counts[:-1])) + f" and {counts[-1]}"
 
 
-# Plans --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanArguments:
     jobs: opt.JobOptions = opt.group(opt.JobOptions)

@@ -272,9 +272,6 @@ def start_of(fleet: Fleet, **circumstances: Any) -> RunStart:
     )
 
 
-# Whole jobs ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class WholeJob(Trajectory):
     """One task in place of all. It is a step to policies, because several ranks of a node can share it."""

@@ -281,9 +281,6 @@ def main(fd: int) -> int:
     return 0
 
 
-# The actor -------------------------------------------------------------------------------------
-
-
 def versions_here() -> Mapping[str, str]:
     """The versions that must be equal on all nodes."""
     return {"python": ".".join(map(str, sys.version_info[:2])), **key_versions()}

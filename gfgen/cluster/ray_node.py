@@ -248,9 +248,6 @@ def said(error: Exception) -> str:
     return known.get(kind) or (lines[-1][:300] if lines else kind)
 
 
-# Files -----------------------------------------------------------------------------------------
-
-
 class FileDelivery:
     """Complete files of one attempt under temporary names."""
 

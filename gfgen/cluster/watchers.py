@@ -47,8 +47,6 @@ class Watchers(Observer):
         """Of each job that waits: its view as the driver and as observers see it. An unchanged view is the
         same object."""
 
-    # What nodes do --------------------------------------------------------------------------------
-
     def join(self, node: str, num_ranks: int, *, now_s: float) -> None:
         ranks = range(self._num_ranks, self._num_ranks + num_ranks)
         self._num_ranks += num_ranks
@@ -100,8 +98,6 @@ class Watchers(Observer):
     def _tell(self, event: Event) -> None:
         for observer in self._observers:
             observer.applied(event)
-
-    # What the driver does -------------------------------------------------------------------------
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._open = {info.job_id: info for info in jobs}

@@ -177,9 +177,6 @@ class _Queue:
         return self._cases[job.job_id][1]
 
 
-# Choosing the jobs to save -----------------------------------------------------------------------
-
-
 def _most_in_time(
     now_s: float, by_deadline: list[_Case], waits_s: dict[str, float], *, end_s: float
 ) -> tuple[list[_Case], list[_Case], float]:

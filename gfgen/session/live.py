@@ -78,8 +78,6 @@ class LiveRun(Observer):
     def takes_requests(self) -> bool:
         return self._fd >= 0
 
-    # Requests -------------------------------------------------------------------------------------
-
     def fileno(self) -> int:
         return self._fd
 
@@ -114,8 +112,6 @@ class LiveRun(Observer):
         answer = {"cancelled": list(found)[:MAX_NAMED], "num_cancelled": len(found), "unmatched": unmatched}
         self._answers.append({"request": key, **answer})
         self._write()
-
-    # What happens ---------------------------------------------------------------------------------
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._write()
@@ -155,8 +151,6 @@ class LiveRun(Observer):
                 (self._folder / REQUESTS_NAME).unlink()
             os.close(self._fd)
             self._fd = -1
-
-    # The record -----------------------------------------------------------------------------------
 
     def _write(self) -> None:
         """Replace the record if it has changed; a disk that refuses it ends the record, not the run."""

@@ -262,8 +262,6 @@ def warn_of_unknown_zone() -> None:
     logger.warning("TZ=%s is no time zone of this system, so times of day are those of UTC", name)
 
 
-# Cgroups ----------------------------------------------------------------------------------------
-
 _MAX_DEPTH = 32
 _NO_LIMIT = 1 << 60
 """Version 1 writes a number near 2**63 where there is no limit."""

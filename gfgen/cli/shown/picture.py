@@ -96,8 +96,6 @@ def luminance(colour: str) -> float:
     return float(0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2)
 
 
-# Runs side by side -------------------------------------------------------------------------------
-
 WIDTH, ROW_INCHES, TOP, BOTTOM = 14.0, 0.42, 1.0, 0.25
 NAME_WIDTH = 0.17
 """Fraction of the width for the names of the runs."""
@@ -228,8 +226,6 @@ def _title(timelines: Sequence[Timeline]) -> str:
     note = ", simulated" if all(simulated) else ", partly simulated" if any(simulated) else ""
     return jobs + on + note
 
-
-# Sheets of pictures with labels ------------------------------------------------------------------
 
 MAX_ON_SHEET = 500
 SHEET_WIDTH, GAP = 4096, 8

@@ -117,9 +117,6 @@ def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
     return figure
 
 
-# --- Lanes -------------------------------------------------------------------------------
-
-
 def _draw_lanes(axes: Axes, scene: PlotData) -> None:
     start_s, end_s = scene.span
     num_ranks = scene.timeline.num_ranks
@@ -222,9 +219,6 @@ def _draw_label(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
     )
 
 
-# --- Jobs --------------------------------------------------------------------------------
-
-
 def _draw_rows(axes: Axes, scene: PlotData) -> None:
     row_points = 72 * scene.row_inches
     size = min(8.0, 0.8 * row_points)
@@ -278,9 +272,6 @@ def _verdict(job: TracedJob) -> tuple[str, str]:
     if job.met_deadline:
         return f"{took}, met ({margin} early)", "black"
     return f"{took}, late by {margin}", LATE
-
-
-# --- Title and legend --------------------------------------------------------------------
 
 
 def _draw_head(figure: Figure, scene: PlotData, *, title: str | None, height: float) -> None:

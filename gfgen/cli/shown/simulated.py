@@ -118,9 +118,6 @@ def _option_as_json(option: PlanOption) -> dict[str, Any]:
     }
 
 
-# Parts of the screen ----------------------------------------------------------------------
-
-
 def _late_lines(plan: Plan) -> list[str]:
     late = plan.best.late
     if not late:
@@ -188,9 +185,6 @@ def _enough(plan: Plan) -> str:
     enough = f"{plan.counted(fewest.num_ranks)} {'is' if is_one else 'are'} enough"
     about = ", as is estimated" if fewest.is_estimated else ""
     return f"{enough} for everything to be in time, with {fewest.policy}{about}."
-
-
-# Simulated runs side by side ----------------------------------------------------------
 
 
 def table(runs: Sequence[tuple[str, Summary]]) -> list[str]:

@@ -186,8 +186,6 @@ class Control:
         if job.spec.timeout_s is not None:
             self.clock.at(events.JobTimedOut(job.spec.arrival_s + job.spec.timeout_s, job.job_id))
 
-    # The parts of a turn ------------------------------------------------------------------
-
     def receive(self) -> None:
         """Wait for events, or for the time at which to decide what follows a task, and apply them."""
         self.clock.look_s = self.state.flights.next_look_s(self.clock.turn_s)
@@ -318,8 +316,6 @@ class Control:
                 self._saved.add(job_id)
                 given_up = self.state.jobs.records[job_id].usage.given_up
                 self.backend.save(job_id, next_index=next_index, producer=producer, given_up=given_up)
-
-    # Standing still -----------------------------------------------------------------------
 
     def _explain_standstill(self, snapshot: Snapshot) -> None:
         """All ranks are free, jobs are open and none was started: too late, or the policy's fault.

@@ -138,9 +138,6 @@ def _ask(policy: Policy, snapshot: Snapshot) -> list[Decision]:
     return list(shared(policy, snapshot) if len(snapshot.served_s) > 1 else policy(snapshot))
 
 
-# What makes a decision illegal --------------------------------------------------------------
-
-
 def check_types(decision: object) -> None:
     """Refuse a value that is not a decision: a policy may be the user's own, and untyped."""
     if not isinstance(decision, Decision):

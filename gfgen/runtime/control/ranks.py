@@ -157,8 +157,6 @@ class Ranks:
         self.islands = tuple(map(tuple, islands or [range(num_ranks)]))
         """Sets of ranks that reach each other's memory."""
 
-    # What a policy and a decision need -------------------------------------------------------
-
     def free(self, ending: Iterable[Flight]) -> Set[int]:
         """Ranks that can take a task: idle ones, and those whose only task is about to end."""
         free = {each.rank for each in self.records if not each.flights and each.can_work}
@@ -191,8 +189,6 @@ class Ranks:
         if is_loading or not share_island((*source.ranks, *destination.ranks), self.islands):
             return ()
         return plan_transfers(latents, source=source, destination=destination)
-
-    # What happens to ranks -------------------------------------------------------------------
 
     def take(self, flight: Flight) -> None:
         for rank in flight.dispatch.layout.ranks:

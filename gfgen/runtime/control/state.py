@@ -73,8 +73,6 @@ class State:
         self.expects_more = False
         """Jobs may still be added: that all have ended does not finish the run."""
 
-    # What the control loop asks -----------------------------------------------------------
-
     @property
     def finished(self) -> bool:
         """All jobs have ended; or the run is stopping and nothing is under way any more."""
@@ -240,8 +238,6 @@ class State:
         progress.begin(task.index, layout, number)
         self.jobs.place(record)
         return dispatch
-
-    # What events do -----------------------------------------------------------------------
 
     def apply(self, event: Event) -> Iterable[JobOutcome]:
         """Change by one event; returns the jobs that have ended by it."""

@@ -245,9 +245,6 @@ def _with_rows_of(profile: Profile, path: Path) -> Profile:
     return replace(profile, rows=(*kept, *profile.rows))
 
 
-# What runs measure ---------------------------------------------------------------------
-
-
 def keep_measured(
     path: Path, classes: Iterable[CostClass], *, device: str, num_ranks: int, share_cores: bool
 ) -> None:

@@ -131,9 +131,6 @@ def _enter(target: str, *arguments: socket.socket | WorkerSettings) -> None:
     main(*arguments)
 
 
-# The fork server ---------------------------------------------------------------------------------
-
-
 def ensure_fork_server(keep_fds: Sequence[int] = ()) -> None:
     """Start the fork server unless it runs; what it forks dies with the run and keeps `keep_fds` open."""
     # The kernel would kill the server at the end of any other thread.

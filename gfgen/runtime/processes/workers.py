@@ -102,8 +102,6 @@ class ProcessBackend:
                     events.RankReady(now_s, worker.rank, worker.incarnation, worker.startup_s)
                 )
 
-    # What the control loop calls ------------------------------------------------------------
-
     def wait(self, until: float | None) -> list[Event]:
         """Events in order of receipt, then those that are due; none if nothing happened for a tick."""
         found, self._pending = [*self._pending, *self._load_failures()], []
@@ -209,8 +207,6 @@ class ProcessBackend:
         self._memory.close()
         self._writes.close()
 
-    # What processes say ------------------------------------------------------------------------
-
     def _load_failures(self) -> Iterator[events.LoadFailed]:
         """Models that no rank can load, each once."""
         for checkpoint, reason in self._pool.models.unloadable.items():
@@ -292,8 +288,6 @@ class ProcessBackend:
         held = self._pool.models.checkpoints
         jobs = [job for job in self._memory.jobs.values() if str(job.checkpoint) in held]
         return self._warm_ups(jobs) if self._warm_ups else ()
-
-    # Processes that hang ----------------------------------------------------------------------------
 
     def _look_for_hung_processes(self) -> None:
         """Kill processes that hang; the loop then notices their end."""

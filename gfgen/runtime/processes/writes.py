@@ -63,8 +63,6 @@ class Writes:
         self._output_dir = output_dir
         self._files: dict[str, _File] = {}
 
-    # Frames ---------------------------------------------------------------------------------
-
     def new_frames(self, job: AdmittedJob, number: int) -> int:
         """Memory for the frames of a decode; the rank makes it larger if only the decode knows their size."""
         self.release(job.job_id)
@@ -96,8 +94,6 @@ class Writes:
         """Frames of these decodes never come: those that had ended have to run again."""
         files = [file for file in self._files.values() if file.number in numbers and file.is_decoded]
         yield from self._lose(files, reason, now_s, lost=lost)
-
-    # Files ----------------------------------------------------------------------------------
 
     def look(self, now_s: float) -> Iterator[FramesLost]:
         """Give out waiting files unless the run stops, and kill processes that take too long for one."""

@@ -389,9 +389,6 @@ def _with_options(job: JobView, index: int) -> JobView:
     return replace(job, num_approximable=num_approximable, saving_s=saving_s, may_approximate=may_approximate)
 
 
-# Costs ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class KindCosts:
     stages_s: dict[Stage, float]

@@ -118,8 +118,6 @@ class OutcomeRecorder(Observer):
         self._note()
 
 
-# Simulated ranks ----------------------------------------------------------------------
-
 DispatchSeconds = Callable[[Dispatch], float]
 
 
@@ -245,9 +243,6 @@ class SimulatedBackend:
         writer = free_s.index(min(free_s))
         free_s[writer] = max(ended_s, free_s[writer]) + lasts_s
         self._clock.at(OutputWritten(free_s[writer], dispatch.task.job_id, "", 0, lasts_s, writer))
-
-
-# The true durations ------------------------------------------------------------------
 
 
 def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int = 1) -> SimulatedTimes:
