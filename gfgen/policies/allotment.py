@@ -7,10 +7,13 @@ a task of a later job that is predicted to end in time.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Collection, Iterable
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
+from gfgen.policies.fcfs import GroupSize
 from gfgen.policies.speed import power_of_two, step_s, widest, worth_preparing
 from gfgen.snapshot import Decision, JobView, Snapshot
 
@@ -181,3 +184,28 @@ class _RankClaims:
             if number > 1 and start % number == 0 and set(aligned) <= set(unheld):
                 return tuple(aligned)
         return tuple(sorted(sorted(unheld, key=lambda rank: rank not in own)[:number]))
+
+
+NUM_CONSIDERED = 16
+"""Jobs at the head of the queue to consider, or two for each rank if that is more."""
+
+
+def makespan(snapshot: Snapshot, *, degree: GroupSize = 1) -> list[Decision]:
+    """The longest job goes first, on few ranks while many jobs wait and on more when few are left.
+
+    For batches without deadlines in which only the end of the last job matters. Jobs on few ranks waste
+    the least time, short jobs fill the gaps, and the last jobs share all ranks. A job that has started
+    continues before another one starts.
+    """
+    if not snapshot.open or not snapshot.free_ranks:
+        return []
+    number = max(NUM_CONSIDERED, 2 * len(snapshot.ranks))
+    waiting = itertools.islice(snapshot.in_order(_order), number)
+    queue = heapq.nsmallest(number, [*waiting, *snapshot.busy.values()], key=_order)
+    base = shared_out(snapshot, degree=degree)
+    return allot(snapshot, queue, wanted=lambda _: base)
+
+
+def _order(job: JobView) -> tuple[int, bool, float, float]:
+    """Started jobs first: otherwise the longest job changes at every step, and all end together."""
+    return job.precedence, job.last_layout is None, -job.remaining_s, job.arrival_s

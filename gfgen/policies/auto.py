@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from gfgen.graph import Stage, Task
+from gfgen.policies.allotment import makespan
 from gfgen.policies.edf import edf
 from gfgen.policies.fcfs import fcfs
-from gfgen.policies.makespan import makespan
 from gfgen.policies.speed import power_of_two
 from gfgen.policies.srtf import srtf
 from gfgen.policies.triage import triage

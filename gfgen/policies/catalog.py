@@ -21,12 +21,12 @@ from gfgen.errors import PolicyError, in_one_line, nearest
 from gfgen.snapshot import Choose, Policy
 
 BUILT_IN = {
-    "legacy": "gfgen.policies.legacy:legacy",
+    "legacy": "gfgen.policies.fcfs:legacy",
     "fcfs": "gfgen.policies.fcfs:fcfs",
     "srtf": "gfgen.policies.srtf:srtf",
     "edf": "gfgen.policies.edf:edf",
     "triage": "gfgen.policies.triage:triage",
-    "makespan": "gfgen.policies.makespan:makespan",
+    "makespan": "gfgen.policies.allotment:makespan",
     "auto": "gfgen.policies.auto:auto",
 }
 

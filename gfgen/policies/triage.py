@@ -14,7 +14,7 @@ from operator import attrgetter
 from gfgen.graph import Task
 from gfgen.layout import Layout
 from gfgen.policies.allotment import allot, shared_out
-from gfgen.policies.groups import GroupSize
+from gfgen.policies.fcfs import GroupSize
 from gfgen.policies.speed import MARGIN, LostJobs, chosen_task, rest_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
 
