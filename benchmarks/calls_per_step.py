@@ -28,7 +28,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.processes.job_memory import JobMemory
+from gfgen.runtime.processes.workers import JobMemory
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes

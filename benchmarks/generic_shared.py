@@ -37,7 +37,7 @@ from gfgen.models.loading.stock_pipeline import join_group
 from gfgen.models.parallel.branches import evaluate_itself, shared_step, watch
 from gfgen.models.parallel.parallel import Parallel, parallel_from, rehearsal
 from gfgen.runtime.ipc.arenas import GPU_PLAN
-from gfgen.runtime.worker.recorder import CudaRecorder
+from gfgen.runtime.worker.forwards import CudaRecorder
 
 TOKENS = ("diffusers", "diffusers compiled", "gfgen", "gfgen compiled")
 RECORDED = "gfgen recorded"

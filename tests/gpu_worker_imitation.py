@@ -29,7 +29,7 @@ from gfgen.models.parallel.parallel import rehearsal
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas
 from gfgen.runtime.ipc.settings import WorkerSettings
-from gfgen.runtime.worker import forwards, gpu, staging
+from gfgen.runtime.worker import forwards, gpu, memory
 from gfgen.runtime.worker.dispatches import Dispatches
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.loop import Worker
@@ -187,7 +187,7 @@ def imitate_cuda() -> None:
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment]
     real_empty = torch.empty
     torch.empty = lambda *size, pin_memory=False, **options: real_empty(*size, **options)
-    staging.STAGING_BYTES = STAGING_BYTES
+    memory.STAGING_BYTES = STAGING_BYTES
     forwards.MIN_REPLAYS = 1
 
 

@@ -22,9 +22,8 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, OutputWritten, RankTimes, TaskDone
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
 from gfgen.runtime.simulate.simulation import OutcomeRecorder
 from gfgen.snapshot import Decision, JobView, Snapshot
 from gfgen.system.signals import SignalPipe

@@ -31,11 +31,11 @@ from gfgen.job.inputs import (
     STDIN_NAME,
     Entry,
     FileLine,
+    PromptLines,
     ReadingEnded,
     Row,
     entries_of,
 )
-from gfgen.job.prompt_lines import PromptLines
 from gfgen.job.recipes import Recipes
 from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over, variations
 from gfgen.job.spec import JobSpec, default_id, file_names, filled, name_key, numbered_names, with_own_name

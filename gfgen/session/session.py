@@ -43,9 +43,8 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import find_profile, keep_measured, runs_path
-from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.workers import ProcessBackend, Requests, WarmUps
+from gfgen.runtime.processes.workers import JobMemory, ProcessBackend, Requests, WarmUps
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.session.admission import Admission, warn_of_passed_deadlines
 from gfgen.session.live import LiveRun

@@ -47,8 +47,9 @@ from gfgen.runtime.ipc.messages import (
 )
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
-from gfgen.runtime.worker import execution, preparing
+from gfgen.runtime.worker import device as worker_device
 from gfgen.runtime.worker import jobs as worker_jobs
+from gfgen.runtime.worker import preparing
 from gfgen.runtime.worker.device import Device
 from gfgen.runtime.worker.dispatches import Dispatches
 from gfgen.runtime.worker.loop import Worker
@@ -287,7 +288,7 @@ def meet(rank: Rank, monkeypatch: pytest.MonkeyPatch, *, late_s: float = 0.0) ->
         return SimpleNamespace(enter=enter)
 
     rank.device.endpoint = SimpleNamespace(group=group, abort_through=lambda _: None)
-    monkeypatch.setattr(execution, "parallel_from", lambda group: None)
+    monkeypatch.setattr(worker_device, "parallel_from", lambda group: None)
     return entered_s
 
 

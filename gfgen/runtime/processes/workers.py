@@ -1,4 +1,4 @@
-"""The process backend: turns dispatches into messages to workers, and their answers into events.
+"""The process backend: turns dispatches into messages to workers, and their answers into events; slabs.
 
 A failure becomes an event when it is settled (recovery.py has the rounds): when the control plane learns of
 it, the ranks are free again.
@@ -6,7 +6,9 @@ it, the ranks are free again.
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +21,84 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch, GivenUp
 from gfgen.runtime.core.events import Event
+from gfgen.runtime.files import resume
+from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.ipc import messages
+from gfgen.runtime.ipc.messages import StartJob
+from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.processes.child import GONE, Joined, Loaded, Lost, Phase, RankProcess, WriterProcess
-from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.recovery import Attempts, Cause, Recovery
 from gfgen.runtime.processes.writes import Writes
 from gfgen.system.signals import SignalPipe
+
+logger = logging.getLogger(__name__)
+
+
+class JobMemory:
+    def __init__(
+        self,
+        jobs: Sequence[AdmittedJob],
+        output_dir: Path,
+        resume_points: Mapping[str, ResumePoint] | None = None,
+    ) -> None:
+        self.jobs = {job.job_id: job for job in jobs}
+        self.output_dir = output_dir
+        self._resume_points = dict(resume_points or {})
+        self._slabs: dict[str, int] = {}
+
+    def slab(self, job_id: str) -> int:
+        """The job's slab; made at its first task, with the state that an earlier run kept.
+
+        Raises: OSError when there is no descriptor for it; OSError, ValueError or KeyError when the kept
+        state cannot be read.
+        """
+        if job_id not in self._slabs:
+            job, point = self.jobs[job_id], self._resume_points.get(job_id)
+            plan = SlabPlan.of(job.trajectory)
+            self._slabs[job_id] = resume.restore(point, job) if point else Slab.create(plan, name=job_id)
+            self._resume_points.pop(job_id, None)
+        return self._slabs[job_id]
+
+    def introduce(self, job_id: str, worker: RankProcess) -> None:
+        """Make a job known to a worker, before its first task there."""
+        if job_id not in worker.jobs:
+            job = self.jobs[job_id]
+            message = StartJob(job.spec, job.trajectory, str(job.checkpoint), job.shape)
+            worker.tell(message, (self.slab(job_id),))
+            worker.jobs.add(job_id)
+
+    def save(
+        self, job_id: str, pool: WorkerPool, *, next_index: int, producer: int, given_up: GivenUp
+    ) -> None:
+        """Keep a stopped job's state for the next run; if that fails, the job starts again then."""
+        if job_id in self._resume_points:  # none of its tasks began, so the kept state is unchanged
+            return
+        job, path = self.jobs[job_id], resume.resume_path(self.output_dir, job_id)
+        point = ResumePoint(next_index, producer, pool.last_number, path, given_up)
+        try:
+            resume.save(
+                point,
+                job,
+                self.slab(job_id),
+                weights=pool.models.weights_mark(job.checkpoint),
+                computed_with=pool.settings.computed_with,
+            )
+        except OSError as error:
+            logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)
+
+    def release(self, job_id: str) -> None:
+        if job_id in self._slabs:
+            os.close(self._slabs.pop(job_id))
+        self._resume_points.pop(job_id, None)
+        self.jobs.pop(job_id, None)
+        resume.forget(self.output_dir, job_id)
+
+    def close(self) -> None:
+        for fd in self._slabs.values():
+            os.close(fd)
+        self._slabs.clear()
+
 
 _ANSWER_S = 1.0
 """The longest wait for the ranks' memory use at the end of a run."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -20,13 +20,15 @@ from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import LayoutGroup
-from gfgen.models.families.adapter import Adapter, Fields
+from gfgen.graph import Stage
+from gfgen.models.families.adapter import Adapter, BatchAdapter, Fields
 from gfgen.models.fast import stop_checks
+from gfgen.models.parallel.parallel import Parallel, parallel_from
+from gfgen.models.streaming.turns import in_turns
 from gfgen.runtime.ipc.messages import Arenas, MemoryUse, RunTask, SendState, WarmUp
 from gfgen.runtime.worker import jobs
 from gfgen.runtime.worker.dispatches import Dispatches
-from gfgen.runtime.worker.execution import are_separate, execute
-from gfgen.runtime.worker.jobs import RankTask
+from gfgen.runtime.worker.jobs import RankTask, step_input
 from gfgen.system.machine import give_back_freed_memory
 
 Thread = Literal["main", "receiver", "sender", "watcher", "frames"]
@@ -209,3 +211,51 @@ def reset_host_peak() -> None:
     """Reset the peak of `peak_host_bytes`, where the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def are_separate(adapters: Mapping[str, Adapter], works: Sequence[RankTask]) -> bool:
+    """Whether these are steps of several jobs each of which is computed as it is alone."""
+    adapter = adapters[works[0].job.start.checkpoint]
+    return len(works) > 1 and (adapter.takes_turns or not hasattr(adapter, "denoise_batch"))
+
+
+def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: LayoutGroup | None) -> None:
+    """Run a task, or steps of several jobs, which share reads of blocks; one that raises gets its `error`."""
+    adapter = adapters[works[-1].job.start.checkpoint]
+    if len(works) == 1:
+        works[0].made = _executed(adapter, works[0], None if group is None else parallel_from(group))
+        return
+    if are_separate(adapters, works):
+        steps = [partial(_take_step, adapter, work) for work in works]
+        in_turns(steps) if adapter.takes_turns else [step() for step in steps]
+        return
+    step = works[-1].task.step
+    assert step is not None
+    made = cast(BatchAdapter, adapter).denoise_batch([step_input(each.job) for each in works], step=step)
+    for each, latents in zip(works, made, strict=True):
+        each.made = {"latents": latents}
+
+
+def _take_step(adapter: Adapter, work: RankTask) -> None:
+    try:
+        work.made = _executed(adapter, work, None)
+    except Exception as error:
+        work.error = error
+
+
+def _executed(adapter: Adapter, work: RankTask, parallel: Parallel | None) -> dict[str, Fields]:
+    task, spec, artifacts = work.task, work.job.start.spec, work.job.artifacts
+    match task.stage:
+        case Stage.ENCODE:
+            return {"prompt": adapter.encode(spec)}
+        case Stage.PREPARE:
+            condition, latents = adapter.prepare(spec, artifacts["prompt"])
+            return {"condition": condition, "latents": latents}
+        case Stage.DENOISE:
+            assert task.step is not None
+            return {"latents": adapter.denoise(*step_input(work.job), step=task.step, parallel=parallel)}
+        case Stage.APPROXIMATE:
+            assert task.step is not None
+            return {"latents": adapter.approximate(*step_input(work.job), step=task.step)}
+        case Stage.DECODE:
+            return {"frames": adapter.decode(spec, artifacts["latents"], parallel=parallel)}

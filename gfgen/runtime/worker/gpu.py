@@ -48,16 +48,22 @@ from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, SendState, WarmUp
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
-from gfgen.runtime.worker.device import Device, Thread, meet, peak_host_bytes, share_time, task_kind
+from gfgen.runtime.worker.device import (
+    Device,
+    Thread,
+    are_separate,
+    execute,
+    meet,
+    peak_host_bytes,
+    share_time,
+    task_kind,
+)
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
-from gfgen.runtime.worker.execution import are_separate, execute
-from gfgen.runtime.worker.forwards import FIRST_STEPS, Forwards, Kind
+from gfgen.runtime.worker.forwards import FIRST_STEPS, CudaRecorder, Forwards, Kind
 from gfgen.runtime.worker.jobs import Outline, RankTask, Shipment, receive_state, sum_of
 from gfgen.runtime.worker.loop import Worker
-from gfgen.runtime.worker.memory import DeviceMemory
-from gfgen.runtime.worker.recorder import CudaRecorder
-from gfgen.runtime.worker.staging import Staging
+from gfgen.runtime.worker.memory import DeviceMemory, Staging
 
 logger = logging.getLogger(__name__)
 
