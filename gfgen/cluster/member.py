@@ -373,7 +373,7 @@ class NodeActor:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                module_command("gfgen.cluster.member_main", str(theirs.fileno())),
+                module_command("gfgen.cluster.member", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 env=module_environment(),
                 stdin=subprocess.DEVNULL,
@@ -388,3 +388,9 @@ class NodeActor:
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._reports.put(Gone(f"its process {how}"))
+
+
+if __name__ == "__main__":  # what it sends names the classes of the imported module
+    from gfgen.cluster import member
+
+    sys.exit(member.main(int(sys.argv[1])))
