@@ -1,7 +1,4 @@
-"""`gfgen bench gfc`: group-free collectives compared with NCCL on this machine's GPUs, in one run.
-
-This process touches no GPU; the ranks do (gfgen/gfc/cuda/measure.py).
-"""
+"""`gfgen bench gfc`: group-free collectives and NCCL on this machine's GPUs (gfgen/gfc/cuda/measure.py)."""
 
 from __future__ import annotations
 

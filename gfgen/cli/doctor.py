@@ -1,7 +1,4 @@
-"""`gfgen doctor` and `gfgen cache`: what is on this machine.
-
-Versions come from package metadata, because importing torch takes seconds.
-"""
+"""`gfgen doctor` and `gfgen cache`, by package metadata, because importing torch takes seconds."""
 
 from __future__ import annotations
 

@@ -260,11 +260,7 @@ def serve(given: Arguments) -> int:
 
 
 def serve_models(options: ServeOptions) -> None:
-    """Serve until a signal comes.
-
-    Raises: InputError when the address or a model is unavailable; LockedError when another run holds
-            the output folder; InterruptedRunError when a second signal did not let steps end.
-    """
+    """Serve until a signal comes. Raises: InputError; LockedError; InterruptedRunError at a second signal."""
     machine.allow_most()
     check_limits()
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,4 @@
-"""The control loop over nodes: the state, policies, records and signals of a run on one machine.
-
-Its backend makes jobs of nodes from dispatches, and events from reports of nodes.
-"""
+"""The control loop over nodes: its backend makes jobs of dispatches, and events of the nodes' reports."""
 
 from __future__ import annotations
 

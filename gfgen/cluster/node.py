@@ -92,11 +92,7 @@ LANES_PER_RANK = 4
 
 @dataclass(slots=True)
 class Fleet:
-    """The nodes that live, by slot. The `num_lanes` lanes of a slot are ranks of the driver's state.
-
-    A job that was handed to a node has one of its lanes until it ends. A node has more lanes than ranks, for
-    jobs that were handed out ahead of need and for urgent ones, so a lane is no particular rank.
-    """
+    """Living nodes by slot, whose lanes are ranks of the driver's state; a job handed to a node has one."""
 
     num_slots: int
     num_lanes: int

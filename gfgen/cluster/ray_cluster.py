@@ -1,8 +1,4 @@
-"""Nodes of a Ray cluster: one actor on each, found again every few seconds.
-
-A thread looks for nodes; another one for each node brings it up, asks it for reports and fetches files. What
-they find comes to the control loop through a queue.
-"""
+"""Nodes of a Ray cluster; a thread looks for them, another one for each brings it up and follows it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Kinds of job files: JSON Lines, a JSON array, CSV with a header, or a prompt on each line.
-
-bytes -> text -> kind -> entries: (its line or number, the object of a job, or its Problem)
-"""
+"""Kinds of job files, and their entries: JSON Lines, a JSON array, CSV with a header, or prompts."""
 
 from __future__ import annotations
 

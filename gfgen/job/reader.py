@@ -107,11 +107,7 @@ def read_job_stream(
     suffix: str = ".jsonl",
     max_jobs: int = MAX_JOBS,
 ) -> ParsedJobs:
-    """The jobs of an open binary stream; relative image paths start at `folder`.
-
-    `images` checks the images; by default an `ImageReader` does. With it, lists of texts are refused.
-    `suffix` decides the kind where the content does not (inputs.py).
-    """
+    """The jobs of a binary stream; with `images` from elsewhere, lists of texts are refused."""
     jobs = _JobList(NOTHING, NOTHING, max_jobs)
     kind, entries = entries_of(stream, suffix=suffix)
     with contextlib.suppress(_ListEnded):
@@ -165,11 +161,7 @@ def due_at(spec: JobSpec, *, arrived_at: float) -> float | None:
 def passed_deadlines(
     specs: Iterable[JobSpec], *, now: float, arrived_at: Mapping[str, float] | None = None
 ) -> tuple[Problem, ...]:
-    """A warning for each job whose deadline has passed before it can start.
-
-    `now` is the Unix time at which the run starts. `arrived_at` has arrivals from the journal of an
-    earlier run, by job id; the other jobs arrive `arrival_s` from now.
-    """
+    """A warning for each deadline that passes before its job can start; `now` is the run's start."""
     late = []
     for spec in specs:
         arrival = (arrived_at or {}).get(spec.id, now + spec.arrival_s)

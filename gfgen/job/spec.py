@@ -1,7 +1,4 @@
-"""One job as asked or as run, and what follows from it alone: its default id, seed, file name and hash.
-
-None of these depends on the place in the file: inserting or moving a line changes no other job.
-"""
+"""One job as asked or as run, with its default id, seed, name and hash, wherever it is in the file."""
 
 from __future__ import annotations
 

@@ -93,11 +93,7 @@ class _RankClaims:
         return [Decision(self._chosen(job, layout), layout)]
 
     def hold_for_busy(self, job: JobView, wanted: int) -> None:
-        """Hold ranks so that a running job has those that it wants from its next boundary.
-
-        They are its own, if they can already be given a task, and free ones. Nothing is held for a job that
-        is to go on with fewer.
-        """
+        """Hold its own and free ranks, so that a running job has those it wants from its next boundary."""
         running = self._running.get(job.job_id)
         if running is not None and self._num_left > 0:
             own = running.layout.ranks

@@ -1,8 +1,4 @@
-"""Equal shares of the ranks for owners of jobs, under any policy.
-
-The policy decides which of an owner's jobs run, and this module which owner is next. A policy therefore needs
-to know nothing of owners, and priorities and deadlines count only among the jobs of one owner.
-"""
+"""Equal shares of the ranks for owners of jobs: which owner is next. The policy decides among its jobs."""
 
 from __future__ import annotations
 
@@ -85,11 +81,7 @@ class _OrdersOfSome:
 
 
 class Shares:
-    """Rank seconds of the owners that have jobs: who is next where owners share the ranks.
-
-    An owner without jobs saves nothing up: when its next job arrives, it begins with the seconds of the
-    owner that has had the least. Nor does it pay for ranks that it had while nobody else wanted them.
-    """
+    """Rank seconds of the owners with jobs. A new one begins with the least: nothing is saved up."""
 
     def __init__(self) -> None:
         self._num_jobs: Counter[str | None] = Counter()

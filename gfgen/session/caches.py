@@ -1,7 +1,4 @@
-"""What gfgen and the libraries under it keep between runs, for `gfgen cache`.
-
-Only files with the names that gfgen gives are gfgen's; other files in its folder are left alone.
-"""
+"""What gfgen and the libraries under it keep between runs; other files in gfgen's folder are left alone."""
 
 from __future__ import annotations
 

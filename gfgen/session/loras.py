@@ -91,10 +91,7 @@ class PatchNeed:
 
 @dataclass(frozen=True, slots=True)
 class Loras:
-    """The LoRAs of admitted jobs and of a server. Copies stay until the run ends, so they add up over jobs.
-
-    Where a model's copies are is decided once, with its first LoRAs, and changes no bits.
-    """
+    """The LoRAs of admitted jobs and of a server. Copies add up over the run; their place is decided once."""
 
     fits: LoraFits = field(default_factory=LoraFits)
     by_model: dict[Path, PatchNeed] = field(default_factory=dict)

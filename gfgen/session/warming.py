@@ -86,11 +86,7 @@ def degrees_at_hand(policy: str, options: Mapping[str, Any], num_ranks: int) -> 
 
 
 def warm_ups(jobs: Iterable[AdmittedJob], degrees: Sequence[int]) -> tuple[WarmUp, ...]:
-    """What to prepare for these jobs, in the order in which they probably need it.
-
-    First the tasks of the most urgent kind of jobs, in each rank's own slot of a layout; then those of the
-    other kinds, prompts of all lengths, other slots and larger degrees.
-    """
+    """What to prepare, in the order of need: the most urgent kind in each rank's slot, then others."""
     kinds: dict[object, AdmittedJob] = {}
     for job in sorted(jobs, key=_urgency):
         kinds.setdefault(job.kind, job)
@@ -148,11 +144,7 @@ def _name_of(item: WarmUp) -> str:
 def choose_kernels(
     ranks: Ranks, jobs: Sequence[AdmittedJob], *, profile: Profile | None, output_dir: Path
 ) -> KernelChoice:
-    """The kernels of all steps of pipelines without an adapter of their own in this run.
-
-    A job that continues keeps those that it began with, since others would change its bits. On CPUs and
-    with --compile off they are diffusers' own.
-    """
+    """The kernels of steps without an adapter; a job that continues keeps those that it began with."""
     general = [job for job in jobs if job.has_nominal_flops]
     if ranks.compile == "off" or not (general or ranks.are_on_gpus):
         return "own"

@@ -1,8 +1,4 @@
-"""Append-only files of lines: the journal, the manifest, the list of files taken from a watched folder.
-
-An append is written completely or not at all, also on a full disk. A killed run can leave an incomplete
-last line. The next run ends that line, and readers skip it.
-"""
+"""Append-only files of lines, each written completely or not at all; readers skip what a killed run left."""
 
 from __future__ import annotations
 

@@ -100,12 +100,7 @@ def prepared_dirs() -> list[Path]:
 
 
 def locked(path: Path, *, timeout_s: float) -> IO[bytes]:
-    """An open file that no other caller has until it is closed, or until the process ends.
-
-    It is for files that one process makes while others wait for it.
-
-    After the timeout it comes without the lock: what it guards is then made twice, which is harmless.
-    """
+    """An open file that nobody else has until it is closed; after the timeout without the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
     until_s = time.monotonic() + timeout_s
@@ -147,11 +142,7 @@ def check_packages(packages: Iterable[str]) -> None:
 
 
 def allow_most() -> float:
-    """Raise this process's limit to what the system allows, and return it.
-
-    A run holds a few files for each started job, a server one for each connection. Child processes inherit
-    it.
-    """
+    """Raise this process's limit, which children inherit, to what the system allows, and return it."""
     return _raise_limit(resource.RLIMIT_NOFILE)
 
 
@@ -195,11 +186,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_large_blocks() -> None:
-    """Return blocks of ALWAYS_RETURNED_BYTES or more to the kernel when they are freed.
-
-    By default glibc keeps blocks of up to 32 MiB in each of its heaps once the first ones were freed, and
-    every thread that has decoded a large picture has such a heap.
-    """
+    """Return blocks of ALWAYS_RETURNED_BYTES or more to the kernel; glibc keeps 32 MiB of them per thread."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, ALWAYS_RETURNED_BYTES)

@@ -1,8 +1,4 @@
-"""Output that never waits for its reader.
-
-A terminal that is stopped (Ctrl-S, a sleeping ssh client), or a pipe that nobody reads, blocks whoever writes
-to it once a few kilobytes wait there.
-"""
+"""Output that never waits for its reader, such as a stopped terminal (Ctrl-S) or a pipe that nobody reads."""
 
 from __future__ import annotations
 

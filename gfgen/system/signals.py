@@ -29,11 +29,7 @@ def leave_to_the_run() -> None:
 
 
 class SignalPipe:
-    """Readable after a signal; `close` restores the previous handlers.
-
-    Signals that were ignored when this process started stay ignored: `nohup` sets this for SIGHUP, and a
-    shell without job control for Ctrl-C in background processes.
-    """
+    """Readable after a signal; `close` restores handlers. What was ignored (nohup, `CMD &`) stays ignored."""
 
     def __init__(self) -> None:
         self._interrupted: str | None = None

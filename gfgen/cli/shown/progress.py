@@ -116,11 +116,7 @@ class LineProgress(Observer):
 
 
 class BarProgress(Observer):
-    """A bar for the batch and one for each running job, below the lines of ended jobs.
-
-    Callers draw at most every REDRAW_S, and a thread draws between calls. `_lock` guards the board. Until
-    `close`, log records of `gfgen` to the same stream go above the bars.
-    """
+    """A bar for the batch and for each running job, drawn by callers and a thread (`_lock`)."""
 
     refresh_s = REDRAW_S
 

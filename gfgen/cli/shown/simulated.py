@@ -1,7 +1,4 @@
-"""Plans and simulated runs as text.
-
-A plan has the answer first, then late and failed jobs, then the alternatives.
-"""
+"""Plans and simulated runs as text: the answer first, then late and failed jobs, then the alternatives."""
 
 from __future__ import annotations
 

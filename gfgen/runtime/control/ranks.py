@@ -1,7 +1,4 @@
-"""The ranks of a run, the dispatches on them, and which ranks can take a task.
-
-A flight is a dispatch that has not ended. The next task may be queued behind it shortly before it ends.
-"""
+"""The ranks of a run and the dispatches on them, of which one may be queued shortly before another's end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The only mutable truth of a run: jobs, ranks, dispatches, resident models and closing time.
-
-The state decides what is legal and changes on events alone. Each of its parts keeps one subject. The state
-applies events to them, and gives policies a frozen snapshot that costs what has changed since the last one.
-"""
+"""The only mutable truth of a run, which changes on events alone; policies get frozen snapshots of it."""
 
 from __future__ import annotations
 
@@ -152,11 +148,7 @@ class State:
         )
 
     def holds_back(self, decision: Decision) -> bool:
-        """Whether a decode has to wait for files that are under way, or a job for room for its own.
-
-        Files under way end whatever the policy does, and the policy is asked again then: so nothing waits
-        for ever. The ranks stay idle meanwhile: other jobs on them would come to their decode, too, and wait.
-        """
+        """Whether a decode has to wait for files that are under way, or a job for room for its own."""
         task = decision.task if isinstance(decision, Decision) else None
         if not isinstance(task, Task):
             return False

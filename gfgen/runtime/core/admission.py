@@ -1,8 +1,4 @@
-"""Admission: turn the jobs of a job file into jobs as they run, before anything starts.
-
-The model's geometry fills in defaults, rounds sizes as its pipeline does, and refuses what the model does not
-support. Admission collects all problems of all jobs, so that you fix a file once.
-"""
+"""Admission: turn the jobs of a job file into jobs as they run, or collect all of their problems."""
 
 from __future__ import annotations
 
@@ -111,11 +107,7 @@ class ResolvedModel:
 def admit(
     specs: Iterable[JobSpec], *, default_model: str, find_model: Callable[[str], ResolvedModel]
 ) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
-    """The jobs that can run, and all problems of the others.
-
-    `find_model` raises ModelError for a name without a usable checkpoint. Each name is looked up once and
-    makes at most one problem, at its first line.
-    """
+    """The jobs that can run, and all problems of the others; one for each name that `find_model` refuses."""
     models: dict[str, ResolvedModel | ModelError] = {}
     lines_without: dict[str, list[int | None]] = defaultdict(list)
     alike: dict[tuple[str, str, bool], AdmittedJob] = {}

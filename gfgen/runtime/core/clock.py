@@ -1,8 +1,4 @@
-"""Time since the start of a run, and scheduled events.
-
-One class serves wall time and virtual time: a wall clock reads the machine's monotonic clock, and a virtual
-one stands still until it is advanced.
-"""
+"""Time since the start of a run, and scheduled events: wall time, or virtual time that is advanced."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Choose the devices of a run: all GPUs if there are any, otherwise CPU ranks.
-
-The parent of all ranks never touches CUDA. If the system shows signs of a GPU, a short child process asks the
-driver.
-"""
+"""Choose the devices of a run, GPUs if a child process finds any: the parent never touches CUDA."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a run was worth: latencies, deadlines, and what the ranks did with their time.
-
-Counts, sums and ends are kept, not jobs and tasks: a run that watches a folder has any number of them.
-"""
+"""Latencies, deadlines and what ranks did, as sums: a run may have any number of jobs."""
 
 from __future__ import annotations
 

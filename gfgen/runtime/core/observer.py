@@ -1,8 +1,4 @@
-"""Observers of a run: manifest, trace, metrics, progress. They decide nothing.
-
-`RunView` is what a run does now. One is kept by the events of a run for all observers that show it, and the
-HTTP process keeps another by the same events.
-"""
+"""Observers of a run, which decide nothing; its events keep `RunView`, what it does now, for them."""
 
 from __future__ import annotations
 

@@ -89,11 +89,7 @@ class OpenJobs:
         return views
 
     def sorted(self, key: SortKey) -> list[JobView]:
-        """A new list of the views, smallest key first, ties in the order of opening.
-
-        The order is maintained between calls, so a call costs only the changes. The key is a policy's
-        function and may raise; its order is then dropped.
-        """
+        """A new list, smallest key first, ties in the order of opening; maintained between calls."""
         order = self._orders.pop(key, None) or _SortedViews(key, changed=set(self._views))
         order.catch_up(self._views, self._numbers)
         if len(self._orders) >= MAX_ORDERS:

@@ -116,11 +116,7 @@ def journal_header(
     job_file: str | None = None,
     claimed: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a run starts from; `jobs_hash` covers the ids and spec hashes in their order.
-
-    `profile` is `Profile.hash`, `job_file` the job file or the watched folder, `claimed` what later runs
-    need to give the same names (ownership.py).
-    """
+    """What a run starts from: `jobs_hash` of ids and spec hashes, `claimed` for the names of later runs."""
     return {
         "policy": policy,
         "jobs": len(jobs),

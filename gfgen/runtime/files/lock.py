@@ -41,11 +41,7 @@ class Holder:
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[int]:
-    """Keep other runs out of this folder.
-
-    Yields the lock's descriptor. The next run cannot start while any process holds it.
-    Raises: LockedError when another run holds the folder, or processes of a killed run do not end.
-    """
+    """Keep other runs out while any process holds the descriptor that this yields. Raises: LockedError."""
     path = folder / LOCK_NAME
     fd, held = _lock(path)
     try:

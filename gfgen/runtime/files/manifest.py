@@ -1,7 +1,4 @@
-"""The manifest: one line per job that has ended, in manifest.jsonl of the output folder.
-
-gfgen only appends lines, and the latest line of a job counts. A skipped job gets no new line.
-"""
+"""manifest.jsonl of the output folder: a line per job that has ended, of which the latest one counts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The metadata of an output file: prompt, seed and parameters.
-
-A file has them twice: as text that other tools read (`parameters_text`), and as JSON for
-`outputs.read_metadata`. The JSON is a line of a job file, so only the text has versions and weights.
-"""
+"""The metadata of an output file: as text that other tools read, and as JSON, a line of a job file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Write frames to files: PNG, JPEG, WebP or AVIF for one frame, MP4, WebM, MOV, WebP or GIF for several.
-
-A file appears under its name only when it is complete (`name_file`).
-"""
+"""Write frames to files: PNG, JPEG, WebP or AVIF for one, MP4, WebM, MOV, WebP or GIF for several."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The writer process: takes finished frames from shared memory and writes files.
-
-Encoding a video takes seconds of CPU, so a separate process without torch does it. Each request comes with a
-memfd of frames, which is mapped and never copied as a whole.
-"""
+"""The writer process, without torch: takes finished frames from memfds and encodes them to files."""
 
 from __future__ import annotations
 

@@ -24,11 +24,7 @@ def default_plan(*, num_ranks: int, are_on_gpus: bool) -> ArenaPlan:
 
 
 class RankArenas:
-    """Owns the descriptors of all ranks' arenas.
-
-    A rank on a GPU creates its arena and sends it when it is ready. The control plane creates a page in host
-    memory for it, which can stop the rank's kernels.
-    """
+    """The descriptors of all ranks' arenas, and of host pages that can stop the kernels of GPU ranks."""
 
     def __init__(self, plan: ArenaPlan, *, num_ranks: int, are_on_gpus: bool) -> None:
         self.plan, self.are_on_gpus = plan, are_on_gpus

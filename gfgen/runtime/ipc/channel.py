@@ -1,8 +1,4 @@
-"""One end of a Unix socket pair that carries messages and file descriptors.
-
-SOCK_SEQPACKET keeps message boundaries and order, and reports the death of the other end. Messages are
-pickled frozen dataclasses of plain values, without tensors.
-"""
+"""One end of a Unix socket pair (SOCK_SEQPACKET) for pickled messages of plain values, and descriptors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Messages between the control plane and its processes: frozen values, no tensors.
-
-The two messages of every step are named tuples, which are made and pickled in a third of the time of a frozen
-dataclass.
-"""
+"""Messages between the control plane and its processes: frozen values, or named tuples, which are faster."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Scale a profile of one CPU core to this machine.
-
-gfgen comes with times of one core. The relative speed of this machine's cores follows from measurements of
-runs, or from a calibration of about two seconds. Busy ranks share the cores.
-"""
+"""Scale a profile of one CPU core to this machine, by measurements of runs or two seconds of calibration."""
 
 from __future__ import annotations
 

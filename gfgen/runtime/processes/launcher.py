@@ -157,11 +157,7 @@ def ensure_fork_server(keep_fds: Sequence[int] = ()) -> None:
 
 @contextlib.contextmanager
 def _our_start(keep_fds: Sequence[int]) -> Iterator[None]:
-    """Start processes so that they find our modules, and the fork server so that it dies with this process.
-
-    They are started with `-c`, which searches the current folder before the standard library; `-P` keeps them
-    from taking a random.py there for Python's own.
-    """
+    """Start processes with our modules in their path, and a fork server that dies with this process."""
     util: Any = multiprocessing.util
     spawn = util.spawnv_passfds
 

@@ -70,11 +70,7 @@ def most_writers(*, are_on_gpus: bool, num_cores: int) -> int:
 
 
 class WorkerPool:
-    """One worker per rank, and writers; each rank's arena for exchanges with the others.
-
-    Writers grow with the work: at first there is one per rank (all may decode at once) as far as there are
-    cores, and at most `num_writers`.
-    """
+    """One worker per rank, with its arena, and writers, as many as the work and the cores ask for."""
 
     def __init__(
         self,

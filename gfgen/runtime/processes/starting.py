@@ -1,7 +1,4 @@
-"""Between runs: wait until ranks have started, and let them prepare steps of the jobs at hand.
-
-Both turn the pool's loop until no rank has anything left to do.
-"""
+"""Between runs: turn the pool's loop until ranks have started, and prepared steps of the jobs."""
 
 from __future__ import annotations
 
@@ -76,11 +73,7 @@ def warm_up(
 
 
 def hear(pool: WorkerPool, signals: SignalPipe | None, *, doing: str) -> list[tuple[RankProcess, Any]]:
-    """What one turn of the pool's loop brings of workers that run no tasks.
-
-    Raises: InterruptedRunError when a signal comes; WorkerError when no rank, no model or not all needed
-    ranks are left.
-    """
+    """One turn of the pool's loop. Raises: InterruptedRunError; WorkerError without all that is needed."""
     pool.meeting.held_back.clear()
     found = []
     with contextlib.ExitStack() as stack:

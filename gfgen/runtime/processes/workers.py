@@ -1,8 +1,4 @@
-"""The process backend: turns dispatches into messages to workers, and their answers into events; slabs.
-
-A failure becomes an event when it is settled (recovery.py has the rounds): when the control plane learns of
-it, the ranks are free again.
-"""
+"""The process backend: turns dispatches into messages to workers, and settled answers into events; slabs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Frames on their way from a worker to a file: their memory, and the writer that encodes them.
-
-A writer gets one file at a time. The others wait here for whichever writer is free first.
-"""
+"""Frames on their way from a worker to a file, one for each writer; the others wait for whichever is free."""
 
 from __future__ import annotations
 
@@ -51,11 +48,7 @@ class _File:
 
 
 class Writes:
-    """Hands frames to idle writers.
-
-    With `waits_for_space`, a file for which the disk has no room waits until there is room or the run stops;
-    otherwise its job fails.
-    """
+    """Hands frames to idle writers; with `waits_for_space`, a full disk delays a file and fails no job."""
 
     def __init__(self, pool: WorkerPool, output_dir: Path, *, waits_for_space: bool = False) -> None:
         self._waits_for_space = waits_for_space

@@ -175,11 +175,7 @@ def _with_degree_up_to(most: int, policy: str) -> str:
 
 @dataclass(kw_only=True)
 class Planner(ABC):
-    """Simulates or estimates the same jobs under policies on different numbers of ranks, or of nodes.
-
-    Few jobs are always simulated in full. With many jobs everything is estimated, except for the best policy
-    on the given number: the first of the table after its own simulation.
-    """
+    """Simulates, or with many jobs estimates, the same jobs under policies on numbers of ranks or nodes."""
 
     unit: ClassVar[str] = "rank"
     jobs: Sequence[AdmittedJob]

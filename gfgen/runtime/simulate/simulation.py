@@ -1,8 +1,4 @@
-"""A whole run in virtual time: the real control plane, state and policy over simulated ranks.
-
-The true durations come from a profile. They are independent of the cost model that the policies see, which
-changes during the run.
-"""
+"""A run in virtual time: the real control plane and policy over ranks whose true times are a profile's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A rank's device, with its models: main memory and the CPU here; a GPU in gpu.py.
-
-A worker's main thread launches tasks, and its watcher waits for their ends. On a CPU a task has ended when
-its launch returns.
-"""
+"""A rank's models on the CPU, where a task has ended when its launch returns; a GPU is in gpu.py."""
 
 from __future__ import annotations
 

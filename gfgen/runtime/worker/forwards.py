@@ -105,11 +105,7 @@ class Forwards:
         self._seen(kind).num_steps += len(works)
 
     def is_to_record(self, kind: Kind, works: Sequence[RankTask]) -> bool:
-        """Whether to record the forwards of such steps before these.
-
-        The steps of a kind that ran are a sign that others follow, as those left of the job are. If records
-        were lost since a kind was recorded, the next job may record them again before its own first step.
-        """
+        """Whether enough such steps are to come that recording their forwards before these pays."""
         if not self._graphs.may_record or self._num_shortages >= MAX_SHORTAGES:
             return False
         step, seen = works[-1].task.step or 0, self._kinds.get(kind, _Seen())

@@ -319,11 +319,7 @@ class GpuDevice(Device):
         return stop_checks.DeviceWatch(watch.is_stopped, record=self.event)
 
     def _get_ready(self, works: Sequence[RankTask], forward: Kind | None, *, may_block: bool) -> float:
-        """Do what other ranks must not wait for inside the task; `forward` is the kind of a step.
-
-        Returns the time of recording, which may wait for the device: it happens while no task runs here and
-        no state is to be sent.
-        """
+        """Prepare a step's `forward` while nobody waits; returns the time of recording."""
         forwards, number = self.forwards, works[-1].number
         is_to_record = (
             forward is not None and forwards.is_to_record(forward, works) and not self._dispatches.has_unsent

@@ -50,11 +50,7 @@ class Shipment:
 
 
 def sum_of(made: Mapping[str, Fields]) -> torch.Tensor | None:
-    """The sum of a task's output, which is NaN or infinite if any number is. None if it has no floats.
-
-    This takes one pass over the numbers, which a GPU only enqueues. Of latents it sums only the sample,
-    because all other tensors of the solver have gone into it.
-    """
+    """The sum of a task's output, which is NaN or infinite if any number is. None if it has no floats."""
     tensors: list[torch.Tensor] = []
     for fields in made.values():
         if UNCHECKED in fields.scalars:
