@@ -138,7 +138,6 @@ def _cells(found: Score, baseline: Score | None) -> list[str]:
 
 
 def _size(entry: tuple[str, float]) -> tuple[int, str]:
-    """Order S, M, L, then others."""
     order = "SML".find(entry[0])
     return (order if order >= 0 else 3, entry[0])
 

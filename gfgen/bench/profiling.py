@@ -239,7 +239,6 @@ def _layout_of(measurement: Measurement, entry: _ScriptedJob, view: JobView) -> 
 
 
 def _samples(measurement: Measurement, scripted: Mapping[str, _ScriptedJob], run: MeasuredRun) -> Samples:
-    """The tasks of jobs that count, under the right load, without the first step of each layout."""
     spans = spans_of(run)
     gaps = [gap for gap in gaps_of(run, spans) if scripted[gap.after.task.job_id].counts]
     if measurement.kind == "moving":
@@ -313,7 +312,6 @@ def assemble(
 
 
 def _rows(shape: Sequence[Measurement], measured: Mapping[str, Samples]) -> Iterator[ProfileRow]:
-    """The rows of a shape. Groups of every size also measure single ranks."""
     done = [entry for entry in shape if entry.key in measured]
     alone = _joined(measured[entry.key] for entry in done if entry.kind != "loaded")
     loaded = _joined(measured[entry.key] for entry in done if entry.kind == "loaded")

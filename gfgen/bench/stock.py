@@ -172,7 +172,6 @@ def _accepted_groups(
 def _started(
     stack: ExitStack, options: StockOptions, ranks: StockRanks, degree: int, *, is_uneven: bool
 ) -> list[_StockGroup]:
-    """All groups, each with its own process group; the stack closes them."""
     context = multiprocessing.get_context("spawn")
     stores = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-stock-")))
     visible = _visible_devices(ranks.num_ranks) if ranks.device != "cpu" else None
@@ -215,7 +214,6 @@ def _refusal(jobs: Sequence[AdmittedJob], group: _StockGroup, *, is_uneven: bool
 
 
 def _degrees(num_ranks: int) -> list[int]:
-    """Divisors, the largest first."""
     return [degree for degree in range(num_ranks, 0, -1) if num_ranks % degree == 0]
 
 
@@ -309,7 +307,6 @@ class _Service:
             self._take(group, rank, _received(connection))
 
     def _patience_s(self) -> float:
-        """Time until the next arrival or timeout."""
         due_s = [job.spec.arrival_s for job in list(self._coming)[:1]]
         due_s += [
             job.spec.arrival_s + job.spec.timeout_s

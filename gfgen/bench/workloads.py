@@ -248,7 +248,6 @@ def _foreground_burst(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
 
 
 def _overnight(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
-    """All jobs at once."""
     weights = [cls.share for cls in mix.classes]
     while True:
         yield 0.0, rng.choices(mix.classes, weights)[0]

@@ -300,7 +300,6 @@ def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, 
 def _interrupted(
     stop: BaseException, comparison: PolicyComparison, conditions: dict[str, Any], output: Path
 ) -> InterruptedRunError:
-    """Report finished runs; returns the error that counts them."""
     number = stop.signal_number if isinstance(stop, InterruptedRunError) else signal.SIGINT
     num_asked, num_left = len(comparison.policies), len(comparison.not_run)
     if num_left == num_asked:
@@ -328,7 +327,6 @@ def _report(comparison: PolicyComparison, conditions: dict[str, Any], output: Pa
 
 
 def _draw(comparison: PolicyComparison, conditions: dict[str, Any], chart: Path) -> bool:
-    """Draw the chart, or say why not; returns whether it exists."""
     simulated = ", simulated" if conditions["simulated"] else ""
     title = f"{conditions['workload']}{simulated}; deadlines with {comparison.slack_s:g} s of slack"
     try:

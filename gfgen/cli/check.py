@@ -65,7 +65,6 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
 
 @contextlib.contextmanager
 def _collected() -> Iterator[list[tuple[str, str]]]:
-    """The level and text of what a run would log before it starts."""
     logger, logged = logging.getLogger("gfgen"), list[tuple[str, str]]()
 
     class Collector(logging.Handler):
@@ -84,8 +83,6 @@ def _collected() -> Iterator[list[tuple[str, str]]]:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What the jobs take at least, with the keys of the JSON."""
-
     weights_bytes: Mapping[str, int]
     largest_job_bytes: int
     available_bytes: int | None
@@ -287,7 +284,6 @@ class _Report:
             yield f"done      with {text}: {_named(ids)}; --force makes them again"
 
     def _field_lines(self) -> Iterator[str]:
-        """The fields of all jobs, in the order in which they count."""
         if self.source.overrides:
             yield f"fields    {_fields(self.source.overrides)} on all jobs, by options"
         if self.source.fallbacks:

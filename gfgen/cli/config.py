@@ -206,7 +206,6 @@ def _variables(option: click.Option) -> Sequence[str]:
 def _settings(
     name: str, command: click.Command, files: Sequence[ConfigFile]
 ) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The options of a command that are set, with value and source."""
     for text, option in options_of(command).items():
         for variable in _variables(option):
             if value := os.environ.get(variable):

@@ -103,8 +103,6 @@ A_MODEL, A_POLICY = Named(*(model.name for model in MODELS)), Named(*BUILT_IN)
 
 @dataclass(frozen=True, slots=True)
 class _Declared:
-    """What click knows of one field of a dataclass."""
-
     names: Sequence[str]
     attributes: Mapping[str, Any]
     is_argument: bool = False
@@ -166,7 +164,6 @@ def group(kind: type[Any], *, without: Collection[str] = (), cls: Any = None, **
 
 
 def _fields_of(kind: type[Any]) -> dict[str, Any]:
-    """The fields that have options, in the order in which the class itself declares them."""
     fields = {each.name: each for each in dataclasses.fields(kind)}
     return {name: fields[name] for name in kind.__annotations__ if "click" in fields[name].metadata}
 

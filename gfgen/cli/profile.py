@@ -154,7 +154,6 @@ def _widest(options: Ranks) -> int:
 
 
 def _default_jobs(models: Sequence[str], sizes: Sequence[str], options: Ranks) -> Sequence[AdmittedJob]:
-    """One job per model and size; on GPUs without sizes, the job classes of `gfgen bench`."""
     specs: list[JobSpec] = []
     for model in models:
         if options.are_on_gpus and model in MIXES and not sizes:
@@ -262,8 +261,6 @@ def _measure(
 
 
 class _Unfinished:
-    """Finished measurements of an incomplete profile, for the same device, ranks, options and versions."""
-
     def __init__(self, path: Path, plan: Sequence[Measurement], options: Ranks) -> None:
         self._path = path.with_name(f".{path.name}.unfinished")
         content = json.dumps([options.profiled_as, versions(), options.num_ranks, *options.words])

@@ -270,7 +270,6 @@ def _short(path: Path) -> str:
 
 
 def _file_of(job: JobReport, folder: Path, page_folder: Path, number: int) -> Mapping[str, str | None] | None:
-    """The job's file: its name, its URL from the page and its thumbnail; None if it is not there."""
     path = folder / str(job.line.get("file"))
     if not job.line.get("file") or not path.is_file():
         return None
@@ -283,7 +282,6 @@ def _file_of(job: JobReport, folder: Path, page_folder: Path, number: int) -> Ma
 
 
 def _sheets(found: FolderReport, sheet: Path) -> Mapping[Path, Sequence[tuple[Path, str, str]]]:
-    """The pictures of each sheet; with more than one, their names have numbers. Raises: InputError."""
     shown = [each for job in found.jobs for each in job.pictures(found.folder)]
     parts = [shown[start : start + MAX_ON_SHEET] for start in range(0, len(shown) or 1, MAX_ON_SHEET)]
     names = [sheet.name] if len(parts) == 1 else [numbered_name(sheet.name, 1 + i) for i in range(len(parts))]

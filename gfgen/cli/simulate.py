@@ -146,7 +146,6 @@ def _place(num_ranks: int, counts: Sequence[int], num_nodes: int | None, nodes: 
 
 
 def _machines(counts: Sequence[int], nodes: Sequence[int] | None) -> str:
-    """Such as '4 ranks', or '1 and 2 nodes with 8 ranks'."""
     ranks = counted(counts[0], "rank") if len(counts) == 1 else f"{_listed(counts)} ranks"
     if nodes is None:
         return ranks
@@ -212,7 +211,6 @@ def _clear(output: Path, held: Collection[Path]) -> None:
 
 
 def _folder(output: Path | None, name: str, *, is_only: bool) -> Path | None:
-    """The folder of a run: a subfolder if there are several runs."""
     if output is None or is_only:
         return output
     return output / re.sub(r"[^\w.=]+", "-", name).strip("-.")
@@ -330,7 +328,6 @@ def plan(given: PlanArguments) -> None:
 def _made(
     room: prediction.SimulatedMemory, policies: Sequence[str], given: PlanArguments, window: PlanWindow
 ) -> tuple[Plan, Profile, str | None]:
-    """The plan, its profile, and which models take turns."""
     jobs, ranks, nodes, path = room.jobs, given.ranks, given.nodes, given.assumed.profile_path
     if nodes is None:
         num_ranks = max(ranks or prediction.default_ranks(path, jobs))

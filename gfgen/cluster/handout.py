@@ -124,7 +124,6 @@ class HandOut:
     def _overtake(
         self, snapshot: Snapshot, handed: Mapping[int, Mapping[str, RunningTask]]
     ) -> list[Decision]:
-        """The first waiting job, on the least busy node where it may go before a job that is there."""
         full = [slot for slot, jobs in handed.items() if 0 < len(jobs) < self._most(slot)]
         if not full:
             return []

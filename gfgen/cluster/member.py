@@ -174,7 +174,6 @@ class JobFeed(Observer):
         return taken
 
     def _admit(self, start: Start) -> None:
-        """Admit the job again, with this machine's models and memory."""
         info = replace(start.info, file=f"{attempt_folder(start.attempt)}/{start.info.file}")
         if start.attempt in self._early:
             self._early.discard(start.attempt)

@@ -342,7 +342,6 @@ def connected(address: str) -> Any:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         raise InputError(f"--ray {address}: local, auto or HOST:PORT is accepted")

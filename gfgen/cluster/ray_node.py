@@ -103,7 +103,6 @@ class RayNode:
 
     @property
     def _num_gpus(self) -> float:
-        """Zero for CPU ranks."""
         return self._resources.get("GPU", 0) if self._cluster.options.member.ranks.device != "cpu" else 0
 
     def create(self) -> None:

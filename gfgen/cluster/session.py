@@ -162,7 +162,6 @@ class ClusterSession(Session):
         self._last_number = driver.state.flights.last_number
 
     def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
-        """As the first node says."""
         for node in self._cluster.joined:
             if node.ready is not None:
                 return node.ready.made_with.get(info.spec.model or "")

@@ -94,7 +94,6 @@ class SimulatedNode(Observer):
         self._cluster.tell(self, attempt)
 
     def receive(self, message: AdmittedJob | int, at_s: float) -> None:
-        """A job, or the number of an attempt to cancel, arrives from the driver."""
         self._clock.advance(at_s)
         if isinstance(message, AdmittedJob):
             self._waiting.append(message)

@@ -379,7 +379,6 @@ def _parse_path(name: str, value: Any) -> str:
 
 
 def _parse_scheduler(value: object) -> object:
-    """An object; a text is its class."""
     if isinstance(value, str) and not (value.strip() and value.isprintable()):
         raise Refused("")
     return _SCHEDULER_OPTIONS.parse({"class": value.strip()} if isinstance(value, str) else value)

@@ -252,7 +252,6 @@ def _remarks_on_picture(path: Path, *, has_frames: bool) -> Iterator[Warned]:
 
 
 def _remarks_on_video(path: Path) -> Iterator[Warned]:
-    """ffmpeg repeats or leaves out frames so that they have equal times."""
     done = _read_by_ffmpeg(path, "-c", "copy", "-f", "framecrc")
     if re.search(rb"Video: .*(yuva|rgba|bgra|argb|abgr|gbrap)", done.stderr):
         yield Warned("transparent pixels of a video show what lies under them", path.name)

@@ -196,7 +196,6 @@ def _prompts(text: str, *, read: PromptLines) -> Iterator[Entry]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines without spaces at their ends; neither blank ones nor comments."""
     for number, line in enumerate(io.StringIO(text), start=1):
         if (line := line.strip()) and not line.startswith("#"):
             yield number, line

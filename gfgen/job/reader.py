@@ -181,8 +181,6 @@ class _ListEnded(Exception):
 
 @dataclass(slots=True)
 class _JobList:
-    """Collects jobs line by line, and records which line uses which id and file name."""
-
     overrides: Mapping[str, Any]
     fallbacks: Mapping[str, Any]
     max_jobs: int = MAX_JOBS
@@ -286,7 +284,6 @@ class _JobList:
         return JobSpec(**values, line=line), ()
 
     def _next_id(self, values: Mapping[str, Any]) -> str:
-        """A default id, which counts equal jobs."""
         base = default_id(values)
         self.occurrences[base] += 1
         number = self.occurrences[base]

@@ -100,7 +100,6 @@ def ignored_schedule(name: str) -> str | None:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """Sampler and schedule, one of which may be empty."""
     plain = re.sub(r"[\s_-]+", "_", name.strip().lower().replace("++", "pp")).removeprefix("k_")
     found = next((each for each in SCHEDULES if plain == each or plain.endswith(f"_{each}")), "")
     sampler = plain.removesuffix(found).strip("_")

@@ -139,7 +139,6 @@ class _RankClaims:
         return ready_s if is_soon else None
 
     def _claim(self, job: JobView, wanted: int) -> int:
-        """The number of ranks for the job, of those that earlier jobs left."""
         wanted = min(wanted, widest(self._snapshot, job), max(1, self._num_left))
         claimed = worth_preparing(self._snapshot, job, power_of_two(wanted))
         self._num_left -= claimed

@@ -55,7 +55,6 @@ def _queue(snapshot: Snapshot, number: int, *, rescue: bool) -> list[tuple[JobVi
 
 
 def _ranks_for(snapshot: Snapshot, job: JobView, free: set[int]) -> tuple[int, ...]:
-    """The fewest free ranks that meet the deadline, or all that can; ranks with its state come first."""
     choice: tuple[int, ...] = ()
     degree = 1
     while degree <= min(snapshot.max_degree, job.max_degree):

@@ -56,7 +56,6 @@ class _Sharing:
             yield decision
 
     def _seen_by(self, owner: str | None) -> Snapshot:
-        """The snapshot with the jobs of one owner, and the ranks that are still free."""
         snapshot, jobs = self._snapshot, self._open[owner].copy()
         ranks = tuple(
             [
@@ -69,8 +68,6 @@ class _Sharing:
 
 
 class _OrdersOfSome:
-    """The kept orders of a snapshot, for some of its open jobs."""
-
     def __init__(self, snapshot: Snapshot, jobs: Mapping[str, JobView]) -> None:
         self._snapshot, self._jobs = snapshot, jobs
 

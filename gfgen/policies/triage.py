@@ -123,7 +123,6 @@ class _Queue:
             start = end
 
     def _hopeful(self, by_deadline: Sequence[JobView], start: int, end: int, *, most: int) -> list[JobView]:
-        """The first of these jobs that have a deadline and may meet it."""
         now_s, end = self._snapshot.now_s, bisect_left(by_deadline, math.inf, start, end, key=_deadline)
         lost, known = self._lost, self._lost.known
         hopeful = (
@@ -279,7 +278,6 @@ class _Room:
         self.least_s -= work_s
 
     def _subtract(self) -> None:
-        """Subtract each taken job's work from the room of the saved jobs that it overtook."""
         room_s = self._room_s
         for job_id, work_s in self._taken:
             num_delayed = self._places[job_id]

@@ -243,7 +243,6 @@ class Admission:
         has_bar: bool = False,
         done: Done | None = None,
     ) -> Judged:
-        """Resolve, try calls (`may_ask` as there) and fit. Raises: as `fit`."""
         jobs, refused = self.resolve(specs, has_bar=has_bar)
         jobs, unlike = self.models.try_calls(jobs, may_ask=may_ask)
         jobs, unfit = self.fit(jobs, done=done)

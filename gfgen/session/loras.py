@@ -234,12 +234,10 @@ class Loras:
         self._tell_of_copies(checkpoints, num_ranks)
 
     def _place(self, checkpoint: Path, loras: Set[_Lora], size: int, room: Room, *, work: int = 0) -> None:
-        """Decide where copies are: in main memory if GPUs lack room for those of these LoRAs."""
         size += room.patch_bytes(checkpoint, self.of(checkpoint, loras))
         self.by_model.setdefault(checkpoint, PatchNeed(room.lacks(size, work)))
 
     def _tell_of_copies(self, checkpoints: Iterable[Path], num_ranks: int) -> None:
-        """Log for which of these models main memory has the copies."""
         for path in sorted(checkpoints):
             need = self.of(path)
             if need.is_on_host and need.num_changed:

@@ -135,7 +135,6 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the ranks: at once after an error."""
         self._stack.__exit__(kind, error, trace)
 
     @functools.cached_property

@@ -135,7 +135,6 @@ def _shortened(spec: JobSpec) -> JobSpec:
 
 
 def _name_of(item: WarmUp) -> str:
-    """Such as 'wan2.2-ti2v-5b 832x480x49'."""
     spec = item.spec
     frames = f"x{spec.frames}" if spec.frames and spec.frames > 1 else ""
     return f"{spec.model or Path(item.checkpoint).name} {spec.size_text}{frames}"

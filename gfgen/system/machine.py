@@ -301,13 +301,11 @@ def _is_limit(text: str) -> bool:
 
 
 def _number_in(text: str, name: str) -> int | None:
-    """The number behind this name in a text with a name and a number per line."""
     found = re.search(rf"^{name}\s+(\d+)", text, re.MULTILINE)
     return None if found is None else int(found[1])
 
 
 def _text_of(path: Path) -> str:
-    """The content of a small file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -184,7 +184,6 @@ def _show(target: Target, status: RunStatus) -> None:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[None]:
-    """Another screen without a cursor, and keys without Enter."""
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
@@ -209,7 +208,6 @@ def _draw(status: RunStatus, problem: str) -> None:
 
 
 def _is_quit() -> bool:
-    """Wait for the next redraw; whether q came meanwhile, or the terminal has gone."""
     end_s = time.monotonic() + REDRAW_S
     while (left_s := end_s - time.monotonic()) > 0:
         if select.select([sys.stdin], [], [], left_s)[0]:

@@ -167,7 +167,6 @@ def _file_name(source: JobSource) -> str:
 
 
 def _placed(inbox: Path, stem: str, content: bytes) -> Path:
-    """A new file in the watched folder; replaces no other."""
     for number in itertools.count(1):
         path = inbox / (f"{stem}.jsonl" if number == 1 else f"{stem}-{number}.jsonl")
         if path.with_name(path.name + REPORT_SUFFIX).exists():

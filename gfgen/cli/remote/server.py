@@ -47,8 +47,6 @@ def is_loopback(host: str) -> bool:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """The key goes to the named server alone."""
-
     def redirect_request(self, *_: Any) -> None:
         return None
 
@@ -149,7 +147,6 @@ class Server:
         kind: str = "application/json",
         timeout_s: float = TIMEOUT_S,
     ) -> dict[str, Any]:
-        """The JSON object that the server answers. Raises: InputError, or RunError if it may do so later."""
         headers = self._headers | ({} if content is None else {"Content-Type": kind})
         request = Request(self._url + path, data=content, headers=headers, method=method)
         try:

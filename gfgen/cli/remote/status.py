@@ -123,7 +123,6 @@ def _job_line(row: Mapping[str, Any], width: int, now: float) -> str:
 
 
 def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each rank, with a line for each node above its ranks."""
     for node, its_ranks in itertools.groupby(ranks, lambda rank: rank.get("node")):
         if node is not None:
             yield f"node {node}"

@@ -62,7 +62,6 @@ class Board:
             self._stream.flush()
 
     def _placed(self, jobs: Sequence[Line], num_slots: int) -> list[Line | None]:
-        """The jobs in slots: each keeps its own, and new ones get free ones."""
         by_name = {job.name: job for job in jobs[:num_slots]}
         before = [*self._slots, *[None] * num_slots][:num_slots]
         kept = [name if name in by_name else None for name in before]

@@ -142,7 +142,6 @@ def _draw_lanes(axes: Axes, scene: PlotData) -> None:
 
 
 def _draw_block(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
-    """Draw a rectangle, with hatching and a white gap to its neighbours if it is wide enough."""
     from matplotlib.patches import Rectangle
 
     lightness, hatch = STAGES.get(block.stage, (1.0, ""))
@@ -298,7 +297,6 @@ def _draw_head(figure: Figure, scene: PlotData, *, title: str | None, height: fl
 
 
 def _legend(scene: PlotData) -> Iterator[Artist]:
-    """Explain the shades, and the marks that the picture has."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

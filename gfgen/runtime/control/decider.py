@@ -134,7 +134,6 @@ class Decider:
 
 
 def _ask(policy: Policy, snapshot: Snapshot) -> list[Decision]:
-    """The decisions of a policy; jobs of several owners share the ranks."""
     return list(shared(policy, snapshot) if len(snapshot.served_s) > 1 else policy(snapshot))
 
 

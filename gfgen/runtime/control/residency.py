@@ -240,7 +240,6 @@ class Residency(Observer):
         return bool(waiting) and (not running or min(waiting) < min(running))
 
     def _overdue(self, turns: ModelTurns, now_s: float) -> str | None:
-        """A model that jobs have waited for so long that more urgent ones come after it."""
         longest = next(iter(turns.parked.values()))
         return longest.model if now_s >= longest.since_s + self._longest_s / SHARE else None
 
@@ -262,5 +261,4 @@ class Residency(Observer):
         return self._bytes_of(models) + work_bytes <= self._room_bytes
 
     def _bytes_of(self, models: Collection[str]) -> int:
-        """Of their weights; models that are one under two names count once."""
         return sum(self._weights[checkpoint] for checkpoint in {self._needs[m].checkpoint for m in models})

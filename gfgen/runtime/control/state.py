@@ -305,7 +305,6 @@ class State:
         return flight, record
 
     def _renew_ends_behind(self, flight: Flight, record: JobRecord) -> None:
-        """Begin what waited for this task or its ranks at its real end, lest errors of predictions add up."""
         places = [self.ranks.records[rank] for rank in flight.dispatch.layout.ranks]
         waiting = [*record.flights[:1], *[first for place in places for first in place.flights[:1]]]
         for other in dict.fromkeys(waiting):
@@ -381,7 +380,6 @@ class State:
         return self._end(record, error=None)
 
     def _rank_lost(self, event: events.RankLost) -> None:
-        """Its worker is gone; WorkerError when no rank is left."""
         self.ranks.lose(event)
         self.jobs.forget_held(event.rank)
         again = "it stays away" if event.is_retired else "a new worker is started"
@@ -412,7 +410,6 @@ class State:
         return ended
 
     def _settle(self, record: JobRecord) -> Iterable[JobOutcome]:
-        """Put the job where its state says; a doomed one ends when nothing of it is in flight."""
         if record.trouble.doom and not record.flights and not record.is_writing:
             return self._end(record, error=record.trouble.doom)
         if record.trouble.doom:

@@ -158,7 +158,6 @@ def _missing_model(name: str, error: object, lines: Sequence[int | None]) -> Pro
 def _admit_one(
     spec: JobSpec, model: ResolvedModel, alike: dict[tuple[str, str, bool], AdmittedJob]
 ) -> AdmittedJob:
-    """The job; `alike` caches those of equal model and shape. Raises: JobError with its problems."""
     geometry, asked = model.geometry, with_defaults(spec, model=model.name)
     problems: list[Problem] = []
     run, file = asked, ""

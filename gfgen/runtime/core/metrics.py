@@ -191,7 +191,6 @@ class Summary:
         return ", ".join([f"{self.num_done} done", *others])
 
     def _memory_taken(self) -> str:
-        """At most, on any rank."""
         host = f"{size_in_words(max(use.host_bytes for use in self.memory.values()))} of main memory a rank"
         peaks = self.device_peaks
         if not peaks:

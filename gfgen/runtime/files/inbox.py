@@ -245,7 +245,6 @@ class Inbox(Observer):
         return started
 
     def _judge(self, path: Path, content: bytes) -> tuple[list[AdmittedJob], list[Problem]]:
-        """The jobs of the file that can run here, and the problems of the others."""
         parsed = read_job_stream(
             io.BytesIO(content), source=path.name, folder=self.folder, suffix=path.suffix
         )
@@ -299,7 +298,6 @@ class Inbox(Observer):
         return {job.job_id for job in jobs if not self._is_known(job) and not has_ended(job)}
 
     def _is_known(self, job: AdmittedJob) -> bool:
-        """Whether this very job is at work, or done."""
         known = self._known.get(name_key(job.job_id))
         return known is not None and known.spec_hash == job.info.spec_hash and known.status != "failed"
 
@@ -332,7 +330,6 @@ def _is_job_file(name: str) -> bool:
 
 
 def _read(path: Path) -> bytes | None:
-    """The file's content; None, with a report, when it is too large. Raises: OSError."""
     with path.open("rb") as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) <= MAX_FILE_BYTES:

@@ -163,7 +163,6 @@ def _write_note(fd: int) -> None:
 
 
 def _read_note(fd: int) -> Holder | None:
-    """None when the holder has left no note."""
     try:
         note = json.loads(os.pread(fd, _MAX_NOTE_BYTES, 0))
         return Holder(int(note["pid"]), str(note["since"]))

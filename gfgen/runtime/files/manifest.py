@@ -173,7 +173,6 @@ class GrowingManifest:
 
 
 def _entries(content: bytes, path: Path, *, first: int) -> Iterator[ManifestLine]:
-    """The valid lines of a part of a manifest that starts with line `first`."""
     for number, line in enumerate(content.split(b"\n"), start=first):
         try:
             entry = json.loads(line)

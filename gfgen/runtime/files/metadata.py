@@ -102,7 +102,6 @@ def _in_text(value: Any) -> str:
 
 
 def _texts_by(change: Callable[[str], str], value: Any) -> Any:
-    """A JSON value with all of its texts changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -212,7 +212,6 @@ def _exif(text: str, as_json: str) -> bytes:
 def _write_video(
     frames: Frames, path: Path, *, fps: float, metadata: labels.Metadata, sound: Sound | None
 ) -> None:
-    """Stream the frames through ffmpeg. Raises OSError or OutputError."""
     size = (frames.shape[2], frames.shape[1])
     tags = {
         "title": labels.title_of(metadata),
@@ -330,7 +329,6 @@ def _encoder_error(status: int, complaints: IO[bytes]) -> Exception:
 
 
 def _even(frame: Frames) -> Frames:
-    """Repeat the last row or column of an odd size."""
     height, width, _ = frame.shape
     if height % 2 or width % 2:
         frame = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")

@@ -250,7 +250,6 @@ def _header(path: Path, job_id: str) -> dict[str, Any] | None:
 
 
 def _has_checksum(file: BinaryIO) -> bool:
-    """Whether a file ends with the checksum of its content."""
     checksum = hashlib.sha256()
     left = os.fstat(file.fileno()).st_size - _CHECKSUM_BYTES
     while left > 0 and (piece := file.read(min(_CHUNK_BYTES, left))):

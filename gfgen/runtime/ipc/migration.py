@@ -53,7 +53,6 @@ def _axis_of(shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
 
 
 def _pieces(source: Layout, length: int) -> Iterator[tuple[int, int, int]]:
-    """(rank, start, stop) of the pieces of a range, one for each source rank."""
     for idx, rank in enumerate(source.ranks):
         start, stop = shard_bounds(length, source.degree, idx)
         if start < stop:

@@ -153,7 +153,6 @@ class Slab:
         return meta, memoryview(self._map), _aligned(end)
 
     def _meta(self, name: str, version: int) -> tuple[Any, int]:
-        """The meta from `places`, and the offset of its end."""
         start, _ = self._bounds(_region(name, version))
         num_meta_bytes, _ = _LENGTHS.unpack_from(self._map, start)
         position = start + _LINE_BYTES

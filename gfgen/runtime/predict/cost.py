@@ -356,7 +356,6 @@ class CostModel:
             self.corrected.discard(each)
 
     def _rise(self, classes: Collection[CostClass]) -> None:
-        """Begin another version of these classes."""
         for each in classes:
             each.version += 1
             each.arrangement = None
@@ -582,7 +581,6 @@ def _best_numbers(most: int, known_s: Callable[[Stage, Degrees], float]) -> Iter
 
 
 def _note(values: _Tasks, task: tuple[str, Degrees], value: float) -> None:
-    """Keep the value of a task, and of those that ran last besides."""
     values.pop(task, None)
     values[task] = value
     if len(values) > _NUM_RECENT:
@@ -636,6 +634,5 @@ def _tasks(doubts: Sequence[UncertainEstimate]) -> str:
 
 
 def _words(degrees: Degrees) -> str:
-    """'cfg 2 x ulysses 2', or '1 rank'."""
     named = zip(("cfg", "ulysses", "ring"), degrees, strict=True)
     return " x ".join(f"{name} {degree}" for name, degree in named if degree > 1) or "1 rank"

@@ -62,7 +62,6 @@ class StepTimes:
         return f"one step of {frames}{spec.size_text} {verb} {in_words(seconds)} here"
 
     def _of(self, job: AdmittedJob) -> tuple[float, bool]:
-        """The seconds, and whether they are only a bound."""
         key = (job.spec.model or "", job.shape)
         if key not in self._least:
             cost_class = self._costs.class_of(job)

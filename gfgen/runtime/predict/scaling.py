@@ -159,7 +159,6 @@ def _checked(content: Any) -> dict[str, Any] | None:
 
 
 def _keep(path: Path, content: dict[str, Any]) -> None:
-    """Write the calibration; if that fails, the next command measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(json.dumps(content), path)

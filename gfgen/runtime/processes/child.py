@@ -329,7 +329,6 @@ class RankProcess(Child):
         return self._go_on()
 
     def _go_on(self) -> Sequence[Joined | Loaded]:
-        """Send the next request; without one, take tasks."""
         if self.requests:
             self.enter(Phase.PREPARING)
             self.tell(self.requests[0])

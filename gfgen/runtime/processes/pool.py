@@ -228,7 +228,6 @@ class WorkerPool:
                 worker.prepare_later(items)
 
     def _start_waiting(self) -> None:
-        """Start the ranks that have waited for others to load, if these are done."""
         loading = [worker.rank for worker in self.living if worker.phase in STARTS or worker.is_to_load]
         for rank in sorted(self._waiting):
             if not (self.is_stopping or self.models.awaits_others(rank, loading=loading)):

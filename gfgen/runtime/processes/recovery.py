@@ -157,12 +157,10 @@ class Recovery:
 
     @property
     def _concerned(self) -> set[int]:
-        """The living ranks that take part in what is given up."""
         leaving = [attempt.dispatch for attempt in self._attempts.leaving.values()]
         return {rank for each in leaving for rank in each.ranks_involved} - self._pool.meeting.held_back
 
     def _ask(self, questions: Mapping[int, Abandon | RestartEdges]) -> None:
-        """Wait for an answer of every one of these ranks."""
         self.waiting_for = set(questions)
         for rank in sorted(questions):
             self._pool.workers[rank].tell(questions[rank])

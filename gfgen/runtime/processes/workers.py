@@ -277,7 +277,6 @@ class ProcessBackend:
         self._writes.close()
 
     def _load_failures(self) -> Iterator[events.LoadFailed]:
-        """Models that no rank can load, each once."""
         for checkpoint, reason in self._pool.models.unloadable.items():
             names = self._names.pop(checkpoint, set()) - self._told
             self._told |= names
@@ -285,7 +284,6 @@ class ProcessBackend:
                 yield events.LoadFailed(self._clock.now_s, tuple(sorted(names)), reason)
 
     def _events_of(self, source: Any, what: Any) -> Iterator[Event]:
-        """The events that a message, or a change of a process, means for the run."""
         now_s = self._clock.now_s
         if isinstance(source, WriterProcess):
             yield from self._writes.events_of(source, what, now_s)
@@ -359,7 +357,6 @@ class ProcessBackend:
         return self._warm_ups(jobs) if self._warm_ups else ()
 
     def _look_for_hung_processes(self) -> None:
-        """Kill processes that hang; the loop then notices their end."""
         now_s, living = self._pool.clock.now_s, self._pool.living
         if now_s >= self._pinged_s + self._pool.patience.ping_s:
             self._pinged_s = now_s

@@ -33,8 +33,6 @@ SLOWEST_BYTES_PER_S = 1e6
 
 @dataclass(slots=True, eq=False)
 class _File:
-    """The file of a job, from its decode until it is there."""
-
     job: AdmittedJob
     number: int
     frames: int
@@ -144,7 +142,6 @@ class Writes:
     def _lose(
         self, files: Sequence[_File], reason: str, now_s: float, *, lost: bool = True
     ) -> Iterator[FramesLost]:
-        """Their decodes have to run again."""
         for job_id in [file.job.job_id for file in files]:
             self.release(job_id)
             yield FramesLost(now_s, job_id, reason, lost=lost)

@@ -121,8 +121,6 @@ def _expected(snapshot: Snapshot, table: RolloutCosts) -> tuple[JobView, ...]:
 
 @dataclass(slots=True)
 class _Segment:
-    """Consecutive tasks of one job on one layout."""
-
     job: JobView
     seen: JobView | None
     """The job as policies see it during its current task: at its next one, or None if that is the last."""
@@ -293,7 +291,6 @@ class _Rollout:
         self._settled_s = max(ends_s, default=self._now_s)
 
     def _decide(self) -> None:
-        """Start the policy's decisions."""
         if not len(self._open):
             return
         snapshot = self._snapshot()

@@ -105,7 +105,6 @@ def simulate(
 
 class OutcomeRecorder(Observer):
     def __init__(self, note: Callable[[], None] = lambda: None) -> None:
-        """note: called for each job that ends."""
         self.outcomes: list[JobOutcome] = []
         self._note = note
 
@@ -154,7 +153,6 @@ class SimulatedBackend:
         return [event for event in self._clock.due() if self._comes_about(event)]
 
     def _comes_about(self, event: Event) -> bool:
-        """Whether the task of a scheduled event was not stopped."""
         if isinstance(event, TaskDone):
             return event.dispatch not in self._stopped
         return not (isinstance(event, OutputWritten) and event.job_id in self._called_off)

@@ -189,7 +189,6 @@ class Forwards:
         self._num_shortages = 0
 
     def _seen(self, kind: Kind) -> _Seen:
-        """What was done with a kind, which now is the one used last."""
         seen = self._kinds.setdefault(kind, _Seen())
         self._kinds.move_to_end(kind)
         if len(self._kinds) > MAX_KINDS:

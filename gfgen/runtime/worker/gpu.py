@@ -109,8 +109,6 @@ Arrival = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @dataclass(slots=True)
 class _Launch:
-    """What was enqueued for a task, or for steps of several jobs."""
-
     works: Sequence[RankTask]
     begun: torch.cuda.Event
     entered: torch.cuda.Event
@@ -119,8 +117,6 @@ class _Launch:
 
 
 class _Streams:
-    """The streams of a rank, and the buffers of those that copy to or from host memory."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         new = partial(torch.cuda.Stream, device)

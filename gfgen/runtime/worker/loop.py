@@ -286,7 +286,6 @@ class Worker:
         self._dispatches.note_settled()
 
     def _settle(self, work: RankTask) -> None:
-        """Publish the output of a task when it has ended, and report."""
         self.device.finish(work)
         jobs.require_finite(work.made, work.total)
         if self._is_publisher(work):

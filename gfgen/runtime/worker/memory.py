@@ -43,8 +43,6 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """The memory that torch has taken from the device at a moment, by a list of all segments."""
-
     num_asked: int
     """If the number is unchanged, the segments are the same."""
     allocated_bytes: int
