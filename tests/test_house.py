@@ -56,7 +56,6 @@ ORDER = [
     "gfgen.runtime.control",
     "gfgen.runtime.processes",
     "gfgen.runtime.simulate",
-    "gfgen.runtime.report",
     "gfgen.models",
     "gfgen.session",
     "gfgen.server.protocol",

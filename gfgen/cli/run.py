@@ -356,7 +356,7 @@ def _observers(options: RunOptions) -> list[Observer]:
     if options.on_file is not None:
         observers.append(options.on_file)
     if options.trace:
-        from gfgen.runtime.report.trace import TraceWriter
+        from gfgen.runtime.files.trace import TraceWriter
 
         observers.append(TraceWriter(options.trace))
     return observers

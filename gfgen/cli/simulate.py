@@ -32,9 +32,9 @@ from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestWriter, check_own, read_manifest
+from gfgen.runtime.files.trace import TraceWriter
 from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.planner import Plan, PlanProgress, PlanWindow, RankPlanner
 from gfgen.runtime.simulate.simulation import Simulated
 from gfgen.runtime.simulate.simulation import simulate as run_simulation

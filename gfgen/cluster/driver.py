@@ -9,8 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gfgen.cluster.handout import HandOut
-from gfgen.cluster.node import Cluster, Fleet, JobEnded, Node, NodeJoined, NodeLost, NodeNotes, Report
+from gfgen.cluster.node import (
+    Cluster,
+    Fleet,
+    HandOut,
+    JobEnded,
+    Node,
+    NodeJoined,
+    NodeLost,
+    NodeNotes,
+    Report,
+)
 from gfgen.cluster.watchers import Watchers
 from gfgen.errors import OutputError
 from gfgen.graph import Stage, Task, Trajectory

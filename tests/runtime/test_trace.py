@@ -16,8 +16,8 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.files.trace import FIRST_WRITER_TID, TraceWriter
 from gfgen.runtime.ipc.messages import MemoryUse
-from gfgen.runtime.report.trace import FIRST_WRITER_TID, TraceWriter
 
 NEEDED = {
     "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},

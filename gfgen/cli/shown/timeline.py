@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError
-from gfgen.runtime.report.trace import MAX_WRITERS
+from gfgen.runtime.files.trace import MAX_WRITERS
 
 TraceEvent = dict[str, Any]
 WRITE = "write"

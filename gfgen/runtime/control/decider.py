@@ -12,8 +12,7 @@ from gfgen.errors import PolicyError, PolicyFault, in_one_line
 from gfgen.graph import STEPS, Stage, Task
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.policies.fair_share import shared
-from gfgen.policies.held_patches import with_held_patches
+from gfgen.policies.fair_share import shared, with_held_patches
 from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.control.jobs import Jobs
 from gfgen.runtime.control.ranks import Ranks, share_island

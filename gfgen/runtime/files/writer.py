@@ -21,7 +21,7 @@ from gfgen.runtime.files.outputs import Frames, Sound, write_output
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.content import ANIMATED_SUFFIXES, IMAGE_SUFFIXES, Content, remove_replaced
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
-from gfgen.runtime.ipc.output import shape_in
+from gfgen.runtime.ipc.slab import shape_in
 from gfgen.system.signals import leave_to_the_run
 
 logger = logging.getLogger(__name__)

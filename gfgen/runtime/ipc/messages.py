@@ -283,7 +283,7 @@ class WriteRequest:
 
     job_id: str
     shape: tuple[int, int, int, int] | None
-    """None if the memory says it (output.py)."""
+    """None if the memory says it (slab.py)."""
     path: str
     fps: float | None
     metadata: Mapping[str, Any]

@@ -24,8 +24,7 @@ from gfgen.graph import Task
 from gfgen.models.families.adapter import SAMPLE, SOUND, SOUND_RATE, UNCHECKED, Fields, StepInput
 from gfgen.runtime.ipc.messages import RunTask, StartJob
 from gfgen.runtime.ipc.migration import Transfer
-from gfgen.runtime.ipc.output import OutputShape, map_for
-from gfgen.runtime.ipc.slab import Slab
+from gfgen.runtime.ipc.slab import OutputShape, Slab, map_for
 from gfgen.runtime.worker.dispatches import InputVoidError
 
 Store = Callable[[torch.Tensor, memoryview], None]
