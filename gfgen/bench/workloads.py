@@ -1,8 +1,6 @@
-"""Workloads for comparisons of policies, generated from a seed.
+"""Workloads for comparisons of policies, generated from a seed: job classes S, M and L of a model.
 
-A workload mixes three job classes of a model (S, M and L: 60, 25 and 15% of the jobs), with deadlines and
-timeouts. The arrival rate makes single-rank replicas busy for the share `load` of the time.
-
+The arrival rate makes single-rank replicas busy for the share `load` of the time.
 Source: GF-DiT (arXiv 2606.13501), evaluation: classes, alpha, time-outs, the client's allowance.
 """
 

@@ -171,9 +171,7 @@ class RayCluster:
             node.tell(event)
 
     def scale(self, num_jobs: int, busy: Collection[str]) -> None:
-        """Ask for as many nodes as the open jobs fill; let nodes go that have no job if fewer are enough.
-
-        A node that has just joined may not have been given its first job, so it stays for RELEASE_S.
+        """Ask for as many nodes as the open jobs fill; idle ones go after RELEASE_S if fewer are enough.
 
         busy: names of the nodes that have jobs.
         """

@@ -181,9 +181,7 @@ def simulate_nodes(
     observers: Sequence[Observer] = (),
     max_degree: int | None = None,
 ) -> Simulated:
-    """Run these jobs in virtual time on equal nodes of `num_ranks` ranks, with task times from the profile.
-
-    `max_degree` is the most ranks of one task. None: those of a node.
+    """Run these jobs in virtual time on equal nodes; a task has at most `max_degree` ranks, or a node's.
 
     Raises: StalledError if the policy leaves jobs waiting forever.
     """
@@ -243,9 +241,7 @@ class NodePlanner(Planner):
     nodes: Nodes
 
     def plan(self, policies: Sequence[str]) -> Plan:
-        """Every policy on all nodes, and the fewest nodes on which the policies miss nothing.
-
-        More nodes are assumed to miss no more, so half of the numbers are left out at each look.
+        """Every policy on all nodes, and the fewest on which policies miss nothing, found by halving.
 
         Raises: RunError when no policy can run the jobs.
         """

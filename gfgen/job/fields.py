@@ -223,11 +223,9 @@ def _parse_deadline(value: object) -> float | datetime:
 
 
 def parse_moment(text: str, *, now: float) -> datetime | None:
-    """The moment of a time of day (the next one), of a date (its end) or of both; None for other texts.
+    """The moment of a time of day (the next one), of a date (its end) or of both, by default in local time.
 
-    Without a zone it is this machine's local time. `now` is Unix time.
-
-    Raises: Refused for an unknown zone and for years out of range.
+    None for other texts. Raises: Refused for an unknown zone and for years out of range.
     """
     text = text.strip()
     if len(text) > MAX_TIME_CHARS or DURATION.fullmatch(text.lower()):  # no time, and soon told

@@ -101,12 +101,7 @@ class FileLine(int):
 def entries_of(
     stream: BinaryIO, *, suffix: str, prompts: PromptLines | None = None
 ) -> tuple[str, Iterator[Entry]]:
-    """The kind of a file by its beginning, and its entries; `suffix` decides where the content does not.
-
-    `prompts` reads lines of prompts.
-
-    The entries raise ReadingEnded.
-    """
+    """The kind of a file, by its beginning or else `suffix`, and its entries, which raise ReadingEnded."""
     content = stream.read(MAX_FILE_BYTES + 1)
     is_utf16, text = content.startswith(UTF16_MARKS), ""
     with contextlib.suppress(UnicodeDecodeError):

@@ -1,8 +1,6 @@
-"""The job file: its bytes become `JobSpec`s, with every problem reported at once.
+"""The job file: its bytes become `JobSpec`s, with every problem, within bounds, reported at once.
 
-    bytes -> objects (inputs.py) -> fields (fields.py) -> ids and file names (spec.py)
-
-Jobs and problems are bounded, like files.
+bytes -> objects (inputs.py) -> fields (fields.py) -> ids and file names (spec.py)
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Recipes: steps, guidance, noise levels and scheduler of distilled LoRAs, by name and family of models.
-
-`recipes.json` has those of every installation; `gfgen.toml` adds a user's own.
+"""Recipes: fields of distilled LoRAs by name and family of models (recipes.json, or gfgen.toml).
 
 Source: the model cards of Wan2.2-Lightning, Qwen-Image-Lightning, SDXL-Lightning and LCM-LoRA on the hub.
 """

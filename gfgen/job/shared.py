@@ -168,10 +168,8 @@ def variations(
 ) -> Iterator[Mapping[str, Any]]:
     """The single jobs of a line: the line itself, unless it asks for more.
 
-    A matrix does not vary the fields in `fixed`; a size or a side in it fixes all of them. Lists of texts
-    are files relative to `folder`; None refuses them.
-
-    Raises: JobError when the line asks for something that it cannot have.
+    A matrix does not vary the fields in `fixed`; one side there fixes the size. Lists are files in `folder`;
+    None refuses them. Raises: JobError when the line asks for something that it cannot have.
     """
     asked = [name for name in VARIATION_FIELDS if mapping.get(name) is not None]
     if not asked:

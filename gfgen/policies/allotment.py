@@ -1,8 +1,7 @@
 """Assign ranks to a queue of jobs, for `triage` and `makespan`.
 
-The first jobs of the queue divide all ranks, each as many as it wants. If a job cannot have its ranks now,
-because it or they are busy, free ranks are held for it until its next boundary. Meanwhile a held rank may run
-a task of a later job that is predicted to end in time.
+The first jobs of the queue divide all ranks. If a job cannot have its ranks now, free ranks are held for it
+until its next boundary; meanwhile they may run a task of a later job that is predicted to end in time.
 """
 
 from __future__ import annotations

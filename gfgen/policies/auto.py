@@ -64,11 +64,10 @@ def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None
 def _candidates(snapshot: Snapshot) -> dict[str, tuple[Policy, bool]]:
     """The candidates by name, and whether they waste ranks; the first wins a tie.
 
-    Triage with groups of each degree; the shortest job first on all ranks, with the shortest steps and thus
-    the shortest waits for a boundary; `edf` with deadlines; and without, the orders that end some files
-    sooner: they look at no deadline, so any error of a prediction would make jobs late. While as many jobs
-    wait as there are ranks, a degree that takes more rank time than one rank is a waste. Only ranks that
-    share cores need this in files and with deadlines, since their gain by sharing is in doubt.
+    Triage with groups of each degree; the shortest job first on all ranks; `edf` with deadlines; and without,
+    the orders that end some files sooner. While as many jobs wait as there are ranks, a degree that takes
+    more rank time than one rank is a waste; only ranks that share cores need this in files and with
+    deadlines.
     """
     jobs = (*snapshot.open.values(), *snapshot.busy.values(), *snapshot.parked.values(), *snapshot.recent)
     most = power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))

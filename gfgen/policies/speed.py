@@ -61,11 +61,9 @@ def _widest(uses_cfg: bool, max_sequence_degree: int, max_degree: int, num_ranks
 
 
 class LostJobs:
-    """Jobs that would miss their deadline even with all ranks, no loss by sharing, and all steps given up
-    that they may give up.
+    """Jobs that would miss their deadline even with all ranks and all steps given up that may be.
 
-    Optimistic, because it looks up no costs. A lost job stays so and is remembered: with many of them,
-    policies would spend most of their time on finding that out again.
+    A lost job stays so and is remembered: finding that out again would take policies most of their time.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:

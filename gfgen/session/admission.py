@@ -91,8 +91,6 @@ def judge(
 ) -> AdmittedSource:
     """The jobs that can run, and the problems of the others; jobs get their files by `claims`.
 
-    With `has_bar`, bars on the terminal show how far a long file is.
-
     Raises: InputError when a file cannot be read, or when a model does not fit into memory.
     """
     parsed = parse(source, admission.models.default, has_bar=has_bar)
@@ -156,12 +154,7 @@ def warn_of_passed_deadlines(
 def with_time(
     jobs: Sequence[AdmittedJob], step_times: Callable[[], StepTimes], *, closes_at: float | None
 ) -> tuple[Sequence[AdmittedJob], int]:
-    """The jobs with time for one step before --until, and the number of the others, which are logged.
-
-    Also warns of jobs that cannot make a step before their deadline.
-
-    Raises: InputError if no job fits.
-    """
+    """Jobs with time for a step before --until, and the number of others. Raises: InputError if none."""
     if closes_at is None and not any(job.spec.deadline_s or job.spec.deadline_at for job in jobs):
         return jobs, 0
     times, now = step_times(), time.time()

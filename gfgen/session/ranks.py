@@ -205,11 +205,9 @@ def ready_pool(
     keep_fds: Sequence[int] = (),
     jobs: Sequence[AdmittedJob] = (),
 ) -> Iterator[WorkerPool]:
-    """Start workers with these models.
+    """Start workers with these models, without ranks that cannot start unless all are needed.
 
-    The pool goes on without a rank that cannot start, unless all are needed, as in measurements. Workers and
-    writers keep `keep_fds` open until they end. `worker_main` replaces the program of the workers. Kernels
-    are compiled for `jobs`, or if there are none, for whatever these models can do.
+    `worker_main` replaces the workers' program. Kernels are for `jobs`, or for whatever the models can do.
     """
     machine.check_limits(ranks.num_ranks)
     if worker_main is None:

@@ -174,9 +174,7 @@ class Session:
         """Start ranks with the models of these jobs and with `models`, and prepare the first job's tasks.
 
         are_all_needed: no rank may be missing, and all tasks are prepared now, as in measurements.
-
-        Raises: InputError when a model does not fit; InterruptedRunError when a signal comes first;
-                WorkerError when no rank starts, or when one does not and all are needed.
+        Raises: InputError when a model does not fit; WorkerError; InterruptedRunError.
         """
         options = self.options
         _remove_leftovers_below(options.output_dir, jobs)
@@ -240,9 +238,7 @@ class Session:
     ) -> Summary:
         """Run the control loop until all jobs have ended or the run stops. The ranks can be used again.
 
-        options: replaces the session's, with another folder or policy.
-        profile: replaces this machine's. Then measured task times are not kept.
-
+        `options` replaces the session's; `profile` this machine's, and then measured times are not kept.
         Raises: InterruptedRunError when a second signal did not let steps end.
         """
         options, clock = options or self.options, clock or Clock()

@@ -1,9 +1,7 @@
 """What ranks on GPUs prepare before and during a run, and when their models change; whether they compile.
 
-The first task of a kind loads kernels, plans convolutions and is launched slowly. Ranks prepare the first
-job's tasks before the run begins, and all others between tasks, in the order in which jobs need them. A
-task that comes earlier is prepared just before it runs (runtime/worker/forwards.py). Results do not depend on
-whether a kind was warmed up.
+The first job's tasks are prepared before the run, and all others between tasks in the order of need, or just
+before they run (runtime/worker/forwards.py). Results do not depend on it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""This machine: its cores, packages and memory, where gfgen keeps its measurements, limits of a process.
-
-Cgroups (versions 1 and 2) limit memory and cores, as containers and batch systems set them. `root` replaces
-the root folder of the system.
-"""
+"""This machine: cores, packages, memory, folders and limits; `root` replaces the system's root folder."""
 
 from __future__ import annotations
 
@@ -195,9 +191,7 @@ def give_back_large_blocks() -> None:
 def give_back_freed_memory() -> None:
     """Return all freed memory to the kernel, wherever in the heap it is.
 
-    Use it after large work that will not be repeated soon, such as loading a model for a GPU: weights
-    stored in another dtype are converted in main memory in blocks below LARGEST_KEPT_BYTES, which the
-    process would keep.
+    For after large work: loading a model for a GPU converts weights in blocks below LARGEST_KEPT_BYTES.
     """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:

@@ -47,11 +47,9 @@ class SignalPipe:
         return self._reader.fileno()
 
     def take(self) -> list[int]:
-        """Numbers of the signals received, without echoes of the first one.
+        """Numbers of the signals received, without echoes of the first one; each Ctrl-C counts.
 
-        `timeout` sends its signal to the process and then to its process group. When a terminal closes,
-        both the kernel and the shell send SIGHUP. systemd may send SIGTERM and SIGHUP. These arrive within
-        moments and count once. Each Ctrl-C counts.
+        `timeout`, a closing terminal and systemd send several within moments.
         """
         now_s = time.monotonic()
         counted = []
@@ -108,11 +106,9 @@ class DecisionTimeout(PolicyFault):
 
 
 def within(limit_s: float, function: Callable[[T], R], argument: T) -> R:
-    """Call a function, and interrupt it if it does not return within `limit_s`.
+    """Call a function, and interrupt it if it does not return within `limit_s`, in the main thread only.
 
-    Signals reach the main thread only, so in other threads there is no limit. A timer that was already
-    running (a test's, for example) continues afterwards.
-
+    A timer that was already running (a test's, for example) continues afterwards.
     Raises: DecisionTimeout inside the function, and so from here unless the function catches it.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -1,8 +1,4 @@
-"""All events of a run. The state changes only on events.
-
-`time_s` counts from the start of the run. Events have a total order: the order of receipt, and (time_s, kind,
-number) among events that a clock releases together. So a simulated run is the same every time.
-"""
+"""All events of a run, which alone change its state, in the order of receipt or (time_s, kind, number)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """A watched folder: runs the jobs of each job file once, as it arrives.
 
-A file is identified by its name and content. The output folder records which files were taken. After
-a restart, unfinished jobs of those files continue. Finished jobs do not run again, even if their
-outputs were moved away.
-
-A thread scans the folder, so that reading a long file does not delay running jobs. The control loop
-fetches new jobs with `take`, and reports which jobs have ended.
+A file is known by its name and content, so that after a restart only unfinished jobs run. A thread scans the
+folder. The control loop fetches new jobs with `take`, and reports which jobs have ended.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The journal of a run: every event in the order in which it was applied, one JSON per line.
 
-Its first line names the format's version, the policy with its options, ranks and guard, the jobs by
-number and hash, the profile that predictions started from by its hash, and the jobs that an earlier
-run had begun. Each event has the number of the turn of the loop that brought it: events of one turn
-were applied together, before the policy was asked once. A turn ends with a line that tells its moment, and
-what was dispatched if the policy was asked. With the job file that is all that a run's decisions
-depended on, so that it can be replayed. Journals of earlier gfgen have no such lines, and version 1 has an
-entry for each rank of a dispatch; `tests/journal_reader.py` reads all of them.
+Its first line names format, policy, ranks, guard, jobs, the profile by its hash, and jobs that an earlier run
+had begun. Events of one turn have its number, and were applied before the policy was asked once; a line with
+its moment and dispatches ends the turn. With the job file that is all that decisions depended on, so it can
+be replayed. `tests/journal_reader.py` reads earlier versions, too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The lock of an output folder: one run at a time writes there.
 
-The run, its workers and its writers keep the lock's descriptor open. The kernel releases the lock when the
-last of them ends, in whatever way. So a file that a killed run left behind does not block the next run.
-
-Some file systems have no such locks (Lustre, some NFS). There a lock of the run's process alone replaces it,
-or a name in this machine's kernel, which does not keep out runs of other machines.
+The run and its processes keep the lock's descriptor open; the kernel releases it when the last of them ends.
+Where there are no such locks (Lustre, some NFS), a lock of the run's process alone replaces it, or a name in
+this machine's kernel, which does not keep out runs of other machines.
 """
 
 from __future__ import annotations

@@ -35,11 +35,9 @@ def describe(spec: JobSpec, *, weights: str | None = None) -> dict[str, Any]:
 def parameters_text(
     metadata: Metadata, *, size: tuple[int, int] | None = None, place: tuple[int, int] | None = None
 ) -> str:
-    """Prompt, negative prompt and `Name: value` pairs, as image tools show them.
+    """Prompt, negative prompt and `Name: value` pairs as AUTOMATIC1111's web UI has them, with its `quote`.
 
     size: width and height as made; place: the picture's number among those of its call, and theirs.
-
-    Source: the "parameters" text of AUTOMATIC1111's web UI, which galleries look for, and its `quote`.
     """
     lines = [str(metadata.get("prompt", ""))]
     if metadata.get("negative_prompt"):

@@ -87,12 +87,10 @@ def write_output(
 
     place: the picture's number among several of its call, and how many these are.
 
-    An image has one frame, a video any number. Videos have even sizes only, because of their chroma (4:2:0;
-    4:2:2 with 10 bits in ProRes), so an odd edge is repeated once; nothing is rescaled. Sound is AAC in MP4,
-    Opus in WebM, and as it is (16 bits) in MOV. Equal frames make equal bytes with one ffmpeg on one machine.
-
-    This replaces an existing file only if it holds `replaces`, or if an earlier try with the same `made_for`
-    wrote it.
+    Videos have even sizes only, because of their chroma, so an odd edge is repeated once. Sound is AAC in
+    MP4, Opus in WebM, and as it is (16 bits) in MOV. Equal frames make equal bytes with one ffmpeg on one
+    machine. An existing file is replaced only if it holds `replaces`, or an earlier try with the same
+    `made_for` wrote it.
 
     Raises: OutputError, which says what to do; `path` is then unchanged.
     """

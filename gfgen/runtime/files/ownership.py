@@ -1,11 +1,8 @@
 """Who owns a file that already has the name of a job's output, and which job file owns an output folder.
 
 gfgen replaces a file only if the folder's manifest says that gfgen made it for a job of the same job file,
-and only if the file has not changed since. The path from the output folder tells job files apart, so both can
-be moved together. Manifests of earlier gfgen do not name the job file; it counts as the same.
-
-Standard input has no lasting name, so a job from there replaces only a file that the same job (with the same
-hash) made.
+whose path counts from the folder, and only if it has not changed since. A job of standard input replaces only
+what the same job (with the same hash) made.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Files that gfgen makes: how they get their names, and their content, by which gfgen recognizes them.
 
-A file appears under its name only when it is complete: it is written under a hidden name in the same folder,
-synced to disk and renamed. It replaces only its own predecessor. A killed process leaves a hidden file, which
-`remove_leftovers` removes at the start of the next run.
-
-A run can be killed after a file gets its name and before the manifest gets its line. In between, the file has
-a *mark*, an extended attribute with the same facts as the line. A file system without extended attributes has
-no marks, and the next run does not recognize such a file as its own.
+A file is written under a hidden name, synced and renamed, and replaces only its predecessor;
+`remove_leftovers` removes what a killed process leaves. Until the manifest has its line, a file has a *mark*,
+an extended attribute with the same facts. Where there are none, the next run does not recognize such a file
+as its own.
 """
 
 from __future__ import annotations

@@ -171,13 +171,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> None:
-    """Check that a profile can predict these jobs on this many ranks.
-
-    Other shapes, degrees and stages than those of the profile are allowed: the cost model extrapolates and
-    reports them (`CostModel.doubts`).
-
-    Raises: InputError that says what the profile has, what is missing, and what to do.
-    """
+    """Raises: InputError, which says what to do, if a profile cannot predict these jobs on these ranks."""
     models = profile.models
     missing = [job.spec.model or "" for job in jobs if job.model_in(models) not in models]
     if missing:

@@ -189,8 +189,6 @@ def export_times(path: Path) -> Sequence[Profile]:
 def import_times(path: Path) -> Iterator[tuple[Profile, str | None]]:
     """Keep the profiles of an exported file; each with the reason why not, or None if it was taken.
 
-    A profile that was taken has other shapes that were known here, too.
-
     Raises: InputError if the file cannot be read, or a profile cannot be written.
     """
     for profile in _exported(path):

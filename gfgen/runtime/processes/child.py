@@ -175,11 +175,10 @@ class Child:
         self.phase, self.since_s = phase, self.clock.now_s
 
     def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        """Send a message without waiting for the process.
+        """Send a message without waiting; if the process is gone, the end of its channel shows it.
 
-        If the process is gone, nothing is sent: the end of its channel shows that. If its socket is full, it
-        is stopped or stuck, and is killed. The socket holds about 200 KB (hundreds of small messages, five
-        with the longest prompts), so large messages in bursts have to wait for answers, as in `prepare`.
+        With a full socket (200 KB, hundreds of messages) it is stuck, and is killed. So large messages in
+        bursts have to wait for answers, as in `prepare`.
         """
         try:
             self.channel.send(message, fds, wait=False)

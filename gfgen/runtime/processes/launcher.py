@@ -1,14 +1,10 @@
 """Starts processes: forks them from a fork server that has only done the imports.
 
-Importing torch takes seconds, and CUDA must not be initialised before a fork.
-
-`multiprocessing` keeps the socket of its fork server in a folder under /tmp until the process exits; a killed
-process leaves both there. Here they are removed as soon as the server listens, and a descriptor serves to ask
-for new processes. An abstract socket would let any user of the machine connect (CVE-2022-42919).
-
-The kernel kills the server with the run, and the server's children with the server (`lifeline`). None of
-them gets signals meant for the run, which `timeout`, `kill -- -GROUP` and a closing terminal send to every
-process.
+Importing torch takes seconds, and CUDA must not be initialised before a fork. The folder with the socket of
+`multiprocessing`, which a killed process leaves under /tmp, is removed as soon as the server listens; a
+descriptor serves to ask for processes (an abstract socket would let any user connect: CVE-2022-42919). The
+kernel kills the server with the run, and its children with it (`lifeline`). None of them gets signals meant
+for the run.
 """
 
 from __future__ import annotations

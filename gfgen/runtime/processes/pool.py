@@ -334,10 +334,9 @@ class WorkerPool:
 class HeldModels:
     """The models of a pool's ranks, and whose fault it is if one cannot be loaded: a rank's, or the model's.
 
-    A worker that fails to load, or dies in it, is replaced; a new process may succeed. It is the model's
-    fault when no rank has succeeded and one of them has tried again. Then its jobs fail, and all others go
-    on. Until that is known, ranks are not blamed for these deaths, and one that has tried again waits for the
-    others, which may be at an earlier task or take long to load.
+    A worker that fails to load, or dies in it, is replaced. It is the model's fault when no rank has
+    succeeded and one has tried again. Until then no rank is blamed, and one that has tried again waits for
+    the others.
     """
 
     def __init__(self, checkpoints: Sequence[Path]) -> None:

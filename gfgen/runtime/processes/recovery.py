@@ -37,11 +37,9 @@ STAYS = "it did not leave a task that was stopped"
 
 
 def given_up(failed: Iterable[int], dispatches: Mapping[int, Dispatch]) -> frozenset[int]:
-    """The dispatches that cannot go on when `failed` do not; `dispatches` are the unfinished ones.
-
-    Those are: what consumes their output; what transfers state between two ranks between which
-    they do; and what comes after them on ranks that exchange data in them.
-    """
+    """The unfinished dispatches that cannot go on when `failed` do not: what consumes their output, what
+    transfers state between two of their ranks, and what comes after them on ranks that exchange data in
+    them."""
     lost = {number for number in failed if number in dispatches}
     while True:
         more = {

@@ -24,13 +24,10 @@ LOG_EVERY_S = 10.0
 
 
 def wait_ready(pool: WorkerPool, signals: SignalPipe | None = None) -> None:
-    """Wait until all workers know each other and have loaded their models.
+    """Wait until all workers know each other and have loaded models, except those that none can load.
 
-    Models that no rank can load are left out (`HeldModels.unloadable`). A worker that fails is started again.
-    A rank that fails too often, or is not ready in time, is retired unless all are needed.
-
-    Raises: WorkerError with the reason when no rank, no model or not all needed ranks are left;
-    InterruptedRunError when a signal comes first.
+    A rank that fails too often, or is not ready in time, is retired.
+    Raises: WorkerError when no rank, no model or not all needed ranks are left; InterruptedRunError.
     """
     began_s = waited_since_s = logged_s = pool.clock.now_s
     pool.begin_start()
@@ -47,12 +44,9 @@ def wait_ready(pool: WorkerPool, signals: SignalPipe | None = None) -> None:
 def warm_up(
     pool: WorkerPool, items: Sequence[WarmUp], signals: SignalPipe | None = None
 ) -> Iterator[tuple[WarmUp, WarmedUp]]:
-    """Prepare steps on all workers; yields each item when all of them have it, or have failed.
+    """Prepare steps on all workers, of which a dead one starts again; yields each item when all are done.
 
-    A worker that dies is started again, as in `wait_ready`, without these steps.
-
-    Raises: WorkerError when no rank or not all needed ranks are left, or when none answers in time;
-    InterruptedRunError at a signal.
+    Raises: WorkerError, also when none answers in time; InterruptedRunError at a signal.
     """
     for worker in pool.living:
         worker.prepare(items)

@@ -44,11 +44,7 @@ class JobMemory:
         self._slabs: dict[str, int] = {}
 
     def slab(self, job_id: str) -> int:
-        """The job's slab; made at its first task, with the state that an earlier run kept.
-
-        Raises: OSError when there is no descriptor for it; OSError, ValueError or KeyError when the kept
-        state cannot be read.
-        """
+        """The job's slab, made at its first task with kept state. Raises: OSError, ValueError, KeyError."""
         if job_id not in self._slabs:
             job, point = self.jobs[job_id], self._resume_points.get(job_id)
             plan = SlabPlan.of(job.trajectory)

@@ -71,9 +71,7 @@ def seldom_asked(text: str) -> NamedPolicy:
 class SeldomAsked:
     """Calls a policy only when jobs arrive or end; in between, jobs continue their steps on their ranks.
 
-    After arrivals, after as many ends as jobs run, and if ranks stay idle after an end, the policy is called
-    until every task of that moment has ended, and then once more for each rank, as in estimates. Otherwise a
-    simulation of many jobs spends most of its time in the policy.
+    Otherwise a simulation of many jobs spends most of its time in the policy.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -125,10 +123,7 @@ def estimate(
 ) -> Sequence[JobOutcome] | None:
     """The outcomes of a run from `everything_open`, in a tenth of the time that `simulate` takes, or less.
 
-    The policy is called only when jobs arrive or end. Every task takes its median time; moves between ranks
-    take no time. `ended` is called for each job that ends.
-
-    None if the policy fails or leaves jobs waiting; a simulation shows the details.
+    Tasks take their median time, moves none. None if the policy fails or leaves jobs waiting.
     Raises: DecisionTimeout if the policy does not return.
     """
     in_time = functools.partial(within, DECISION_LIMIT_S, lambda now: list(policy.decide(now)))

@@ -263,11 +263,8 @@ class RankPlanner(Planner):
     def plan(self, policies: Sequence[str], *, num_ranks: int, rank_counts: Sequence[int]) -> Plan:
         """Every policy on `num_ranks`, and the best one on each of `rank_counts`.
 
-        A degree that a policy does not accept on that many ranks is lowered to the next one that it accepts,
-        which the log says. If the best policy misses something on another number of ranks, the next ones are
-        tried there until one does not. Once every policy misses something on a number of ranks, or the work
-        does not fit, smaller numbers are not searched further.
-
+        Degrees are lowered to those that a policy accepts, which the log says. On other numbers the next best
+        policies are tried until one misses nothing; where all do, smaller numbers are not searched.
         Raises: RunError when no policy can run the jobs.
         """
         called = {policy: _on(policy, num_ranks) for policy in policies}

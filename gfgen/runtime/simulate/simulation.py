@@ -64,12 +64,10 @@ def simulate(
     load: Callable[[str], NamedPolicy] = load_policy,
     **start: Any,
 ) -> Simulated:
-    """Run these jobs in virtual time, with task times from the profile.
+    """Run these jobs in virtual time, with task times from the profile, or `times`.
 
-    The policy sees the same predictions as in a real run that starts from this profile. `times` replaces the
-    profile's true times. `residency`, for one run only, lets models take turns; without it all of them are in
-    memory. `load` finds the policies that `auto` names. `start`: further fields of `RunStart`.
-
+    The policy sees the predictions of a real run. `residency`, for one run only, lets models take turns.
+    `load` finds the policies that `auto` names. `start`: further fields of `RunStart`.
     Raises: StalledError if the policy leaves jobs waiting forever; it names them.
     """
     clock, costs, kept = Clock(virtual=True), CostModel(profile), OutcomeRecorder()
@@ -242,9 +240,8 @@ class SimulatedBackend:
 def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int = 1) -> SimulatedTimes:
     """The durations of these jobs' tasks, moves and files.
 
-    Tasks vary around their medians as much as in the measurement, because exact predictions would flatter the
-    policies that use them. A task varies equally in every simulation, so that policies are compared on equal
-    terms. Ranks that do not slow each other down are GPUs, each with its own writer.
+    Tasks vary as measured, since exact predictions flatter policies, and equally in every simulation. Ranks
+    that do not slow each other down are GPUs, each with its own writer.
     """
     costs, by_id = CostModel(profile), {job.job_id: job for job in jobs}  # a cost model that never learns
     estimates: dict[object, Estimate] = {}

@@ -125,9 +125,7 @@ class Dispatches:
     def await_arenas(self, number: int) -> None:
         """Wait until all arenas are mapped that came before this dispatch's state was asked for.
 
-        Mapping waits for the device. So it would wait for sends that are enqueued behind it, and for
-        those of ranks that may wait with theirs until they have this rank's state.
-
+        Mapping waits for the device, so for sends behind it, and for ranks that wait for this one's state.
         Raises: InputVoidError when the dispatch is given up.
         """
         with self.lock:

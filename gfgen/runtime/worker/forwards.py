@@ -221,11 +221,7 @@ MIN_FREE_SHARE = 0.1
 
 
 class CudaRecorder:
-    """Captures on one device, in memory that all its graphs share; see `recording.LaunchRecorder`.
-
-    That memory is about as large as the working memory of the largest recorded forward, in addition to what
-    the same forward takes when it is launched; each graph adds its inputs and its result.
-    """
+    """Captures on one device, in memory that all its graphs share, as much as the largest forward's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

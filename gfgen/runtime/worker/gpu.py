@@ -424,11 +424,7 @@ def pad_as_others(message: Arenas, *, can_pad: bool) -> None:
 
 
 def task_kinds(work: RankTask, rank: int, forward: Kind | None) -> frozenset[object]:
-    """The kinds that determine which kernels a task launches: its own, and that of its forward.
-
-    They consist of shapes, the solver's order, the place in the layout, whether there are patches, and
-    the lengths of prompts. The first use of a patch takes memory, too, for factors and copies of weights.
-    """
+    """What determines which kernels a task launches: shapes, the solver's order, place, patches, prompts."""
     start, patches = work.job.start, patch_kinds(work)
     own = (*task_kind(work, rank), start.trajectory.artifacts, min(work.task.step or 0, FIRST_STEPS - 1))
     merging = {(start.checkpoint, "patches")} if patches else set()

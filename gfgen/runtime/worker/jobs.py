@@ -1,8 +1,6 @@
-"""The state of a job on one rank, and how it reaches and leaves the rank.
+"""The state of a job on one rank: latents from the ranks that ran the last task, or else from its slab.
 
-Latents come from the ranks that ran the last task (`receive_state`, by transfers that the control plane
-planned), or from the job's slab in host memory if no rank holds them. The prompt's embeddings and the
-condition always come from the slab.
+The prompt's embeddings and the condition always come from the slab.
 """
 
 from __future__ import annotations
@@ -139,9 +137,7 @@ class RankJob:
         self.producer, self.is_there = producer, None
 
     def fetch_constants(self, task: Task, producer: int | None, *, is_void: Callable[[], bool]) -> None:
-        """Copy prompt and condition from the slab unless they are here.
-
-        Latents of the previous task, dispatch `producer`, may arrive before its condition is published.
+        """Copy prompt and condition from the slab unless they are here; latents may come before a condition.
 
         Raises: InputVoidError when `is_void` says that it is given up.
         """
