@@ -274,11 +274,7 @@ def run_done_hook(command: str, summary: Summary, output_dir: Path, *, status: s
 
 
 def run_hook(option: str, command: str, variables: Mapping[str, str], *, limit_s: float, what: str) -> bool:
-    """Run a shell command with GFGEN_ variables; a failure is logged. Returns whether it succeeded.
-
-    Its output goes to a file, not to a pipe: a command that it leaves in the background (`CMD &`) would
-    keep a pipe open.
-    """
+    """Run a shell command with GFGEN_ variables, its output in a file: `CMD &` would keep a pipe open."""
     values = {f"GFGEN_{name}": value.replace("\0", "") for name, value in variables.items()}
     with tempfile.TemporaryFile() as output:
         try:

@@ -171,10 +171,7 @@ class RayCluster:
             node.tell(event)
 
     def scale(self, num_jobs: int, busy: Collection[str]) -> None:
-        """Ask for as many nodes as the open jobs fill; idle ones go after RELEASE_S if fewer are enough.
-
-        busy: names of the nodes that have jobs.
-        """
+        """Ask for as many nodes as the open jobs fill; those without jobs (not `busy`) go if fewer do."""
         joined, now_s = self.joined, time.monotonic()
         if not joined:
             return

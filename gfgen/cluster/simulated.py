@@ -181,10 +181,7 @@ def simulate_nodes(
     observers: Sequence[Observer] = (),
     max_degree: int | None = None,
 ) -> Simulated:
-    """Run these jobs in virtual time on equal nodes; a task has at most `max_degree` ranks, or a node's.
-
-    Raises: StalledError if the policy leaves jobs waiting forever.
-    """
+    """Run these jobs in virtual time on equal nodes, with tasks of `max_degree`. Raises: StalledError."""
     clock, kept = Clock(virtual=True), OutcomeRecorder()
     cluster, fleet = SimulatedCluster(clock), Fleet.of(num_nodes, num_ranks=num_ranks)
     times = profiled_times(profile, jobs, num_ranks=num_ranks)
@@ -241,10 +238,7 @@ class NodePlanner(Planner):
     nodes: Nodes
 
     def plan(self, policies: Sequence[str]) -> Plan:
-        """Every policy on all nodes, and the fewest on which policies miss nothing, found by halving.
-
-        Raises: RunError when no policy can run the jobs.
-        """
+        """Every policy on all nodes, and the fewest on which they miss nothing. Raises: RunError."""
         enough, too_few = self.nodes.number, 0
         self.expect(len(policies) + math.ceil(math.log2(enough + 1)))
         here = self.best_on(policies, enough)

@@ -223,10 +223,7 @@ def _parse_deadline(value: object) -> float | datetime:
 
 
 def parse_moment(text: str, *, now: float) -> datetime | None:
-    """The moment of a time of day (the next one), of a date (its end) or of both, by default in local time.
-
-    None for other texts. Raises: Refused for an unknown zone and for years out of range.
-    """
+    """The moment of a time, date or both, by default local; None for other texts. Raises: Refused."""
     text = text.strip()
     if len(text) > MAX_TIME_CHARS or DURATION.fullmatch(text.lower()):  # no time, and soon told
         return None

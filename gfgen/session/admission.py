@@ -89,10 +89,7 @@ def jobs_to_run(found: AdmittedSource, *, skip_invalid: bool = False) -> Judged:
 def judge(
     source: JobSource, admission: Admission, *, claims: Claims | None = None, has_bar: bool = False
 ) -> AdmittedSource:
-    """The jobs that can run, and the problems of the others; jobs get their files by `claims`.
-
-    Raises: InputError when a file cannot be read, or when a model does not fit into memory.
-    """
+    """The jobs that can run, with files by `claims`, and the problems of the others. Raises: InputError."""
     parsed = parse(source, admission.models.default, has_bar=has_bar)
     done = None if claims is None else claims.done
     jobs, refused = admission(parsed.specs, may_ask=True, has_bar=has_bar, done=done)

@@ -256,10 +256,7 @@ def _loras_of(job: AdmittedJob) -> Set[_Lora]:
 
 
 def _no_copies(job: AdmittedJob, size: int, *, beside: int | None, available: int) -> Problem:
-    """The problem of a job whose LoRAs need too much.
-
-    `beside` is for its model and its state; None: GPUs have these, and main memory lacks room for copies.
-    """
+    """The problem of a job whose LoRAs need too much; `beside` None: main memory lacks room for copies."""
     kind, others = "main memory needed for", "which do not fit on GPUs"
     if beside is not None:
         kind = "memory needed for LoRAs and"

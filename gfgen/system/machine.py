@@ -189,10 +189,7 @@ def give_back_large_blocks() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return all freed memory to the kernel, wherever in the heap it is.
-
-    For after large work: loading a model for a GPU converts weights in blocks below LARGEST_KEPT_BYTES.
-    """
+    """Return all freed memory to the kernel, for after large work, such as loading a model for a GPU."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

@@ -47,10 +47,7 @@ class SignalPipe:
         return self._reader.fileno()
 
     def take(self) -> list[int]:
-        """Numbers of the signals received, without echoes of the first one; each Ctrl-C counts.
-
-        `timeout`, a closing terminal and systemd send several within moments.
-        """
+        """Numbers of the signals received, without echoes of the first within moments; each Ctrl-C counts."""
         now_s = time.monotonic()
         counted = []
         for number in filter(self._previous.__contains__, self._reader.recv(64)):

@@ -58,10 +58,7 @@ class Devices:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Bytes of its GPU for each rank, or of main memory for all CPU ranks; None without a limit.
-
-        The smallest GPU counts. Ranks that share a GPU get equal parts of its memory.
-        """
+        """Bytes of the smallest GPU for each of its ranks, or for all CPU ranks; None: no limit."""
         limits = [] if self.memory_limit is None else [self.memory_limit]
         found = min([*limits, *(gpu.memory_bytes for gpu in self.gpus)], default=None)
         return None if found is None else found // self.ranks_per_gpu

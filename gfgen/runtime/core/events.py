@@ -127,11 +127,7 @@ class TaskDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed(Event):
-    """A dispatch has failed, and all of its ranks have left it.
-
-    The task raised on a rank, a worker died (`lost`), or the dispatch was given up because something that it
-    depends on failed (`void`).
-    """
+    """A dispatch failed: a rank raised or died (`lost`), or what it depends on failed (`void`)."""
 
     dispatch: int
     reason: str

@@ -291,10 +291,7 @@ class Metrics(Observer):
 
 
 class _Latencies:
-    """Of the jobs that are done: all of the first MAX_LATENCIES, then a random sample of that size.
-
-    Source: Vitter, "Random sampling with a reservoir" (1985), algorithm R.
-    """
+    """The first MAX_LATENCIES, then a random sample (Vitter, "Random sampling with a reservoir", 1985)."""
 
     def __init__(self) -> None:
         self.num_jobs = 0

@@ -35,10 +35,7 @@ def describe(spec: JobSpec, *, weights: str | None = None) -> dict[str, Any]:
 def parameters_text(
     metadata: Metadata, *, size: tuple[int, int] | None = None, place: tuple[int, int] | None = None
 ) -> str:
-    """Prompt, negative prompt and `Name: value` pairs as AUTOMATIC1111's web UI has them, with its `quote`.
-
-    size: width and height as made; place: the picture's number among those of its call, and theirs.
-    """
+    """Prompts and `Name: value` pairs as AUTOMATIC1111's web UI has them; `place`: number and count."""
     lines = [str(metadata.get("prompt", ""))]
     if metadata.get("negative_prompt"):
         lines.append(f"Negative prompt: {metadata['negative_prompt']}")

@@ -282,10 +282,7 @@ def _encode_command(
 def _ffmpeg(
     command: list[str], *, complaints: IO[bytes], keep_fds: tuple[int, ...]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A running ffmpeg, which ends with the block and dies with this process.
-
-    It has its own session, so that Ctrl-C in the terminal does not reach it: gfgen still needs the file.
-    """
+    """A running ffmpeg, which dies with this process, in a session that Ctrl-C does not reach."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -39,11 +39,7 @@ FIRST_USE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A job continues at task `next_index`, whose input dispatch `producer` made.
-
-    `last_number` is the last dispatch of the stopped run. The slab may name any number up to it, so the next
-    run counts from there.
-    """
+    """A job continues at `next_index`, with what `producer` made; dispatches go on from `last_number`."""
 
     next_index: int
     producer: int

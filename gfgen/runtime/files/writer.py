@@ -28,11 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(end: socket.socket) -> None:
-    """Entry of the process: serve until the other end is closed.
-
-    A terminal sends SIGINT and SIGHUP to every process of the run. The writer ignores them: the control plane
-    decides when the run stops, and a file that is nearly written is worth finishing.
-    """
+    """Serve until the other end is closed, whatever signals come to all processes of the run."""
     leave_to_the_run()
     serve(Channel(end))
 

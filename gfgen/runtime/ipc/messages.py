@@ -77,10 +77,7 @@ class Arenas:
 
 @dataclass(frozen=True, slots=True)
 class ReplacePeer:
-    """A new process replaces a rank that died: map its arena, which is sent with this message.
-
-    Answer `PeerReplaced`. The count of transfers with it restarts, so there are none before the answer.
-    """
+    """Map the arena of a dead rank's successor, and answer `PeerReplaced`: counts of transfers restart."""
 
     rank: int
     incarnation: int

@@ -187,10 +187,7 @@ def export_times(path: Path) -> Sequence[Profile]:
 
 
 def import_times(path: Path) -> Iterator[tuple[Profile, str | None]]:
-    """Keep the profiles of an exported file; each with the reason why not, or None if it was taken.
-
-    Raises: InputError if the file cannot be read, or a profile cannot be written.
-    """
+    """Keep the profiles of a file; each with the reason why not, or None. Raises: InputError."""
     for profile in _exported(path):
         target = default_path(profile.device, kind="-runs" if profile.source == BY_RUNS else "")
         here = _readable(target)

@@ -207,11 +207,7 @@ class Child:
         return self.phase is Phase.ENDING and self.clock.now_s > self.since_s + self.ends_within_s
 
     def reap(self, *, patience_s: float) -> str:
-        """Wait for the end of the process, and kill it if it does not end; returns how it ended.
-
-        A process that survives this is left to itself. A killed process never returns from the kernel. Its
-        kernels on a GPU wait for signals that do not come, so they write to no arena.
-        """
+        """Wait for the end of the process, or kill it; how it ended. One stuck in the kernel is left."""
         self.channel.close()
         self.process.join(patience_s)
         if self.process.is_alive() and self.phase is not Phase.ENDING:

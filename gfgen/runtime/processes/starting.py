@@ -44,10 +44,7 @@ def wait_ready(pool: WorkerPool, signals: SignalPipe | None = None) -> None:
 def warm_up(
     pool: WorkerPool, items: Sequence[WarmUp], signals: SignalPipe | None = None
 ) -> Iterator[tuple[WarmUp, WarmedUp]]:
-    """Prepare steps on all workers, of which a dead one starts again; yields each item when all are done.
-
-    Raises: WorkerError, also when none answers in time; InterruptedRunError at a signal.
-    """
+    """Prepare steps on all workers; yields each item when all are done. Raises: as `hear`; WorkerError."""
     for worker in pool.living:
         worker.prepare(items)
     left, heard_s = list(items), pool.clock.now_s

@@ -69,10 +69,7 @@ def seldom_asked(text: str) -> NamedPolicy:
 
 
 class SeldomAsked:
-    """Calls a policy only when jobs arrive or end; in between, jobs continue their steps on their ranks.
-
-    Otherwise a simulation of many jobs spends most of its time in the policy.
-    """
+    """Calls a policy only when jobs arrive or end: it takes most of the time of long simulations."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

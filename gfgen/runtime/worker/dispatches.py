@@ -123,11 +123,8 @@ class Dispatches:
             self._unsent[number] = self._num_announced
 
     def await_arenas(self, number: int) -> None:
-        """Wait until all arenas are mapped that came before this dispatch's state was asked for.
-
-        Mapping waits for the device, so for sends behind it, and for ranks that wait for this one's state.
-        Raises: InputVoidError when the dispatch is given up.
-        """
+        """Map what came before this dispatch's state was asked for: it waits for sends. Raises:
+        InputVoidError."""
         with self.lock:
             due = self._unsent.get(number, 0)
             self._changed.wait_for(lambda: self._num_mapped >= due or self.is_void(number))

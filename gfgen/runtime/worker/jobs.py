@@ -1,7 +1,4 @@
-"""The state of a job on one rank: latents from the ranks that ran the last task, or else from its slab.
-
-The prompt's embeddings and the condition always come from the slab.
-"""
+"""The state of a job on one rank: latents from the last task's ranks or its slab; the rest from the slab."""
 
 from __future__ import annotations
 
@@ -137,10 +134,8 @@ class RankJob:
         self.producer, self.is_there = producer, None
 
     def fetch_constants(self, task: Task, producer: int | None, *, is_void: Callable[[], bool]) -> None:
-        """Copy prompt and condition from the slab unless they are here; latents may come before a condition.
-
-        Raises: InputVoidError when `is_void` says that it is given up.
-        """
+        """Copy prompt and condition from the slab, if latents came first. Raises: InputVoidError by
+        `is_void`."""
         versions = {"prompt": 1, "condition": 2} if task.index > 1 else {"prompt": 1} if task.index else {}
         for name, version in versions.items():
             if name in self.makers:
