@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from gfgen.cli.options import JobOptions, Named, argument, configure_log, flag, group, option, takes
-from gfgen.cli.remote.status import RunStatus, Target
+from gfgen.cli.remote.folder import RunStatus, Target
 from gfgen.cli.shown.board import has_cursor, printable
 from gfgen.errors import GfgenError, InputError
 from gfgen.runtime.files.lock import holder_of

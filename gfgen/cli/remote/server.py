@@ -16,8 +16,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener, getproxies, proxy_bypass
 
-from gfgen.cli.remote.folder import selected_jobs
-from gfgen.cli.remote.status import Cancelled, RunStatus, Submitted
+from gfgen.cli.remote.folder import Cancelled, RunStatus, Submitted, selected_jobs
 from gfgen.errors import GfgenError, InputError, RunError
 from gfgen.job.images import is_video
 from gfgen.job.reader import JobSource, to_mapping
