@@ -309,7 +309,10 @@ class RankOptions(AskedRanks):
         if self.gpus is not None and self.ranks is None and len(ranks.devices.gpus) <= self.gpus.count(","):
             logger.warning("--gpus %s: only %d of them can be used", self.gpus, len(ranks.devices.gpus))
         if not ranks.are_on_gpus:
-            _tell_of_graphs("on CPU ranks, which launch no kernels")
+            context = click.get_current_context()
+            if context.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
+                word = "--graphs" if context.params["graphs"] else "--no-graphs"
+                logger.info("%s has no effect on CPU ranks, which launch no kernels", word)
         if self.offload:
             logger.warning("--offload has no effect any more: gfgen streams what does not fit on a GPU")
         return ranks
@@ -330,13 +333,6 @@ def _show_only(gpus: str) -> None:
     if shown and any(int(part) >= len(shown) for part in chosen):
         raise InputError(f"--gpus {gpus}: CUDA_VISIBLE_DEVICES shows {len(shown)} GPUs, from 0")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown[int(part)] if shown else part for part in chosen)
-
-
-def _tell_of_graphs(where: str) -> None:
-    context = click.get_current_context()
-    if context.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
-        word = "--graphs" if context.params["graphs"] else "--no-graphs"
-        logger.info("%s has no effect %s", word, where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

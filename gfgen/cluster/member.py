@@ -46,8 +46,7 @@ logger = logging.getLogger(__name__)
 NOTES_S = 0.25
 """Between two reports of what ranks do."""
 DEAF_S = 45.0
-"""An actor whose driver has been silent for this time ends. Ray ends it sooner, unless the machine has
-lost its connection or its Ray."""
+"""An actor whose driver has been silent for this time ends, if Ray does not end it sooner."""
 END_S = 20.0
 """How long the process may take to end its ranks before it is killed."""
 

@@ -134,15 +134,13 @@ class Fleet:
 
 
 ROUND_TRIP_S = 0.05
-"""From the end of a job on a node to the start of the next one that the driver hands out for it, with time
-for other messages."""
+"""From the end of a job on a node to the start of the next one that the driver hands out for it."""
 QUEUE_SHARE = 0.25
 """Of the waiting jobs per rank."""
 MAX_AHEAD = 2
 """Jobs ahead of need per rank."""
 AT_ONCE = 2
-"""Jobs that a node gets ahead of need before other nodes with room get some, too. With more, the longest jobs
-of the queue end on one node."""
+"""Jobs that a node gets before others with room get some; with more, the longest ones end on one node."""
 
 
 Patience = tuple[int, float, float]

@@ -44,8 +44,7 @@ class Watchers(Observer):
         self._there: dict[str, tuple[str, JobView]] = {}
         """Of each job that a node has: the node, and how far the job is."""
         self._waiting: dict[str, tuple[JobView, JobView]] = {}
-        """Of each job that waits: its view as the driver and as observers see it. An unchanged view is the
-        same object."""
+        """Of each job that waits: its view as the driver and as observers see it, the same if unchanged."""
 
     def join(self, node: str, num_ranks: int, *, now_s: float) -> None:
         ranks = range(self._num_ranks, self._num_ranks + num_ranks)

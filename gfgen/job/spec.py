@@ -47,8 +47,7 @@ ENCODERS |= {"prores": "prores_ks", "png16": "png"}
 WITHOUT_QUALITY = ("png", "png16", "gif", "prores")
 
 PLACEHOLDERS = ("id", "index", "seed", "tag", "prompt", "model", "date", "time")
-"""Admission fills in the index and the default model; the folder knows date, time and random seeds
-(ownership.py)."""
+"""Admission fills in the index and the default model; the folder knows the others (ownership.py)."""
 PLACEHOLDER = re.compile(r"\{(?:(" + "|".join(PLACEHOLDERS) + r")|(index|seed):0?([1-9][0-9]?)d?)\}")
 """A name, or that of a number with its width."""
 RANDOM_SEED = -1

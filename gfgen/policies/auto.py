@@ -118,8 +118,7 @@ def _smoothed(ahead: Mapping[str, Outlook], last: Choice | None) -> dict[str, fl
 def _best(
     snapshot: Snapshot, ahead: Mapping[str, Outlook], late: Mapping[str, float], wasteful: Collection[str]
 ) -> str:
-    """The fewest late jobs; then no waste; then, unless more jobs may come, the soonest end; then the least
-    mean latency."""
+    """The fewest late jobs; then no waste, the soonest end (unless more jobs come), the least latency."""
     fewest = min(late.values())
     left = [name for name in ahead if late[name] < fewest + SAME_LATE]
     left = [name for name in left if name not in wasteful] or left

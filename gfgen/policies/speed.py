@@ -10,8 +10,7 @@ from gfgen.layout import MAX_RANKS, Layout
 from gfgen.snapshot import JobView, Snapshot
 
 MARGIN = 1.25
-"""With this a rest leaves a fifth of the time to the deadline unused, because each wait for others at a
-boundary costs part of a step."""
+"""Leaves a fifth of the time to the deadline, because each wait at a boundary costs part of a step."""
 MAX_KEPT = 1000
 """Lost jobs that are remembered, beyond twice the open ones: some have ended."""
 _SOME = tuple(range(MAX_RANKS))

@@ -34,8 +34,7 @@ MAX_KEPT = 4 * NUM_CONSIDERED
 """Jobs, ended ones included, whose cases are kept between decisions."""
 
 _due = attrgetter("precedence", "deadline_s", "remaining_s", "arrival_s")
-"""The shortest goes first among jobs with equal deadlines, so a started job keeps its place. They would take
-turns otherwise, because a job that reopens comes last among equals, and all would end late."""
+"""A started job keeps its place among equal deadlines: they would take turns, and all would end late."""
 _short = attrgetter("precedence", "remaining_s", "arrival_s")
 _precedence = attrgetter("precedence")
 _deadline = attrgetter("deadline_s")

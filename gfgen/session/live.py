@@ -198,8 +198,7 @@ class LiveRun(Observer):
         return None if time_s is None or time_s == float("inf") else round(self._started_at + time_s, 1)
 
     def _running(self, snapshot: Snapshot) -> dict[str, RunningTask]:
-        """By job: the tasks that run, without those queued behind them, and the next ones of jobs that are
-        between two tasks on their ranks."""
+        """By job: the tasks that run, or are next for jobs between two tasks on their ranks."""
         running: dict[str, RunningTask] = {}
         busy: set[int] = set()
         for each in snapshot.running:

@@ -71,8 +71,7 @@ class SessionOptions:
     closes_at: float | None = None
     """Unix time at which the run stops."""
     job_file: str = STDIN
-    """The job file or the watched folder, as the folder's records name it. STDIN: unknown, so files of
-    other jobs stay."""
+    """The job file or the watched folder as recorded; STDIN: unknown, so files of other jobs stay."""
     job_bounds: JobBounds | None = None
     keeps_records: bool = True
     """Writes a journal and a manifest into the output folder."""

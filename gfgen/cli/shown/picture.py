@@ -64,15 +64,6 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
             raise OutputError(f"cannot write {path}: {error.strerror}") from error
 
 
-def name_rows(axes: Axes, names: Sequence[str], *, fontsize: float) -> None:
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xticks([])
-    axes.set_yticks(range(len(names)), names, fontsize=fontsize)
-    axes.tick_params(length=0)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.spines["left"].set_color(GREY)
-
-
 def job_colour(idx: int) -> str:
     lap, place = divmod(idx, len(PALETTE))
     return shaded(PALETTE[place], LIGHTNESS[lap % len(LIGHTNESS)])
@@ -201,7 +192,12 @@ def _draw_panel(axes: Axes, panel: _Panel, runs: Sequence[RunFigures], *, has_na
         axes.text((value or 0.0) + 0.03 * limit, row, text, va="center", fontsize=9)
     axes.set_xlim(0, limit)
     axes.set_title(panel.title, fontsize=10, loc="left", pad=8)
-    name_rows(axes, [run.name if has_names else "" for run in runs], fontsize=10)
+    axes.set_ylim(len(runs) - 0.5, -0.5)
+    axes.set_xticks([])
+    axes.set_yticks(range(len(runs)), [run.name if has_names else "" for run in runs], fontsize=10)
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.spines["left"].set_color(GREY)
 
 
 def _names(traces: Sequence[Path], timelines: Sequence[Timeline]) -> list[str]:

@@ -46,8 +46,7 @@ class Flight:
     opens_s: float = math.inf
     """The same, less an allowance for rounding."""
     late_s: float = 0.0
-    """From here on nothing may be queued: a task that is so late may end at any time, or not for long,
-    and a task queued behind it would wait on a rank that other jobs could use."""
+    """From here on nothing may be queued: a task that is so late would keep it waiting on this rank."""
 
     def set_end(self, view: RunningTask, soonest_s: float) -> None:
         """Predict this end, and that no rank is free before `soonest_s`; what follows is decided for that."""

@@ -32,8 +32,7 @@ _KIND_ORDER = (
     events.GraceOver,
     events.Wakeup,
 )
-"""Order of simultaneous events: ends come before beginnings, so that a rank that becomes free at the moment
-of an arrival can take that job."""
+"""Order of simultaneous events: ends first, so that a rank that becomes free can take an arriving job."""
 _KINDS = {kind: number for number, kind in enumerate(_KIND_ORDER)}
 
 
@@ -45,11 +44,7 @@ class Clock:
         self._virtual_s = 0.0
         self._has_turned = False
         self.turn_s = 0.0
-        """The moment for which this turn of the loop decides.
-
-        It stands still while a policy runs, so decisions are checked against the snapshot that they were made
-        from, and the journal's record of it is enough to replay them.
-        """
+        """The moment for which this turn decides: that of the snapshot, and of the journal's record of it."""
         self._due: list[tuple[float, int, int, Event]] = []
         self._numbers = itertools.count()
         self.look_s = math.inf

@@ -13,8 +13,7 @@ from gfgen.snapshot import JobView
 
 SortKey = Callable[[JobView], Any]
 JobKind = tuple[str, str, int, int]
-"""Model, shape, number of tasks and of approximate steps: jobs of one kind that have not started have equal
-durations."""
+"""Model, shape, tasks, approximate steps: jobs of one kind that have not started have equal durations."""
 
 MAX_ORDERS = 4
 """Sort orders that are maintained. A policy has one or two; a key created at each call evicts others."""

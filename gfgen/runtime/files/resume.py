@@ -77,8 +77,7 @@ class RunStart:
     num_writers: int = 1
     """Processes that write files; looks ahead count with them."""
     first_use_s: float = 0.0
-    """Extra time of the first step or decode of a model and shape on some degrees, until the run has learned
-    it; 0: it costs nothing."""
+    """Extra time of the first step or decode of a model, shape and degrees, until the run has learned it."""
     warm: Collection[tuple[str, str, Degrees]] = ()
     """Models, by the names that jobs have, with shapes and degrees whose first uses are over."""
 

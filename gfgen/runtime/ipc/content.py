@@ -174,8 +174,7 @@ def remove_replaced(path: Path, written: Collection[str], replaces: Mapping[str,
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Delete the partial files of killed writers in an output folder, but not in subfolders; returns how
-    many.  The caller must hold the folder's lock, because another run's writers may be active."""
+    """Delete partial files of killed writers; returns how many. The caller must hold the folder's lock."""
     leftovers = [path for path in folder.glob(".*.tmp-*") if _is_temporary(path.name) and path.is_file()]
     for path in leftovers:
         path.unlink(missing_ok=True)

@@ -53,8 +53,7 @@ _Key = tuple[Stage, Degrees]
 _Tasks = dict[tuple[str, Degrees], float]
 """Values of the last _NUM_RECENT tasks, by `CostClass.kind` and degrees."""
 _Rest = tuple[Degrees | None, int, int, int]
-"""All that the rest of a job depends on: the degrees of its steps, its next task (2 for any step or the
-decode), tasks left, and approximate steps of them."""
+"""The degrees of a job's steps, its next task (2: any step or decode), tasks left, approximate steps."""
 
 
 class Recent:
@@ -266,8 +265,7 @@ class CostModel:
         return self._by_pace(cost_class, stage, degrees)
 
     def spread(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
-        """How far the estimate may be off, as a share of it: the interquartile range, or more if it is not
-        measured."""
+        """How far the estimate may be off, as a share of it: the interquartile range, or more."""
         measured = cost_class.measured.get((stage, degrees))
         if measured is not None:
             return interquartile_range(measured.samples) / max(measured.value, OVERHEAD_S)
@@ -568,8 +566,7 @@ def _best_way(ways: Sequence[Degrees], known_s: Callable[[Stage, Degrees], float
 
 
 def _best_numbers(most: int, known_s: Callable[[Stage, Degrees], float]) -> Iterator[int]:
-    """For 1 rank, 2 ranks and so on: how many of them a decode uses, which can use `most`; fewer if those are
-    known to be as fast."""
+    """For each number of ranks: how many of them, at most `most`, make a decode fastest."""
     chosen, best, best_s = 1, 1, math.inf
     for number in range(1, MAX_RANKS + 1):
         if number <= most:

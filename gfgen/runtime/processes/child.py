@@ -57,8 +57,7 @@ class Patience:
     """A task may run this much longer than predicted, or `task_factor` times as long."""
     task_factor: float = 20.0
     wait_s: float = 30.0
-    """For one wait of a rank for another during a task, or `wait_factor` times the predicted duration of the
-    task, because the other rank is busy with a part of the same task."""
+    """For a wait for a busy rank during a task, or `wait_factor` times the task's predicted duration."""
     wait_factor: float = 3.0
     longest_wait_s: float = 3600.0
     """Even if more was predicted. The waits for a rank that dies, or is given up, end long before."""
@@ -66,11 +65,9 @@ class Patience:
     """For leaving a task that is given up, in addition to `leaving_factor` times its predicted duration."""
     leaving_factor: float = 3.0
     stopping_s: float = 10.0
-    """For leaving an unwanted task. A rank looks for a stop at every block, but on a CPU a block of a huge
-    job takes minutes."""
+    """For leaving an unwanted task: a stop is looked for at every block, of minutes on a CPU."""
     killed_s: float = 10.0
-    """For the end of a killed process. It takes a second or two to free a GPU. A process that hangs in a
-    driver, or on a disk that is gone, does not end."""
+    """For the end of a killed process, which may take seconds on a GPU, or hang in a driver or disk."""
     write_s: float = 60.0
 
     def for_task_s(self, dispatch: Dispatch) -> float:

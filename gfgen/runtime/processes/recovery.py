@@ -226,8 +226,7 @@ class Attempts(dict[int, Attempt]):
         self[dispatch.number] = Attempt(dispatch, deadline_s, paused_before_s)
 
     def report(self, number: int, times: RankTimes) -> bool:
-        """A rank has done its part. Returns whether that counts: a second report does not, nor one of an
-        earlier run or of a dispatch that is given up."""
+        """Whether a rank's report counts: the first one, of a dispatch of this run that is not given up."""
         attempt = self.get(number)
         if attempt is None or attempt.is_given_up or times.rank not in attempt.unreported:
             return False

@@ -102,8 +102,7 @@ class Requests(Protocol):
     def fileno(self) -> int: ...
 
     def take_events(self, now_s: float) -> Sequence[Event]:
-        """The requests since the last call, as events of this moment. Their only effect is a turn of the
-        loop, which looks at the intake."""
+        """The requests since the last call, whose only effect is a turn of the loop."""
 
 
 WarmUps = Callable[[Sequence[AdmittedJob]], Sequence[messages.WarmUp]]

@@ -123,8 +123,7 @@ class Dispatches:
             self._unsent[number] = self._num_announced
 
     def await_arenas(self, number: int) -> None:
-        """Map what came before this dispatch's state was asked for: it waits for sends. Raises:
-        InputVoidError."""
+        """Map what came before this dispatch's state was asked for. Raises: InputVoidError."""
         with self.lock:
             due = self._unsent.get(number, 0)
             self._changed.wait_for(lambda: self._num_mapped >= due or self.is_void(number))

@@ -86,8 +86,7 @@ class RankJob:
     take_in: TakeIn = copied
     artifacts: dict[str, Fields] = field(default_factory=dict)
     makers: dict[str, int | None] = field(default_factory=dict)
-    """By constant (prompt, condition) that is here: the dispatch that made it; None if it ended well before
-    the constant came."""
+    """By constant (prompt, condition) that is here: the dispatch that made it; None for long ended ones."""
     producer: int | None = None
     """The dispatch that made the latents in `artifacts`; None if they are not here."""
     is_there: Any = None
