@@ -1,15 +1,12 @@
 """Measure a profile: every task of some shapes on real workers, with groups of every useful size.
 
 A measurement is a small run of the real control plane with a scripted policy. Each group of ranks first runs
-a job that does not count, then jobs whose steps use all layouts of the group. The gaps between the steps of
-a job that moves at each step show the cost of moves.
+a job that does not count, then jobs whose steps use all layouts of the group. The gaps between the steps of a
+job that moves at each step show the cost of moves.
 
 CPU ranks share cores and memory. So each group is measured with idle and with busy other ranks, and a task
-counts only if the other ranks really were so. Measurements repeat in several rounds, so that a disturbance of
-some seconds affects few samples of each row, which the medians ignore.
-
-The time of a GPU does not depend on the others. So as many groups of one size as possible run at once, and
-the devices' clocks measure them.
+counts only if they really were so, in several rounds against disturbances. GPUs are independent, so as many
+groups of one size as possible run at once, and the devices' clocks measure them.
 """
 
 from __future__ import annotations

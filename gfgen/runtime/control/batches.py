@@ -1,8 +1,7 @@
 """Jobs that are alike: batches, which share their steps and nothing else, and jobs with equal calls.
 
-A batch consists of jobs that follow each other in the file, arrive at once, and are equal in all but prompts,
-seeds and files. Each is encoded, prepared, decoded and written by itself, and has its own state, records and
-failures. Only their steps go together, as dispatches with consecutive numbers on one rank, each of which
+A batch has jobs that follow each other in the file, arrive at once, and are equal in all but prompts, seeds
+and files. Only their steps go together, as dispatches with consecutive numbers on one rank, each of which
 takes an equal part of the time. Policies see one job of a batch, the leader, when all others have come as
 far.
 """

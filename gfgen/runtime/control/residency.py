@@ -1,15 +1,11 @@
 """Which models are resident where not all of them fit, and when others' turn comes.
 
-Jobs of models that are not resident are out of the policies' sight (state.py). The resident ones are
-changed, on all ranks, each after its present task,
+Jobs of models that are not resident are out of the policies' sight (state.py). The resident ones are changed,
+on all ranks, each after its present task, when nothing of them can run any more and jobs of others wait, or
+when the last change was so long ago that changes take a hundredth of the time at most; a tenth for a job
+whose deadline or priority comes before those of all jobs that can run. First comes the model of the most
+urgent job, or of one that has waited for a hundred times what a change takes.
 
-- when nothing of them can run any more, and jobs of others wait;
-- when jobs of others wait, and the last change was so long ago that changes take a hundredth of the time
-  at most; a tenth for a job whose deadline or priority comes before those of all jobs that can run. Whose
-  model comes first is that of the most urgent job, or of one that has waited for a hundred times what a
-  change takes.
-
-So there are never more changes than jobs, and one for each hundred, or ten, times what a change takes.
 A change is an event in the journal, so that a replay needs none of this. A model that no rank can load
 (`LoadFailed`) is resident no more; its jobs fail.
 """

@@ -1,11 +1,10 @@
 """Makes the steps of a GPU's rank fast: loads the kernels that they launch, and records forwards.
 
-Both take time in which other ranks must not wait for this one inside a task. So the rank does it before it
-enters a task, by a *rehearsal*: it runs a step alone, with zeros for what others would send
-(models/parallel/parallel.py). `warm_up` does this for all tasks of a kind of jobs, in parts that fit
-between tasks. Other kinds are recorded before a step, as soon as enough steps of that kind can be expected,
-if records of such forwards are worth it (models/fast/recording.py). Where texts are not padded, prompts of
-another length are another kind. Each rank counts and decides for itself (recording.py).
+Other ranks must not wait for either, so the rank does it before it enters a task, by a *rehearsal*: a step
+alone, with zeros for what others would send (models/parallel/parallel.py). `warm_up` does this for all tasks
+of a kind of jobs, in parts that fit between tasks. Other kinds are recorded before a step, as soon as enough
+steps of that kind can be expected, if records of such forwards are worth it (models/fast/recording.py). Each
+rank counts and decides for itself.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """The GPU memory that a rank's tasks take; copies from and to host memory (`Staging`).
 
-torch keeps the memory that it has taken from the device and reuses it. If that is not enough, it asks the
-device for more or gives memory back. Then it waits for everything that runs on the device, with the context
-locked, so that no other thread of the rank can send or publish. If the device waits for a rank that waits for
-this one, nothing moves until the control plane gives the task up (recovery.py). So a task counts as familiar
-if a task of its kind was launched before without asking the device, and if as much memory is free as that one
-took, on the stream of the launch: a task cannot use what torch keeps for another stream or for records.
-
-A familiar launch is unlikely to ask the device, but it may: free memory may lie in pieces that are too small.
-A kind whose launch asked the device is not familiar the next time.
+torch keeps the memory that it has taken from the device. To get more it waits for all that runs there, with
+the context locked, so that no other thread of the rank can send or publish. If the device waits for a rank
+that waits for this one, nothing moves until the control plane gives the task up (recovery.py). So a task
+counts as familiar if one of its kind was launched before without asking the device, and as much memory is
+free as that one took, on the same stream. Such a launch may still ask, if free memory lies in small pieces;
+then its kind is familiar no more.
 """
 
 from __future__ import annotations
