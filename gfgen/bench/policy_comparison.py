@@ -85,12 +85,9 @@ class PolicyComparison:
 
     def table(self) -> list[str]:
         """A Markdown line per policy; the last columns are ratios to the baseline."""
-        rows = [f"| {' | '.join(_cells(found, self._baseline))} |" for found in self.scores]
+        baseline = next((found for found in self.scores if found.policy == self.baseline), None)
+        rows = [f"| {' | '.join(_cells(found, baseline))} |" for found in self.scores]
         return [_HEAD, "|---" * _HEAD.count(" |") + "|", *rows] if rows else []
-
-    @property
-    def _baseline(self) -> Score | None:
-        return next((found for found in self.scores if found.policy == self.baseline), None)
 
     def remarks(self) -> list[str]:
         lines = [*self.notes, *(f"{policy}: {error}" for policy, error in self.failures.items())]

@@ -131,9 +131,7 @@ class JobSpec:
     recipe: Mapping[str, Any] | None = field(default=None, hash=False)
     """By families of models: fields for which the job has no value (job/recipes.py)."""
     lora: list[Mapping[str, Any]] | None = field(default=None, hash=False)
-    """In the order in which they are merged: `sha256` of the file, `scale`, and `target` for one model.
-
-    In a request over HTTP, `name` stands for the file until admission."""
+    """In the order of merging: `sha256` (over HTTP a `name` until admission), `scale`, perhaps `target`."""
     lora_files: list[str] | None = field(default=None, hash=False)
     reuse: float | str | None = None
     """The share of its steps that run no transformer, or "if-late"."""

@@ -42,9 +42,8 @@ SAVED = 0.2
 MAX_KINDS = 16
 """Kinds of jobs; each takes up to some seconds. Other kinds are prepared by their own tasks."""
 MAX_FLOPS = 2e15
-"""Operations of a step on each of its ranks. A larger step computes for seconds (two forwards of Wan2.2-5B at
-1280x704x81, 586e12 together, took 1.0 s on an H200: benchmarks/results/2026-11-22-forward.md). Loading is
-a small part of the first such step, and launching delays none."""
+"""Operations of a step on each of its ranks. A larger one computes for seconds (586e12 took 1.0 s on an H200:
+benchmarks/results/2026-11-22-forward.md), of which loading and launching are a small part."""
 MAX_PROMPT = 500
 """Characters of a prompt that ranks get to prepare with between tasks: these messages are sent at once."""
 ONE_DEGREE: Mapping[str, int] = {"fcfs": 1, "srtf": 1, "legacy": 0}

@@ -20,9 +20,8 @@ from gfgen.snapshot import JobView
 NUM_RECENT = 24
 """Arrivals that are remembered, as a sample of what may be expected."""
 _RENEWALS_S = (0.25, 10.0)
-"""Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within
-these bounds: early measurements change much, later ones little, and each renewal takes 4 us a job. Guesses
-that a first measurement has shown to be wrong are renewed at once."""
+"""Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within these bounds,
+since early measurements change much, and a renewal takes 4 us a job; wrong guesses are renewed at once."""
 
 
 class Jobs:

@@ -247,9 +247,7 @@ class MemoryUse:
     device_peaks: Mapping[str, int] = field(default_factory=dict)
     """By model: the peak on its GPU during the launch of one of its tasks, including weights."""
     reserved_bytes: int = 0
-    """GPU memory that torch has reserved."""
     arena_bytes: int = 0
-    """GPU memory for exchanges with other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +259,6 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class EdgesRestarted:
-    """`RestartEdges` is done."""
-
     numbers: frozenset[int]
 
 

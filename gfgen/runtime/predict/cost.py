@@ -386,7 +386,6 @@ class CostModel:
         return self._profile.move_s + cost_class.state_bytes / self._profile.move_bytes_per_s
 
     def switch_s(self, cost_class: CostClass) -> float:
-        """Predicted time to merge other patches into a model."""
         learned = cost_class.shared.switches
         return SWITCH_S if learned is None else learned.value
 
@@ -449,7 +448,6 @@ class CostModel:
         self._note_learned(cost_class, key, estimate_s, is_first=before is None, price_s=price_s)
 
     def observe_write(self, cost_class: CostClass, duration_s: float) -> None:
-        """Learn from a file that was written."""
         writes = cost_class.writes
         writes.add(duration_s)
         writes.samples.append(duration_s)

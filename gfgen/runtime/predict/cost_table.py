@@ -79,7 +79,6 @@ class CostTable:
         self._write_s = profile.write_s
 
     def has(self, model: str, shape: str, stage: Stage, degrees: Degrees) -> bool:
-        """Whether exactly this was measured."""
         return (model, shape, stage, degrees) in self._exact
 
     def has_degrees(self, model: str, stage: Stage, degrees: Degrees) -> bool:
@@ -142,7 +141,6 @@ class CostTable:
 
 
 def speed_up(num_ranks: int) -> float:
-    """The assumed speed-up on several ranks without measurements."""
     return 1.0 if num_ranks == 1 else num_ranks * PARALLEL_EFFICIENCY
 
 
