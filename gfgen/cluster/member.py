@@ -7,6 +7,7 @@ because a session starts processes from its main thread, which an actor does not
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import queue
@@ -389,6 +390,4 @@ class NodeActor:
 
 
 if __name__ == "__main__":  # what it sends names the classes of the imported module
-    from gfgen.cluster import member
-
-    sys.exit(member.main(int(sys.argv[1])))
+    sys.exit(importlib.import_module("gfgen.cluster.member").main(int(sys.argv[1])))
