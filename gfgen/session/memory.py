@@ -37,6 +37,7 @@ from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES, default_plan
 from gfgen.runtime.ipc.slab import SlabPlan
+from gfgen.runtime.predict.profile_file import NO_PROFILE, Profile
 from gfgen.session.loras import GPU_BYTES, Loras, PatchNeed
 from gfgen.system.machine import available_bytes
 from gfgen.system.wording import counted, size_in_words
@@ -58,7 +59,7 @@ _TOKEN_BYTES, _PIXEL_BYTES = 200_000, 600
 _SHARING_BYTES = 16 * 32 * 2**20
 """Workspaces of cuBLAS for forwards that share reads (streaming/turns.py): 32 MB a thread on Hopper."""
 _READ_BYTES_PER_S = 50e9
-"""From pinned memory; one H200 reads 55 GB/s, two at once 38 to 48 each (copies of 4 MB and more)."""
+"""From pinned memory, where nothing was measured; one H200 reads 55 GB/s, two at once 38 to 48 each."""
 _QUANTISING = 7
 """The most memory that a GPU needs to quantise a weight, as a multiple of the weight in bf16
 (modulation.in_int8 computes in fp32)."""
@@ -73,6 +74,8 @@ class HostMemory:
     is_loaded: bool = False
     """The ranks hold the models of all jobs, so what is available of main memory is without them."""
     patches: Loras = field(default_factory=Loras)
+    profile: Profile = NO_PROFILE
+    """What was measured of such devices."""
 
     @property
     def room_bytes(self) -> int | None:
@@ -269,7 +272,7 @@ class GpuMemory(HostMemory):
             for name in streamed
             if TEXT_ENCODER.fullmatch(name) is None
         ]
-        return max(sizes, default=0) / _READ_BYTES_PER_S
+        return max(sizes, default=0) / (self.profile.read_bytes_per_s or _READ_BYTES_PER_S)
 
     def _placed(self, checkpoint: Path) -> Placement:
         parts, room_bytes = self._parts(checkpoint), self.room_bytes

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -125,8 +126,8 @@ class Session:
         self._lock = -1
         self._warm: set[tuple[str, str, Degrees]] = set()
         """Models, shapes and degrees that ranks have prepared before a run."""
-        self._reads_s: Mapping[str, float] = {}
-        """By model with streamed blocks: the time that reading them takes."""
+        self._models: Mapping[str, Path] = {}
+        """Those of `load`, by name."""
         self.stop_signal: int | None = None
         """The signal that stopped the last run, if jobs were left."""
 
@@ -198,9 +199,7 @@ class Session:
         memory.check_waiting(checkpoints)
         self.residency = memory.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
-        of_jobs = {job.spec.model or "": job.checkpoint for job in jobs}
-        times_s = {name: memory.reads_s(path) for name, path in {**named, **of_jobs}.items()}
-        self._reads_s = {name: seconds for name, seconds in times_s.items() if seconds}
+        self._models = {**named, **{job.spec.model or "": job.checkpoint for job in jobs}}
         held = checkpoints if self.residency is None else self.residency.checkpoints
         profile = find_profile(options.ranks.profiled_as)
         kernels = choose_kernels(
@@ -328,15 +327,16 @@ class Session:
         )
 
     def _keep_measured(self, ranks: Ranks, costs: CostModel) -> None:
-        """Keep the task times for the predictions of later runs, unless an option changes them."""
-        if ranks.vae_dtype == "auto" and ranks.has_graphs and not self.pool.settings.placements:
-            keep_measured(
-                runs_path(ranks.profiled_as),
-                costs.classes.values(),
-                device=ranks.profiled_as,
-                num_ranks=max(map(len, self.pool.islands)),
-                share_cores=_share_cores(ranks),
-            )
+        """Keep what later runs predict from; no task times if an option or streamed blocks change them."""
+        are_usual = ranks.vae_dtype == "auto" and ranks.has_graphs and not self.pool.settings.placements
+        keep_measured(
+            runs_path(ranks.profiled_as),
+            costs.classes.values() if are_usual else (),
+            device=ranks.profiled_as,
+            num_ranks=max(map(len, self.pool.islands)),
+            share_cores=_share_cores(ranks),
+            read_bytes_per_s=self.admission.memory.profile.read_bytes_per_s,
+        )
 
     def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
         """None if the model is not there any more, or its files cannot be read."""
@@ -370,10 +370,18 @@ class Session:
             resident=None if self.residency is None else self.residency.resident,
             islands=pool.islands,
             batch=options.batch,
-            reads_s=self._reads_s,
+            reads_s=self._reads_s(),
             first_use_s=FIRST_USE_S if options.ranks.are_on_gpus else 0.0,
             warm=self._warm,
         )
+
+    def _reads_s(self) -> Mapping[str, float]:
+        """By model with streamed blocks: how long a forward reads them, at the rate that ranks measured."""
+        memory, rates = self.admission.memory, [each.read_bytes_per_s for each in self.pool.living]
+        if found := [rate for rate in rates if rate]:
+            memory.profile = replace(memory.profile, read_bytes_per_s=round(median(found)))
+        times_s = {name: memory.reads_s(path) for name, path in self._models.items()}
+        return {name: seconds for name, seconds in times_s.items() if seconds}
 
     def _journal(
         self, jobs: Sequence[AdmittedJob], setup: RunSetup, stack: contextlib.ExitStack

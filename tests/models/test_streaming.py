@@ -29,7 +29,7 @@ from gfgen.models.fast.recording import Graphs
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.geometry.weights import Placement, count_parts
 from gfgen.models.loading.components import load_pipeline
-from gfgen.models.streaming import host_copy
+from gfgen.models.streaming import host_copy, rate
 from gfgen.models.streaming.host_copy import HostCopy
 from gfgen.models.streaming.placing import Placing
 from gfgen.models.streaming.stream import Block, Buffer, Chain, Lane, stream_of
@@ -379,3 +379,36 @@ def test_on_a_gpu_streamed_blocks_give_the_same_bits_in_less_memory(
     saved = 100e6 if in_fp8 else 250e6
     assert peaks[1] < peaks[0] - saved, peaks
     assert peaks[1] < peaks[2] + 50e6, peaks
+
+
+class Copies:
+    """CUDA events around copies that take this long, in ms."""
+
+    def __init__(self, *lasts_ms: float) -> None:
+        self.lasts_ms = list(lasts_ms)
+
+    def __call__(self, **_: object) -> Copies:
+        return self
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _: object) -> float:
+        return self.lasts_ms.pop(0)
+
+
+@pytest.mark.parametrize(("lasts_ms", "num_left"), [((9, 5, 6, 7, 1), 1), ((45, 5), 1)])
+def test_the_rate_of_reads_is_that_of_the_best_of_a_few_copies_and_takes_little_time(
+    monkeypatch: pytest.MonkeyPatch, lasts_ms: tuple[float, ...], num_left: int
+) -> None:
+    region, copies, like = torch.ones(1000, dtype=torch.uint8), Copies(*lasts_ms), torch.empty_like
+    monkeypatch.setattr(torch.cuda, "Event", copies)
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, device: like(tensor))
+    found = rate.read_rate([region[:7], region], torch.device("cuda"))
+    assert found == pytest.approx(1000 / min(lasts_ms[: len(lasts_ms) - num_left]) * 1e3)
+    assert len(copies.lasts_ms) == num_left
+
+
+def test_nothing_is_measured_on_a_cpu_or_without_streamed_blocks(deep: Path) -> None:
+    assert load(deep, of_deep(1), has_random_weights=True).read_bytes_per_s == 0
+    assert rate.read_rate([], torch.device("cuda")) == 0

@@ -56,6 +56,14 @@ def test_what_a_killed_worker_had_sent_does_not_bring_it_back() -> None:
     assert rank.phase is Phase.ENDING
 
 
+def test_the_rate_of_reads_stays_known_while_a_rank_holds_other_models() -> None:
+    rank, found = Silent(0), []
+    for rate in (0.0, 12e9, 0.0, 25e9):
+        rank.hear(ModelsSet(1.0, rate))
+        found.append(rank.read_bytes_per_s)
+    assert found == [0.0, 12e9, 12e9, 25e9]
+
+
 def test_a_worker_that_is_told_to_load_while_it_starts_joins_when_it_has_loaded() -> None:
     rank: Any = Silent(0)
     pool: Any = pool_of(rank)

@@ -73,6 +73,11 @@ class Placing:
         """Whether to load a component without its weights on the device, and give it to `begin`."""
         return component in self._placement.streamed or component in self._brought
 
+    @property
+    def regions(self) -> list[Tensor]:
+        """Of the host copy: those of the blocks that are streamed."""
+        return [place.region for place in self._places.values() if place.region is not None]
+
     def begin(
         self, component: str, model: nn.Module, draw: Callable[[str, Tensor], Tensor] | None = None
     ) -> None:

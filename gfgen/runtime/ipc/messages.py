@@ -173,6 +173,8 @@ class WorkerReady:
     startup_s: float
     counts_tokens: bool = False
     """Whether it can pad texts and exclude the padding from attention."""
+    read_bytes_per_s: float = 0.0
+    """At which it reads streamed blocks; 0 if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,8 @@ class ModelsSet:
     """`SetModels` is done; a rank that cannot do it sends `WorkerFailed` and ends."""
 
     load_s: float
+    read_bytes_per_s: float = 0.0
+    """As in `WorkerReady`."""
 
 
 class TaskReport(NamedTuple):

@@ -96,6 +96,8 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
     calibration_s: float | None = None
     """Time of `models/families/calibration.py` on the same core, by which other machines scale the rows."""
+    read_bytes_per_s: float | None = None
+    """At which a GPU reads streamed blocks of main memory."""
 
     @property
     def models(self) -> frozenset[str]:
@@ -216,7 +218,7 @@ def profile_of(content: object) -> Profile:
     if not isinstance(head.get("versions", {}), dict):
         raise ValueError(f"versions = {head['versions']!r} are no names with their versions")
     rows = head.pop("rows")
-    if not isinstance(rows, list) or not rows:
+    if not isinstance(rows, list) or not (rows or head.get("read_bytes_per_s")):
         raise ValueError("it has no rows")
     parsed = []
     for number, row in enumerate(rows, start=1):
@@ -249,6 +251,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "num_samples": (1, math.inf),
     "move_bytes_per_s": (1, math.inf),
     "calibration_s": (1e-6, math.inf),
+    "read_bytes_per_s": (1, math.inf),
     **dict.fromkeys(("seconds", "spread_s", "loaded_s", "write_s"), (0, MAX_SECONDS)),
 }
 """Of numbers that may not be anything from 0."""

@@ -69,7 +69,7 @@ def of_another_gpu(profile: Profile, device: str) -> Profile:
         )
         for row in profile.rows
     ]
-    return replace(profile, device=device, rows=tuple(rows))
+    return replace(profile, device=device, rows=tuple(rows), read_bytes_per_s=None)
 
 
 def _tflops(device: str) -> float:

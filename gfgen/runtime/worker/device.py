@@ -70,6 +70,11 @@ class Device:
             incarnations=dict(enumerate(message.incarnations)),
         )
 
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Of models with streamed blocks; 0 without any."""
+        return max((each.read_bytes_per_s for each in self.adapters.values()), default=0.0)
+
     def load(self, path: str) -> None:
         """Load the model of this checkpoint."""
         self.adapters[path] = self._load_model(path)

@@ -64,7 +64,8 @@ def run_worker(
         return
     with contextlib.suppress(ConnectionError):  # the control plane is gone
         device = worker.device
-        ready = WorkerReady(settings.rank, time.monotonic() - started_s, device.counts_tokens)
+        startup_s = time.monotonic() - started_s
+        ready = WorkerReady(settings.rank, startup_s, device.counts_tokens, device.read_bytes_per_s)
         channel.send(ready, device.arena_fds)
         worker.serve()
     sys.stderr.flush()

@@ -86,7 +86,7 @@ class Preparation:
                 device.drain()
             except Exception as error:
                 resign(self._channel, self._rank, error)
-            self._channel.send(messages.ModelsSet(time.monotonic() - started_s))
+            self._channel.send(messages.ModelsSet(time.monotonic() - started_s, device.read_bytes_per_s))
 
 
 def resign(channel: Channel, rank: int, error: Exception) -> NoReturn:
