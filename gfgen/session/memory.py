@@ -138,6 +138,11 @@ class HostMemory:
         """The time that reading the streamed blocks of one forward takes at least."""
         return 0.0
 
+    def reads_of(self, models: Mapping[str, Path]) -> Mapping[str, float]:
+        """As `RunStart.reads_s`, of models by their names."""
+        times_s = {name: self.reads_s(path) for name, path in models.items()}
+        return {name: seconds for name, seconds in times_s.items() if seconds}
+
     def streaming(self, checkpoints: Collection[Path]) -> Mapping[str, Placement]:
         """The placements of the models that have streamed blocks, by path."""
         found = {path: each for path in sorted(checkpoints) if (each := self.placement(path)).streamed}
@@ -145,7 +150,7 @@ class HostMemory:
             sizes = map(size_in_words, (self.weights([path])[path], each.streamed_bytes))
             text = "%s: each GPU holds %s of its weights; %s are streamed from main memory%s"
             reads_s = self.reads_s(path)
-            pace = f", which takes a step at least {reads_s:.2g} s" if reads_s else ""
+            pace = f", which takes a forward at least {reads_s:.2g} s" if reads_s else ""
             logger.info(text, model_name(path), *sizes, pace)
         return {str(path): each for path, each in found.items()}
 
@@ -291,13 +296,17 @@ class GpuMemory(HostMemory):
         return replace(found, takes_patches=not self.precision.quantised(checkpoint).layers)
 
     def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
-        for job in jobs if not self.is_loaded else ():
+        self.note(() if self.is_loaded else jobs)
+        return super().fit(jobs, is_new=is_new)
+
+    def note(self, jobs: Sequence[AdmittedJob]) -> None:
+        """Placements leave room for jobs like these."""
+        for job in jobs:
             picture = _PIXEL_BYTES * job.trajectory.frames_bytes // (job.spec.frames or 1)
             need = max(self.work_bytes(job), _TOKEN_BYTES * job.limits.max_sequence_degree, picture)
             if need > self.work.get(job.checkpoint, 0):
                 self.work[job.checkpoint] = need
                 self.patches.placements.pop(job.checkpoint, None)
-        return super().fit(jobs, is_new=is_new)
 
     def _parts(self, checkpoint: Path) -> Mapping[str, Part]:
         if checkpoint not in self.parts:

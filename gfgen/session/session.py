@@ -380,8 +380,7 @@ class Session:
         memory, rates = self.admission.memory, [each.read_bytes_per_s for each in self.pool.living]
         if found := [rate for rate in rates if rate]:
             memory.profile = replace(memory.profile, read_bytes_per_s=round(median(found)))
-        times_s = {name: memory.reads_s(path) for name, path in self._models.items()}
-        return {name: seconds for name, seconds in times_s.items() if seconds}
+        return memory.reads_of(self._models)
 
     def _journal(
         self, jobs: Sequence[AdmittedJob], setup: RunSetup, stack: contextlib.ExitStack

@@ -29,7 +29,7 @@ from gfgen.models.fast.recording import Graphs
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.geometry.weights import Placement, count_parts
 from gfgen.models.loading.components import load_pipeline
-from gfgen.models.streaming import host_copy, rate
+from gfgen.models.streaming import host_copy
 from gfgen.models.streaming.host_copy import HostCopy
 from gfgen.models.streaming.placing import Placing
 from gfgen.models.streaming.stream import Block, Buffer, Chain, Lane, stream_of
@@ -401,14 +401,20 @@ class Copies:
 def test_the_rate_of_reads_is_that_of_the_best_of_a_few_copies_and_takes_little_time(
     monkeypatch: pytest.MonkeyPatch, lasts_ms: tuple[float, ...], num_left: int
 ) -> None:
-    region, copies, like = torch.ones(1000, dtype=torch.uint8), Copies(*lasts_ms), torch.empty_like
+    copies, like = Copies(*lasts_ms), torch.empty_like
+    placing = Placing(Placement({"model": frozenset({"blocks.0"})}))
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(10, 10)])
+    placing.begin("model", model)
+    placing.finish()
+    assert placing.read_rate() == 0, "on a CPU"
+    placing._device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "Event", copies)
     monkeypatch.setattr(torch, "empty_like", lambda tensor, device: like(tensor))
-    found = rate.read_rate([region[:7], region], torch.device("cuda"))
-    assert found == pytest.approx(1000 / min(lasts_ms[: len(lasts_ms) - num_left]) * 1e3)
+    assert placing.read_rate() == pytest.approx(1024 / min(lasts_ms[: len(lasts_ms) - num_left]) * 1e3)
     assert len(copies.lasts_ms) == num_left
 
 
-def test_nothing_is_measured_on_a_cpu_or_without_streamed_blocks(deep: Path) -> None:
-    assert load(deep, of_deep(1), has_random_weights=True).read_bytes_per_s == 0
-    assert rate.read_rate([], torch.device("cuda")) == 0
+def test_nothing_is_measured_without_streamed_blocks(deep: Path) -> None:
+    assert load(deep, None, has_random_weights=True).read_bytes_per_s == 0
+    assert Placing(device=torch.device("cuda")).read_rate() == 0

@@ -323,7 +323,7 @@ def test_what_is_streamed_is_said_with_the_time_of_its_reads(monkeypatch, caplog
         admission.memory.streaming([job.checkpoint])
     assert caplog.messages == [
         "qwen-image: each GPU holds 20.3 GB of its weights; 38.8 GB are streamed from main memory, "
-        "which takes a step at least 0.49 s"
+        "which takes a forward at least 0.49 s"
     ]
 
 

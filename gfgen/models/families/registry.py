@@ -162,7 +162,6 @@ def load_adapter(
     from gfgen.models.loading.components import load_pipeline
     from gfgen.models.loading.random_weights import random_pipeline
     from gfgen.models.streaming.placing import Placing
-    from gfgen.models.streaming.rate import read_rate
 
     brought = EXPERTS if quantised.layers else ()
     placing = Placing(placement, device=torch.device(device), copy_fd=copy_fd, brought=brought)
@@ -182,7 +181,7 @@ def load_adapter(
 
         adapter = load_wan(checkpoint, geometry, quantised=quantised, **options)
     placing.finish()
-    adapter.read_bytes_per_s = read_rate(placing.regions, torch.device(device))
+    adapter.read_bytes_per_s = placing.read_rate()
     return adapter
 
 

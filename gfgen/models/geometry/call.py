@@ -49,6 +49,7 @@ _NAMED_AS_FILES = re.compile(r"(^|_)(images?|videos?|mask|frames|hint)($|_)")
 _PICTURES = re.compile(r"Image|PipelineMaskInput")
 _ARRAYS = re.compile(r"Tensor|ndarray")
 
+_OTHER_BRANCH = re.compile(r"(neg_noise_pred|noise_(pred_)?uncond) = (self\.transformer|current_model)\(")
 _SCHEDULER_PACKAGES = re.compile(r"^(?:import|from) (torchsde|scipy)\b", re.MULTILINE)
 """Imports of a scheduler's file, without which diffusers has no such class."""
 _NEEDS_SCIPY = ("use_beta_sigmas",)
@@ -146,6 +147,8 @@ class CallSignature:
     """The guidance scale up to which there is no guidance; None if the source does not tell."""
     guidance_setting: str | None = None
     """The setting of the model that decides whether a guidance scale has an effect; None if none does."""
+    calls_branches_apart: bool = False
+    """Whether a guided step calls the transformer once for each branch."""
 
     @property
     def args(self) -> Mapping[str, str]:
@@ -269,7 +272,7 @@ def signature_of(pipeline_class: str, *, source: Path | None = None) -> CallSign
 
 def _guidance(call: ast.FunctionDef, is_guided: ast.FunctionDef | None) -> dict[str, Any]:
     """What the source says about guidance: `guided_above` is the least constant that a scale must exceed."""
-    bounds, has_others = [], False
+    bounds, has_others, are_apart = [], False, False
     for node in (node for method in (call, is_guided) if method is not None for node in ast.walk(method)):
         match node:
             case ast.BoolOp(op=ast.Or()):
@@ -277,10 +280,13 @@ def _guidance(call: ast.FunctionDef, is_guided: ast.FunctionDef | None) -> dict[
             case ast.Compare(left=left, ops=[ast.Gt()], comparators=[ast.Constant(value=bound)]):
                 if re.fullmatch(r"(self\.)?_?guidance_scale", ast.unparse(left)):
                     bounds.append(float(bound))  # type: ignore[arg-type]
+            case ast.Assign():
+                are_apart |= _OTHER_BRANCH.match(ast.unparse(node)) is not None
     setting = "guidance_embeds" if not bounds and ".config.guidance_embeds" in ast.unparse(call) else None
     if is_guided is not None and ".config.is_distilled" in ast.unparse(is_guided):
         setting = "is_distilled"
-    return {"guided_above": None if has_others else min(bounds, default=None), "guidance_setting": setting}
+    least = None if has_others else min(bounds, default=None)
+    return {"guided_above": least, "guidance_setting": setting, "calls_branches_apart": are_apart}
 
 
 def methods_of(pipeline_class: str, *, source: Path | None) -> Callable[[str], ast.FunctionDef | None]:

@@ -23,7 +23,7 @@ from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
-from gfgen.models.geometry.schedulers import with_known_scheduler
+from gfgen.models.geometry.schedulers import evaluations_key, with_known_scheduler
 from gfgen.models.geometry.sizes import size_multiple
 
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
@@ -179,6 +179,10 @@ class PipelineGeometry:
         has_branches = "negative_prompt" in self.signature.arguments
         return self.shares_guidance and has_branches and self._is_guided(spec)
 
+    def calls_branches_apart(self, spec: JobSpec) -> bool:
+        """Whether a step on one rank calls the transformer for one branch after the other."""
+        return self.signature.calls_branches_apart and self._is_guided(spec)
+
     def flops(self, spec: JobSpec, stage: Stage) -> float:
         if stage is not Stage.DENOISE:
             return 0.0
@@ -188,7 +192,7 @@ class PipelineGeometry:
 
     def shape_key(self, spec: JobSpec) -> str:
         size = spec.size_text + (f"x{spec.frames}" if self._makes_videos else "")
-        size += "+cfg" if self._is_guided(spec) else ""
+        size += ("+cfg" if self._is_guided(spec) else "") + evaluations_key(spec)
         args = sorted((spec.args or {}).items())
         numbers = [f"+{name}={value:g}" for name, value in args if isinstance(value, (int, float))]
         return "".join((size, *numbers, *(f"+{name}" for name in sorted(spec.files or ()))))

@@ -5,6 +5,7 @@ Source: diffusers 0.42, `schedulers/`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,8 @@ FLOW_SCHEDULERS = (
 )
 TWICE_A_STEP = "FlowMatchHeunDiscreteScheduler"
 """It evaluates the transformer twice in all steps but the last."""
+_SECOND_ORDER = re.compile(r"Heun|KDPM2|DPMSolverSDE")
+"""In names of classes that evaluate it twice in pipelines, too. Source: `order = 2` in diffusers 0.42."""
 OF_FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 """Options of schedulers that know other models, too."""
 _SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
@@ -107,7 +110,12 @@ def latents_artifact(spec: JobSpec, artifact: Artifact) -> Artifact:
 
 def evaluations_key(spec: JobSpec) -> str:
     """The part of `Geometry.shape_key` for steps that evaluate the transformer twice."""
-    return "+heun" if (spec.scheduler or {}).get("class") == TWICE_A_STEP else ""
+    return "+heun" if num_evaluations((spec.scheduler or {}).get("class")) == 2 else ""
+
+
+def num_evaluations(scheduler: str | None) -> int:
+    """How often a step evaluates the transformer for each branch, with a scheduler of this class."""
+    return 2 if _SECOND_ORDER.search(scheduler or "") else 1
 
 
 def max_text_tokens(spec: JobSpec, usual: int) -> int:

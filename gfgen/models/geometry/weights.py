@@ -241,11 +241,6 @@ def device_parts(
     }
 
 
-def count_parameters(checkpoint: Path) -> Mapping[str, int]:
-    """Parameters of each component. Raises: ModelError like `weight_files`."""
-    return {name: part.total for name, part in count_parts(checkpoint).items()}
-
-
 def count_parts(checkpoint: Path) -> Mapping[str, Part]:
     """Parameters of each component, by block. Raises: ModelError like `weight_files`."""
     return {name: _count(each) for name, each in component_files(checkpoint).items()}

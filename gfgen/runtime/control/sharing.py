@@ -103,7 +103,7 @@ class Sharing:
         is_step = decision.task.stage is Stage.DENOISE and decision.layout.degrees == ALONE
         if record is None or not is_step or not self._may_share(record):
             return None
-        kind, limit_s = (record.cost_class, Stage.DENOISE, ALONE), MAX_COMPUTED * self._reads_s[record.model]
+        kind, limit_s = (record.cost_class, Stage.DENOISE, ALONE), MAX_COMPUTED * record.cost_class.reads_s[0]
         return record if self._costs.ends_after_s(*kind)[0] <= limit_s else None
 
     def _may_share(self, record: JobRecord) -> bool:

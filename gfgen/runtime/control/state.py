@@ -52,6 +52,7 @@ class State:
         self.clock = clock
         self._costs = costs
         costs.price_first_uses(start.first_use_s, start.warm)
+        costs.reads_s = start.reads_s
         self._is_looking_ahead = start.lookahead_s > 0
         self._num_writers = start.num_writers
         self.models = ModelTurns(

@@ -17,6 +17,7 @@ from gfgen.job.spec import FRAME, JobSpec, filled, output_name, spec_hash, with_
 from gfgen.layout import Limits
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
+from gfgen.models.geometry.schedulers import num_evaluations
 from gfgen.runtime.core.effects import warnings_of
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.content import SHRINKS, Content
@@ -37,6 +38,8 @@ class AdmittedJob:
     flops: Mapping[Stage, float]
     checkpoint: Path
     limits: Limits = field(default_factory=Limits)
+    num_reads: tuple[int, int] = (1, 1)
+    """How often a step reads streamed blocks: on one rank, and with a rank for each branch."""
     has_nominal_flops: bool = False
     """Its `flops` only compare sizes: the operations of its pipeline are unknown."""
     twin: str | None = None
@@ -214,6 +217,7 @@ def _admit_one(
                 max_ulysses_degree=geometry.num_heads,
                 max_decode_degree=geometry.num_latent_rows(run),
             ),
+            num_reads=_num_reads(geometry, run),
             has_nominal_flops=isinstance(geometry, PipelineGeometry),
             twin=twin_of(geometry, run),
         )
@@ -221,3 +225,10 @@ def _admit_one(
     if has_own_artifacts:
         trajectory = geometry.trajectory(run)
     return replace(first, info=info, trajectory=trajectory).warned(*warnings_of(info, geometry))
+
+
+def _num_reads(geometry: Geometry, spec: JobSpec) -> tuple[int, int]:
+    """`AdmittedJob.num_reads`; Wan and Qwen-Image read once for both branches."""
+    own = geometry if isinstance(geometry, PipelineGeometry) else None
+    number = num_evaluations((spec.scheduler or {}).get("class", own and own.scheduler_class))
+    return number * (2 if own and own.calls_branches_apart(spec) else 1), number

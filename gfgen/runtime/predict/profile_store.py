@@ -272,18 +272,11 @@ def _with_rows_of(profile: Profile, path: Path) -> Profile:
 
 
 def keep_measured(
-    path: Path,
-    classes: Iterable[CostClass],
-    *,
-    device: str,
-    num_ranks: int,
-    share_cores: bool,
-    **facts: Any,
+    path: Path, classes: Iterable[CostClass], *, device: str, num_ranks: int, share_cores: bool, **facts: Any
 ) -> None:
     """Merge a run's measurements into the file; several runs may do so at once.
 
-    share_cores: ranks slow each other down, so durations are those under load. `facts`: other fields of the
-    profile.
+    share_cores: ranks slow each other down, so durations are those under load. facts: more of the profile.
     """
     rows = list(_rows(classes, share_cores=share_cores))
     if not rows and not any(facts.values()):

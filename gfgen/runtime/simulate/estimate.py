@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gfgen.errors import PolicyError
 from gfgen.graph import STEPS
@@ -34,6 +35,7 @@ def everything_open(
     profile: Profile,
     started_at: float = 0.0,
     batch: int = 1,
+    **start: Any,
 ) -> Snapshot:
     """The snapshot from which estimates start: all jobs are open, including those that arrive later."""
     state = State(
@@ -44,6 +46,7 @@ def everything_open(
             lookahead_s=LOOKAHEAD_S,
             started_at=started_at,
             batch=batch,
+            **start,
         ),
         clock=Clock(virtual=True),
         costs=CostModel(profile),

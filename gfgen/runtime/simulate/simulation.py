@@ -78,7 +78,7 @@ def simulate(
     Raises: StalledError if the policy leaves jobs waiting forever; it names them.
     """
     clock, costs, kept = Clock(virtual=True), CostModel(profile), OutcomeRecorder()
-    times = times or profiled_times(profile, jobs, num_ranks=num_ranks)
+    times = times or profiled_times(profile, jobs, num_ranks=num_ranks, reads_s=start.get("reads_s"))
     backend = SimulatedBackend(clock, num_ranks=num_ranks, times=times)
     state = State(
         jobs,
@@ -256,7 +256,9 @@ class SimulatedBackend:
 # The true durations ------------------------------------------------------------------
 
 
-def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int = 1) -> SimulatedTimes:
+def profiled_times(
+    profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int = 1, reads_s: Any = None
+) -> SimulatedTimes:
     """The durations of these jobs' tasks, moves and files.
 
     Tasks vary around their medians as much as in the measurement, because exact predictions would flatter the
@@ -264,6 +266,7 @@ def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: 
     terms. Ranks that do not slow each other down are GPUs, each with its own writer.
     """
     costs, by_id = CostModel(profile), {job.job_id: job for job in jobs}  # a cost model that never learns
+    costs.reads_s = reads_s or {}
     estimates: dict[object, Estimate] = {}
 
     def cost_class(dispatch: Dispatch) -> CostClass:
