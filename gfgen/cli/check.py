@@ -25,7 +25,7 @@ from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
 from gfgen.runtime.files.ownership import STATUSES, Claims
-from gfgen.runtime.predict.profile_file import Profile, check_profile
+from gfgen.runtime.predict.profile_file import check_profile
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open, seldom_asked
 from gfgen.runtime.simulate.planner import FULL_TASKS
 from gfgen.runtime.simulate.simulation import simulate
@@ -35,8 +35,6 @@ from gfgen.session.ranks import Ranks, differences, made_with
 from gfgen.system.machine import free_bytes
 from gfgen.system.signals import DecisionTimeout
 from gfgen.system.wording import counted, first_of, in_words, size_in_words
-
-logger = logging.getLogger(__name__)
 
 WORDS = {"again": "to make again", "colliding": "colliding with other files"}
 
@@ -156,15 +154,16 @@ def _prediction(
     profile = known_here(jobs, options.ranks)
     if profile is None:
         return _Prediction("this machine has no profile; 'gfgen profile JOBS' measures one")
-    reads_s = memory.reads_of({job.spec.model or "": job.checkpoint for job in jobs})
+    reads_s = memory.reads_s({job.spec.model or "": job.checkpoint for job in jobs})
     for line in slowdowns(jobs, profile, reads_s):
-        logger.info("%s", line)
+        logging.getLogger(__name__).info("%s", line)
     try:
         check_profile(profile, jobs, num_ranks=num_ranks)
     except InputError as error:
         return _Prediction(str(error))
     try:
-        outcomes = _outcomes(jobs, options, profile, reads_s, now)
+        start: dict[str, Any] = dict(profile=profile, num_ranks=num_ranks, started_at=now, reads_s=reads_s)
+        outcomes = _outcomes(jobs, options, **start)
     except DecisionTimeout as error:
         return _Prediction(str(error))
     if outcomes is None:
@@ -180,21 +179,13 @@ def _prediction(
     )
 
 
-def _outcomes(
-    jobs: Sequence[AdmittedJob],
-    options: RunOptions,
-    profile: Profile,
-    reads_s: Mapping[str, float],
-    now: float,
-) -> Sequence[JobOutcome] | None:
+def _outcomes(jobs: Sequence[AdmittedJob], options: RunOptions, **start: Any) -> Sequence[JobOutcome] | None:
     """The predicted outcomes, the first to end first; None if the policy fails.
 
     An estimate spreads the jobs of a batch over ranks, which matters if there are few batches.
     """
     policy, num_tasks = options.policy, sum(job.trajectory.num_tasks for job in jobs)
-    num_ranks = options.ranks.num_ranks
-    start: dict[str, Any] = dict(profile=profile, num_ranks=num_ranks, started_at=now, reads_s=reads_s)
-    if (options.batch == 1 and not reads_s) or num_tasks > FULL_TASKS:
+    if (options.batch == 1 and not start["reads_s"]) or num_tasks > FULL_TASKS:
         snapshot = everything_open(jobs, batch=options.batch, **start)
         return estimate(jobs, snapshot, decides_first(policy, snapshot))
     try:

@@ -3,14 +3,15 @@
 CPU ranks need at least the weights (mapped ones count once for all ranks), the job's state in its slab, and
 its frames during a decode. Each GPU holds all weights, or as many blocks as fit and buffers for the others,
 which main memory holds (geometry/weights.py), and the frames during a decode; slabs and writers use main
-memory. Activations come on top. Placements leave room for a rough guess of them, and jobs are admitted
-without: a job that is refused here could not have run, and a job that passes may still fail at a task.
+memory. Activations come on top, as earlier runs measured them, or by a guess. Placements leave room for them,
+and jobs are admitted without: a job that is refused could not have run, one that passes may fail at a task.
 Models that do not fit together take turns (residency.py).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gfgen.errors import InputError, ModelError, Problem
+from gfgen.graph import Stage
 from gfgen.models.families.precision import Precision
 from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
 from gfgen.models.geometry.weights import (
@@ -37,7 +39,7 @@ from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES, default_plan
 from gfgen.runtime.ipc.slab import SlabPlan
-from gfgen.runtime.predict.profile_file import NO_PROFILE, Profile
+from gfgen.runtime.predict.profile_file import NO_PROFILE, Profile, peak_key
 from gfgen.session.loras import GPU_BYTES, Loras, PatchNeed
 from gfgen.system.machine import available_bytes
 from gfgen.system.wording import counted, size_in_words
@@ -56,6 +58,8 @@ _ACTIVATION_BYTES = 10**9
 """The least that a placement leaves for activations."""
 _TOKEN_BYTES, _PIXEL_BYTES = 200_000, 600
 """Guesses for each token of a step, of 5,120 channels, and for each byte of a decoded picture."""
+_MARGIN = 1.05
+"""For pieces of memory that are too small to be used, beside what tasks were measured to take."""
 _SHARING_BYTES = 16 * 32 * 2**20
 """Workspaces of cuBLAS for forwards that share reads (streaming/turns.py): 32 MB a thread on Hopper."""
 _READ_BYTES_PER_S = 50e9
@@ -134,14 +138,9 @@ class HostMemory:
         """Which blocks of a model are on its devices. Raises: InputError when it does not fit."""
         return WHOLE
 
-    def reads_s(self, checkpoint: Path) -> float:
-        """The time that reading the streamed blocks of one forward takes at least."""
-        return 0.0
-
-    def reads_of(self, models: Mapping[str, Path]) -> Mapping[str, float]:
-        """As `RunStart.reads_s`, of models by their names."""
-        times_s = {name: self.reads_s(path) for name, path in models.items()}
-        return {name: seconds for name, seconds in times_s.items() if seconds}
+    def reads_s(self, models: Mapping[str, Path]) -> Mapping[str, float]:
+        """As `RunStart.reads_s`: how long a forward reads streamed blocks at least, of models by name."""
+        return {}
 
     def streaming(self, checkpoints: Collection[Path]) -> Mapping[str, Placement]:
         """The placements of the models that have streamed blocks, by path."""
@@ -149,8 +148,8 @@ class HostMemory:
         for path, each in found.items():
             sizes = map(size_in_words, (self.weights([path])[path], each.streamed_bytes))
             text = "%s: each GPU holds %s of its weights; %s are streamed from main memory%s"
-            reads_s = self.reads_s(path)
-            pace = f", which takes a forward at least {reads_s:.2g} s" if reads_s else ""
+            times_s = self.reads_s({"": path}).values()
+            pace = "".join(f", which takes a forward at least {seconds:.2g} s" for seconds in times_s)
             logger.info(text, model_name(path), *sizes, pace)
         return {str(path): each for path, each in found.items()}
 
@@ -270,14 +269,14 @@ class GpuMemory(HostMemory):
             placements[checkpoint] = self._placed(checkpoint)
         return placements[checkpoint]
 
-    def reads_s(self, checkpoint: Path) -> float:
-        parts, streamed = self._parts(checkpoint), self.placement(checkpoint).streamed
-        sizes = [
-            sum(parts[name].blocks[key] for key in streamed[name])
-            for name in streamed
-            if TEXT_ENCODER.fullmatch(name) is None
-        ]
-        return max(sizes, default=0) / (self.profile.read_bytes_per_s or _READ_BYTES_PER_S)
+    def reads_s(self, models: Mapping[str, Path]) -> Mapping[str, float]:
+        found, rate = dict[str, float](), self.profile.read_bytes_per_s or _READ_BYTES_PER_S
+        for model, path in models.items():
+            for name, keys in self.placement(path).streamed.items():
+                if TEXT_ENCODER.fullmatch(name) is None:
+                    size = sum(self._parts(path)[name].blocks[key] for key in keys)
+                    found[model] = max(found.get(model, 0.0), size / rate)
+        return found
 
     def _placed(self, checkpoint: Path) -> Placement:
         parts, room_bytes = self._parts(checkpoint), self.room_bytes
@@ -302,9 +301,7 @@ class GpuMemory(HostMemory):
     def note(self, jobs: Sequence[AdmittedJob]) -> None:
         """Placements leave room for jobs like these."""
         for job in jobs:
-            picture = _PIXEL_BYTES * job.trajectory.frames_bytes // (job.spec.frames or 1)
-            need = max(self.work_bytes(job), _TOKEN_BYTES * job.limits.max_sequence_degree, picture)
-            if need > self.work.get(job.checkpoint, 0):
+            if (need := self.work_bytes(job)) > self.work.get(job.checkpoint, 0):
                 self.work[job.checkpoint] = need
                 self.patches.placements.pop(job.checkpoint, None)
 
@@ -324,9 +321,19 @@ class GpuMemory(HostMemory):
         return job.state_bytes + max(job.state_bytes, frames_bytes)
 
     def work_bytes(self, job: AdmittedJob) -> int:
-        samples = job.trajectory.frames_bytes // job.spec.sample_bytes
-        decode_bytes = _DECODE_BYTES // (2 if self.vae_dtype == "bfloat16" else 1)
-        return max(self.job_bytes(job), job.state_bytes + decode_bytes * samples)
+        """With activations as they were measured, or guesses."""
+        frames_bytes, vae_dtype = job.trajectory.frames_bytes, self.vae_dtype
+        decode_bytes = _DECODE_BYTES // (2 if vae_dtype == "bfloat16" else 1) // job.spec.sample_bytes
+        work = {
+            Stage.DENOISE: _TOKEN_BYTES * job.limits.max_sequence_degree,
+            Stage.DECODE: max(
+                decode_bytes * frames_bytes, _PIXEL_BYTES * frames_bytes // (job.spec.frames or 1)
+            ),
+        }
+        for name, stage in itertools.product((job.twin, job.spec.model), Stage):
+            peak = self.profile.peaks.get(peak_key(name, job.shape, stage, vae_dtype))
+            work[stage] = work.get(stage, 0) if peak is None else int(_MARGIN * peak)
+        return max(self.job_bytes(job), job.state_bytes + max(work.values()))
 
     def check_waiting(self, checkpoints: Collection[Path]) -> int:
         available, total = available_bytes(), 0

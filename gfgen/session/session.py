@@ -10,6 +10,7 @@ import logging
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -128,6 +129,7 @@ class Session:
         """Models, shapes and degrees that ranks have prepared before a run."""
         self._models: Mapping[str, Path] = {}
         """Those of `load`, by name."""
+        self._peaks = Counter[str]()  # as `Profile.peaks`
         self.stop_signal: int | None = None
         """The signal that stopped the last run, if jobs were left."""
 
@@ -283,6 +285,8 @@ class Session:
             if options.batch > 1 and arrivals.intake is None and not control.state.jobs.has_batches:
                 logger.warning("--batch has no effect: no jobs that follow each other are equal")
             summary = control.run()
+            for use in summary.memory.values():
+                self._peaks |= use.task_peaks
         state = control.state
         self.stop_signal = state.closing.stop_signal if state.jobs.records else None
         return summary
@@ -336,6 +340,7 @@ class Session:
             num_ranks=max(map(len, self.pool.islands)),
             share_cores=_share_cores(ranks),
             read_bytes_per_s=self.admission.memory.profile.read_bytes_per_s,
+            peaks=dict(self._peaks),
         )
 
     def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
@@ -351,7 +356,9 @@ class Session:
         return first_arrivals(journal, forced_from=options.forced_from) if options.keeps_records else {}
 
     def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:
-        pool, folder = self.pool, options.output_dir
+        pool, folder, memory = self.pool, options.output_dir, self.admission.memory
+        if rates := [each.read_bytes_per_s for each in pool.living if each.read_bytes_per_s]:
+            memory.profile = replace(memory.profile, read_bytes_per_s=round(median(rates)))
         return RunStart(
             num_ranks=pool.num_ranks,
             num_writers=pool.num_writers,
@@ -370,17 +377,10 @@ class Session:
             resident=None if self.residency is None else self.residency.resident,
             islands=pool.islands,
             batch=options.batch,
-            reads_s=self._reads_s(),
+            reads_s=memory.reads_s(self._models),
             first_use_s=FIRST_USE_S if options.ranks.are_on_gpus else 0.0,
             warm=self._warm,
         )
-
-    def _reads_s(self) -> Mapping[str, float]:
-        """By model with streamed blocks: how long a forward reads them, at the rate that ranks measured."""
-        memory, rates = self.admission.memory, [each.read_bytes_per_s for each in self.pool.living]
-        if found := [rate for rate in rates if rate]:
-            memory.profile = replace(memory.profile, read_bytes_per_s=round(median(found)))
-        return memory.reads_of(self._models)
 
     def _journal(
         self, jobs: Sequence[AdmittedJob], setup: RunSetup, stack: contextlib.ExitStack

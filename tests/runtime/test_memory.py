@@ -18,6 +18,7 @@ from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.geometry.weight_files import read_header
 from gfgen.models.geometry.weights import Footprint, device_bytes
 from gfgen.runtime.core.devices import Devices, Gpu
+from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.processes.child import Child
 from gfgen.session import memory
 from gfgen.session.memory import GpuMemory, HostMemory, split
@@ -393,3 +394,28 @@ def test_ranks_that_share_a_gpu_have_a_part_of_it_each():
     message = r"qwen-image .*needed for each of 2 ranks that share a GPU even if .*, 15\.0 GB there"
     with pytest.raises(InputError, match=message):
         GpuMemory(devices=devices, has_random_weights=True).weights([CONFIGS / "qwen-image"])
+
+
+def test_peaks_that_were_measured_replace_guesses(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 128 * GB)
+
+    def streamed_gb(peaks, vae_dtype="auto"):
+        ranks = Ranks(
+            Devices("cuda", 1, (Gpu("a GPU", 24 * GB),)), has_random_weights=True, vae_dtype=vae_dtype
+        )
+        admission = ranks.admission("wan2.2-ti2v-5b")
+        named = {f"wan2.2-ti2v-5b {name}": size for name, size in peaks.items()}
+        admission.memory.profile = Profile("a GPU", "2026-11-28", "a test", 1, (), peaks=named)
+        fields = {"width": 832, "height": 480, "frames": 49}
+        (job,), _ = admission([JobSpec(id="a", prompt="a red fox", line=1, **fields)])
+        return admission.memory.placement(job.checkpoint).streamed_bytes / GB
+
+    shape = "832x480x49+cfg"
+    guessed_gb = streamed_gb({})
+    assert streamed_gb({f"{shape} decode": 2 * GB}) < guessed_gb, "100 bytes a sample are 5.9 GB"
+    assert streamed_gb({f"{shape} denoise": 9 * GB}) > guessed_gb
+    assert streamed_gb({f"{shape} encode": 9 * GB}) > guessed_gb
+    assert streamed_gb({"64x64x5 denoise": 9 * GB}) == guessed_gb
+    half_gb = streamed_gb({}, "bfloat16")
+    assert streamed_gb({f"{shape} decode": 9 * GB}, "bfloat16") == half_gb
+    assert streamed_gb({f"{shape} decode bfloat16": 9 * GB}, "bfloat16") > half_gb

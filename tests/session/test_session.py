@@ -20,6 +20,7 @@ from gfgen.errors import InputError, JobFileError, Problem
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.weights import Placement
 from gfgen.policies.catalog import load_policy
+from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import CUDA, Devices, Gpu, choose_devices
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.session import admission, memory, session
@@ -178,11 +179,12 @@ def test_steps_are_read_at_the_rate_that_ranks_measured_and_later_runs_know_it(
     monkeypatch.setattr(Session, "warm_up", lambda self, jobs, are_all_needed: None)
     ranks = [mock.Mock(read_bytes_per_s=rate) for rate in (12.5e9, 0.0, 12.5e9, 40e9)]
     pool = mock.Mock(living=ranks, islands=[(0, 1, 2, 3)])
+    pool.models.checkpoints = ()
     monkeypatch.setattr(session, "ready_pool", lambda *_, **__: contextlib.nullcontext(pool))
 
     def read_s(found: Session) -> float:
         found.load([], models=["qwen-image"])
-        return found._reads_s()["qwen-image"]
+        return found._start([], found.options, Clock()).reads_s["qwen-image"]
 
     with Session(on_gpu(tmp_path / "out", gpu_gb=24)) as found:
         measured_s = read_s(found)

@@ -189,8 +189,7 @@ class SimulatedMemory:
     jobs: Sequence[AdmittedJob]
     weights: Mapping[Path, int]
     room_bytes: int | None = None
-    reads_s: Mapping[str, float] = field(default_factory=dict)
-    """As in `RunStart`."""
+    reads_s: Mapping[str, float] = field(default_factory=dict)  # as in `RunStart`
     streamed: Mapping[str, int] = field(default_factory=dict)
     """Bytes in main memory of models that do not fit as a whole."""
 
@@ -203,7 +202,7 @@ class SimulatedMemory:
             _, too_large = gpus.on_gpus(jobs, weights)
             if too_large:
                 raise JobFileError(source, tuple(too_large))
-        reads_s = gpus.reads_of({job.spec.model or "": job.checkpoint for job in jobs})
+        reads_s = gpus.reads_s({job.spec.model or "": job.checkpoint for job in jobs})
         sizes = {model_name(path): gpus.placement(path).streamed_bytes for path in sorted(weights)}
         streamed = {name: size for name, size in sizes.items() if size}
         return cls(jobs, weights, room_bytes, reads_s, streamed)
@@ -217,9 +216,9 @@ class SimulatedMemory:
     def in_words(self, num_ranks: int, profile: Profile) -> str | None:
         """What is assumed; None with one model that fits, or if all models are known to fit."""
         if self.streamed:
-            names, sizes = " and ".join(self.streamed), (self.room_bytes or 0, sum(self.streamed.values()))
+            names, taken = " and ".join(self.streamed), (self.room_bytes or 0, sum(self.streamed.values()))
             text = "{} would be streamed in {} of each GPU, from {} of main memory"
-            said = text.format(names, *map(size_in_words, sizes))
+            said = text.format(names, *map(size_in_words, taken))
             return "; ".join([said, *slowdowns(self.jobs, profile, self.reads_s)]) + "."
         if len(self.weights) == 1:
             return None
@@ -248,17 +247,12 @@ def _memory(num_ranks: int, room_bytes: int | None, jobs: Sequence[AdmittedJob])
 
 def slowdowns(jobs: Sequence[AdmittedJob], profile: Profile, reads_s: Mapping[str, float]) -> list[str]:
     """What streaming costs, by a profile: a line for each model that it has, of the job that loses most."""
-    resident, streamed, found = CostModel(profile), CostModel(profile), dict[str, list[float]]()
-    streamed.reads_s = reads_s
-
-    def step_s(costs: CostModel, job: AdmittedJob, number: int) -> float:
-        return costs.estimate(costs.class_of(job, batch=number), Stage.DENOISE, ALONE).seconds
-
+    costs, found = (CostModel(profile), CostModel(profile)), dict[str, list[float]]()
+    costs[1].reads_s = reads_s
     for job in jobs:
         if (name := job.spec.model or "") in reads_s and profile.knows([job]):
-            ratios = [step_s(streamed, job, n) / step_s(resident, job, n) for n in (1, MAX_JOBS)]
-            found[name] = max(found.get(name, ratios), ratios)
-    text = (
-        "a step of {} takes {:.1f} times as long as with resident weights, {:.1f} times if {} jobs share it"
-    )
+            kinds = [(each, each.class_of(job, batch=number)) for number in (1, MAX_JOBS) for each in costs]
+            times_s = [each.estimate(kind, Stage.DENOISE, ALONE).seconds for each, kind in kinds]
+            found[name] = max(found.get(name, []), [times_s[1] / times_s[0], times_s[3] / times_s[2]])
+    text = "a step of {} takes {:.1f} times as long as with resident weights, {:.1f} if {} jobs share it"
     return [text.format(name, *ratios, MAX_JOBS) for name, ratios in found.items()]

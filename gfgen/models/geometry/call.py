@@ -49,7 +49,7 @@ _NAMED_AS_FILES = re.compile(r"(^|_)(images?|videos?|mask|frames|hint)($|_)")
 _PICTURES = re.compile(r"Image|PipelineMaskInput")
 _ARRAYS = re.compile(r"Tensor|ndarray")
 
-_OTHER_BRANCH = re.compile(r"(neg_noise_pred|noise_(pred_)?uncond) = (self\.transformer|current_model)\(")
+_OTHER_BRANCH = re.compile(r"\b(neg_noise_pred|noise_(pred_)?uncond) = (self\.transformer|current_model)\(")
 _SCHEDULER_PACKAGES = re.compile(r"^(?:import|from) (torchsde|scipy)\b", re.MULTILINE)
 """Imports of a scheduler's file, without which diffusers has no such class."""
 _NEEDS_SCIPY = ("use_beta_sigmas",)
@@ -267,12 +267,13 @@ def signature_of(pipeline_class: str, *, source: Path | None = None) -> CallSign
     called = (ast.unparse(node.func) for node in ast.walk(found) if isinstance(node, ast.Call))
     steps_scheduler = any(name.endswith("scheduler.step") for name in called)
     guidance = _guidance(found, method_of("do_classifier_free_guidance"))
+    guidance["calls_branches_apart"] = _OTHER_BRANCH.search(ast.unparse(found)) is not None
     return CallSignature(pipeline_class, _arguments(found.args), steps_scheduler, **guidance)
 
 
 def _guidance(call: ast.FunctionDef, is_guided: ast.FunctionDef | None) -> dict[str, Any]:
     """What the source says about guidance: `guided_above` is the least constant that a scale must exceed."""
-    bounds, has_others, are_apart = [], False, False
+    bounds, has_others = [], False
     for node in (node for method in (call, is_guided) if method is not None for node in ast.walk(method)):
         match node:
             case ast.BoolOp(op=ast.Or()):
@@ -280,13 +281,10 @@ def _guidance(call: ast.FunctionDef, is_guided: ast.FunctionDef | None) -> dict[
             case ast.Compare(left=left, ops=[ast.Gt()], comparators=[ast.Constant(value=bound)]):
                 if re.fullmatch(r"(self\.)?_?guidance_scale", ast.unparse(left)):
                     bounds.append(float(bound))  # type: ignore[arg-type]
-            case ast.Assign():
-                are_apart |= _OTHER_BRANCH.match(ast.unparse(node)) is not None
     setting = "guidance_embeds" if not bounds and ".config.guidance_embeds" in ast.unparse(call) else None
     if is_guided is not None and ".config.is_distilled" in ast.unparse(is_guided):
         setting = "is_distilled"
-    least = None if has_others else min(bounds, default=None)
-    return {"guided_above": least, "guidance_setting": setting, "calls_branches_apart": are_apart}
+    return {"guided_above": None if has_others else min(bounds, default=None), "guidance_setting": setting}
 
 
 def methods_of(pipeline_class: str, *, source: Path | None) -> Callable[[str], ast.FunctionDef | None]:

@@ -177,11 +177,7 @@ class PipelineGeometry:
 
     def uses_cfg(self, spec: JobSpec) -> bool:
         has_branches = "negative_prompt" in self.signature.arguments
-        return self.shares_guidance and has_branches and self._is_guided(spec)
-
-    def calls_branches_apart(self, spec: JobSpec) -> bool:
-        """Whether a step on one rank calls the transformer for one branch after the other."""
-        return self.signature.calls_branches_apart and self._is_guided(spec)
+        return self.shares_guidance and has_branches and self.is_guided(spec)
 
     def flops(self, spec: JobSpec, stage: Stage) -> float:
         if stage is not Stage.DENOISE:
@@ -192,7 +188,7 @@ class PipelineGeometry:
 
     def shape_key(self, spec: JobSpec) -> str:
         size = spec.size_text + (f"x{spec.frames}" if self._makes_videos else "")
-        size += ("+cfg" if self._is_guided(spec) else "") + evaluations_key(spec)
+        size += ("+cfg" if self.is_guided(spec) else "") + evaluations_key(spec)
         args = sorted((spec.args or {}).items())
         numbers = [f"+{name}={value:g}" for name, value in args if isinstance(value, (int, float))]
         return "".join((size, *numbers, *(f"+{name}" for name in sorted(spec.files or ()))))
@@ -213,7 +209,7 @@ class PipelineGeometry:
         argument = self.signature.argument_of(field)
         return field, getattr(spec, field), taken[argument].default if argument else None
 
-    def _is_guided(self, spec: JobSpec) -> bool:
+    def is_guided(self, spec: JobSpec) -> bool:
         """Whether the call evaluates more than one branch, as far as its arguments tell.
 
         Calls with `true_cfg_scale` do so only if there is a negative prompt; their `guidance_scale` is an

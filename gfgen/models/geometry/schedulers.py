@@ -108,14 +108,9 @@ def latents_artifact(spec: JobSpec, artifact: Artifact) -> Artifact:
     return Artifact(artifact.name, (), room_bytes=STATE_ROOM_BYTES)
 
 
-def evaluations_key(spec: JobSpec) -> str:
+def evaluations_key(spec: JobSpec, own_class: str | None = None) -> str:
     """The part of `Geometry.shape_key` for steps that evaluate the transformer twice."""
-    return "+heun" if num_evaluations((spec.scheduler or {}).get("class")) == 2 else ""
-
-
-def num_evaluations(scheduler: str | None) -> int:
-    """How often a step evaluates the transformer for each branch, with a scheduler of this class."""
-    return 2 if _SECOND_ORDER.search(scheduler or "") else 1
+    return "+heun" if _SECOND_ORDER.search(str((spec.scheduler or {}).get("class", own_class))) else ""
 
 
 def max_text_tokens(spec: JobSpec, usual: int) -> int:

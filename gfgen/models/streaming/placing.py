@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,12 +158,9 @@ class Placing:
         source, lasted_s = max(regions, key=len)[:_MEASURED_BYTES], list[float]()
         target = torch.empty_like(source, device=self._device)
         while len(lasted_s) < _MEASURED_COPIES and sum(lasted_s) < _MEASURED_S:
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begun.record()
-            target.copy_(source, non_blocking=True)
-            ended.record()
-            ended.synchronize()
-            lasted_s.append(begun.elapsed_time(ended) / 1e3)
+            began_s = time.perf_counter()
+            target.copy_(source)  # returns when it is done
+            lasted_s.append(time.perf_counter() - began_s)
         del target
         torch.cuda.empty_cache()  # tasks have another stream, and could not use it
         return len(source) / min(lasted_s)

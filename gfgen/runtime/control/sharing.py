@@ -31,12 +31,10 @@ MAX_COMPUTED = 1.25
 
 
 class Sharing:
-    """The shared steps of a run; `reads_s` is that of `RunStart`."""
+    """The shared steps of a run."""
 
-    def __init__(
-        self, reads_s: Mapping[str, float], records: Mapping[str, JobRecord], costs: CostModel
-    ) -> None:
-        self._reads_s, self._records, self._costs = reads_s, records, costs
+    def __init__(self, records: Mapping[str, JobRecord], costs: CostModel) -> None:
+        self._reads_s, self._records, self._costs = costs.reads_s, records, costs
         self._joining: dict[str, list[str]] = {}
         """By job that a policy gives a rank for a step in this turn: the jobs that join it."""
 

@@ -68,7 +68,7 @@ class State:
         )
         self.closing = Closing(start, costs, self.jobs.records)
         self.shares = Shares()
-        self.sharing = Sharing(start.reads_s, self.jobs.records, costs)
+        self.sharing = Sharing(self.jobs.records, costs)
         self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, self.ranks.islands)))
         """The most ranks that one task can use."""
         self._job_costs = JobCosts(self.jobs.records, costs)

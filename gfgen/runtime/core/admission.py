@@ -17,7 +17,7 @@ from gfgen.job.spec import FRAME, JobSpec, filled, output_name, spec_hash, with_
 from gfgen.layout import Limits
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
-from gfgen.models.geometry.schedulers import num_evaluations
+from gfgen.models.geometry.schedulers import evaluations_key
 from gfgen.runtime.core.effects import warnings_of
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.content import SHRINKS, Content
@@ -230,5 +230,6 @@ def _admit_one(
 def _num_reads(geometry: Geometry, spec: JobSpec) -> tuple[int, int]:
     """`AdmittedJob.num_reads`; Wan and Qwen-Image read once for both branches."""
     own = geometry if isinstance(geometry, PipelineGeometry) else None
-    number = num_evaluations((spec.scheduler or {}).get("class", own and own.scheduler_class))
-    return number * (2 if own and own.calls_branches_apart(spec) else 1), number
+    number = 2 if evaluations_key(spec, own.scheduler_class if own else None) else 1
+    are_apart = own and own.signature.calls_branches_apart and own.is_guided(spec)
+    return number * (2 if are_apart else 1), number

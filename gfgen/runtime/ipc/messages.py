@@ -215,8 +215,7 @@ class ModelsSet:
     """`SetModels` is done; a rank that cannot do it sends `WorkerFailed` and ends."""
 
     load_s: float
-    read_bytes_per_s: float = 0.0
-    """As in `WorkerReady`."""
+    read_bytes_per_s: float = 0.0  # as in `WorkerReady`
 
 
 class TaskReport(NamedTuple):
@@ -274,6 +273,7 @@ class MemoryUse:
     """GPU memory that torch has reserved."""
     arena_bytes: int = 0
     """GPU memory for exchanges with other ranks."""
+    task_peaks: Mapping[str, int] = field(default_factory=dict)  # as `Profile.peaks`
 
 
 @dataclass(frozen=True, slots=True)

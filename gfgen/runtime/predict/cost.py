@@ -120,7 +120,7 @@ class CostClass:
     batch: int
     """Jobs that take their steps together (control/job_record.py). A step of one of them is an equal part."""
     shared: ModelTimes = field(repr=False)
-    reads_s: tuple[float, float] = (0.0, 0.0)
+    reads_s: tuple[float, ...] = (0.0, 0.0)
     """How long a step reads streamed blocks: on one rank, and with a rank for each branch."""
     kind: str = field(init=False)
     """The shape, in words that tell batches of different sizes apart."""
@@ -155,8 +155,8 @@ class CostClass:
 
     def least_s(self, stage: Stage, degrees: Degrees) -> float:
         """What a task takes because of its reads; jobs that share a step share them."""
-        number = self.batch if degrees == ALONE else 1
-        return self.reads_s[degrees[0] - 1] / number if stage is Stage.DENOISE else 0.0
+        read_s = self.reads_s[degrees[0] - 1] if stage is Stage.DENOISE else 0.0
+        return read_s / self.batch if degrees == ALONE else read_s
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -184,8 +184,7 @@ class CostModel:
         """Classes of which an estimate has changed notably since their last renewal."""
         self.corrected: set[CostClass] = set()
         """Those of them that had no measurement: their views are too far off to wait for the others."""
-        self.reads_s: Mapping[str, float] = {}
-        """That of `RunStart`, before there are classes."""
+        self.reads_s: Mapping[str, float] = {}  # that of `RunStart`, before there are classes
         self.kept: dict[Any, Any] = {}
         """As in snapshots: emptied whenever a returned estimate changes."""
         self._models = defaultdict[str, ModelTimes](ModelTimes)
@@ -205,8 +204,7 @@ class CostModel:
                 limits=job.limits,
                 batch=batch,
             )
-            one, two = [number * self.reads_s.get(name, 0.0) for number in job.num_reads]
-            found.reads_s = one, two
+            found.reads_s = tuple([number * self.reads_s.get(name, 0.0) for number in job.num_reads])
             for way in [way for *what, way in self._warm if what == [name, shape]]:
                 found.warm |= {(Stage.DENOISE, way), (Stage.DECODE, (1, math.prod(way), 1))}
         return self.classes[name, shape]

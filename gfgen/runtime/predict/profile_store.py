@@ -17,6 +17,7 @@ import json
 import logging
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -115,6 +116,7 @@ def joined(profiles: Sequence[Profile]) -> Profile:
         write_s=times.write_s,
         dispatch_s=times.dispatch_s,
         read_bytes_per_s=next(filter(None, (each.read_bytes_per_s for each in profiles)), None),
+        peaks={key: size for each in reversed(profiles) for key, size in each.peaks.items()},
     )
 
 
@@ -338,6 +340,7 @@ def _merged(path: Path, profile: Profile) -> Profile:
         rows=tuple(rows.values())[-MAX_ROWS:],
         num_ranks=max(before.num_ranks, profile.num_ranks),
         read_bytes_per_s=profile.read_bytes_per_s or before.read_bytes_per_s,
+        peaks=dict(list((Counter(before.peaks) | Counter(profile.peaks)).items())[-MAX_ROWS:]),
     )
 
 

@@ -267,8 +267,7 @@ class RankProcess(Child):
     """How long it took to load its models."""
     weights_s: float = 0.0
     """The part of `startup_s` that it took to load them; before that it gets its device ready."""
-    read_bytes_per_s: float = 0.0
-    """At which it last read streamed blocks; 0 if that is unknown."""
+    read_bytes_per_s: float = 0.0  # as it said last, unless it had no streamed blocks then
     loading: str | None = None
     """The checkpoint that it loads now."""
     loads_since_s: float | None = None
