@@ -78,8 +78,7 @@ class HostMemory:
     is_loaded: bool = False
     """The ranks hold the models of all jobs, so what is available of main memory is without them."""
     patches: Loras = field(default_factory=Loras)
-    profile: Profile = NO_PROFILE
-    """What was measured of such devices."""
+    profile: Profile = NO_PROFILE  # what was measured of such devices
 
     @property
     def room_bytes(self) -> int | None:

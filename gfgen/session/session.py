@@ -203,10 +203,7 @@ class Session:
         self.checkpoints = frozenset(checkpoints)
         self._models = {**named, **{job.spec.model or "": job.checkpoint for job in jobs}}
         held = checkpoints if self.residency is None else self.residency.checkpoints
-        profile = find_profile(options.ranks.profiled_as)
-        kernels = choose_kernels(
-            options.ranks, jobs, profile=profile and profile[1], output_dir=options.output_dir
-        )
+        kernels = choose_kernels(options.ranks, jobs, profile=memory.profile, output_dir=options.output_dir)
         ready = ready_pool(
             held,
             options.ranks,
@@ -303,9 +300,12 @@ class Session:
         has_files = options.keeps_records or options.waits_for_space  # else another run writes them
         costs = CostModel(setup.profile, shares_cores=_share_cores(ranks))
         own_chooser = stack.enter_context(contextlib.closing(ThreadedChooser(options.policy.choose)))
+        memory = JobMemory(jobs, options.output_dir, setup.start.resume)
+        may_come = arrivals.intake is not None
+        self.pool.needed = None if may_come else lambda: {str(x.checkpoint) for x in memory.jobs.values()}
         backend = ProcessBackend(
             self.pool,
-            JobMemory(jobs, options.output_dir, setup.start.resume),
+            memory,
             clock=setup.clock,
             signals=self.signals,
             requests=arrivals.requests,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import os
 import shutil
 import time
@@ -268,6 +269,10 @@ def test_a_region_that_was_half_written_is_written_again() -> None:
     assert region.tolist() == [9] * 5
     assert third.region(5, lambda region: pytest.fail("it is there")).tolist() == [9] * 5
     assert third.region(3, lambda region: region.fill_(1)).data_ptr() % 4096 == 0
+    mmap.mmap(fd, 0).madvise(mmap.MADV_REMOVE)  # as the pool does, when no rank needs it
+    fourth = HostCopy(fd, CPU)
+    assert fourth.region(5, lambda region: region.fill_(4)).tolist() == [4] * 5
+    fourth.close()
     os.close(fd)
     for each in (first, second, third):
         each.close()

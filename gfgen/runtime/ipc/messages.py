@@ -173,8 +173,7 @@ class WorkerReady:
     startup_s: float
     counts_tokens: bool = False
     """Whether it can pad texts and exclude the padding from attention."""
-    read_bytes_per_s: float = 0.0
-    """At which it reads streamed blocks; 0 if it has none."""
+    read_bytes_per_s: float = 0.0  # of streamed blocks; 0 if it has none
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ pool outlives a run: the next one starts on warm workers.
 from __future__ import annotations
 
 import logging
+import mmap
 import selectors
 import time
 from collections import Counter, defaultdict
@@ -119,6 +120,7 @@ class WorkerPool:
         """The last dispatch that these workers got, in any run."""
         self.steps_at_hand: Callable[[], Sequence[messages.WarmUp]] = tuple
         """Tasks of the present models, which a worker that joins a run or has loaded them prepares later."""
+        self.needed: Callable[[], Set[str]] | None = None  # models whose host copies stay; None: all
         self.is_stopping = False
         """The run is about to end: no rank is replaced."""
         self._left_out: set[int] = set()
@@ -197,7 +199,7 @@ class WorkerPool:
             yield from self._lose(child)
             return
         message, fds = received
-        changes = child.hear(message)
+        changes, copies = child.hear(message), self._launcher.host_copies
         if isinstance(child, RankProcess):
             match message:
                 case messages.PeerReplaced():
@@ -206,6 +208,9 @@ class WorkerPool:
                     self._arenas.take(child.rank, fds)
             if isinstance(message, messages.WorkerReady | messages.ModelsSet) and not child.is_to_load:
                 self.models.succeeded(child.rank)
+                if self.needed and not any(each.is_to_load or each.phase in STARTS for each in self.living):
+                    for path in copies.keys() - self.models.checkpoints - self.needed():  # nobody maps it
+                        mmap.mmap(copies[path].fileno(), 0).madvise(mmap.MADV_REMOVE)
         yield child, message
         for became in changes:
             yield child, became
