@@ -208,9 +208,17 @@ def test_fused_blocks_are_placed_as_they_are_fused_also_in_8_bits(
         attention = next(each for each in pipeline.transformer.modules() if hasattr(each, "to_q"))
         replaced = [weakref.ref(getattr(attention, name).weight) for name in names]
         alive.clear()
+        modulation = [
+            getattr(each, "img_mod", [None] * 2)[1]
+            for each in getattr(pipeline.transformer, "transformer_blocks", [nn.Identity()])
+        ]
+        first, last = weakref.ref(modulation[0] or nn.Identity()), modulation.pop()
+        del modulation
 
         def watched(self: Placing, part: nn.Module) -> None:
             alive.append(any(each() is not None for each in replaced))  # noqa: B023
+            if part is last and in_fp8:  # noqa: B023
+                assert first() is None, "a weight in bf16 goes when it is quantised"  # noqa: B023
             bring(self, part)
 
         monkeypatch.setattr(Placing, "bring", watched)

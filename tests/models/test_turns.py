@@ -51,7 +51,8 @@ class Recording:
 @pytest.fixture(autouse=True)
 def no_thread_stays() -> Iterator[None]:
     yield
-    assert not [each for each in threading.enumerate() if each.name.startswith("turn ")]
+    running = [each for each in threading.enumerate() if each.name.startswith("turn ")]
+    assert len(running) == sum(map(len, turns._IDLE.values())), "no call is left"
 
 
 def test_all_calls_come_to_a_block_before_one_goes_on() -> None:

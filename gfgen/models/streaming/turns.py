@@ -8,15 +8,19 @@ order, so every rank of a layout launches the same kernels and exchanges in the 
 it launches alone, so the bits are the same. Calls may take turns within a call, in one order for all.
 
 Every call has a thread. A forward keeps what its blocks need in variables of its thread (fused.py,
-linears.py, cut_texts.py), and two forwards of one thread would mix them up. Context variables are inherited
-by a copy: what is active around `in_turns` is active in its calls, and what a call enters is its own.
+linears.py, cut_texts.py), and two forwards of one thread would mix them up. Threads stay for later calls at
+the same place: libraries keep plans by thread, and cuDNN takes some 30 ms for one of an attention. Context
+variables are inherited by a copy: what is active around `in_turns` is active in its calls, and what a call
+enters is its own.
 """
 
 from __future__ import annotations
 
 import contextvars
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
@@ -45,7 +49,7 @@ def in_turns(calls: Sequence[Callable[[], T]]) -> list[T]:
     entered: list[_Call[T]] = []
     try:
         for place, call in enumerate(calls):
-            entered.append(_Call(call, place))
+            entered.append(_Call(call, place, outer))
         for each in entered:
             each.resume()
         while waiting := [each for each in entered if not each.has_ended]:
@@ -84,8 +88,9 @@ class _Call(Generic[T]):
 
     result: T
 
-    def __init__(self, function: Callable[[], T], place: int) -> None:
+    def __init__(self, function: Callable[[], T], place: int, outer: _Call[Any] | None) -> None:
         self.place = place
+        self._path: tuple[int, ...] = (*(() if outer is None else outer._path), place)
         self.block: object = None
         """Where it waits."""
         self.has_ended = False
@@ -102,9 +107,9 @@ class _Call(Generic[T]):
         self._may_run, self._has_paused = threading.Lock(), threading.Lock()
         self._may_run.acquire()
         self._has_paused.acquire()
-        run = contextvars.copy_context().run
-        self._thread = threading.Thread(target=run, args=[self._run], name=f"turn {place}", daemon=True)
-        self._thread.start()
+        idle = _IDLE[self._path]
+        self._thread = idle.pop() if idle else ThreadPoolExecutor(1, f"turn {place}")
+        self._end = self._thread.submit(contextvars.copy_context().run, self._run)
 
     def resume(self, *, is_last: bool = False) -> None:
         """Run until it comes to a block, or ends. Raises: what the call raises."""
@@ -120,7 +125,8 @@ class _Call(Generic[T]):
         if not self.has_ended:
             self._is_stopped = True
             self._switch()
-        self._thread.join()
+        self._end.result()
+        _IDLE[self._path].append(self._thread)
 
     def pause(self, block: object) -> bool:
         """On its thread: let the caller of `resume` go on."""
@@ -167,3 +173,5 @@ class _Call(Generic[T]):
 
 
 _CALL: ContextVar[_Call[Any] | None] = ContextVar("call", default=None)
+_IDLE: defaultdict[tuple[int, ...], list[ThreadPoolExecutor]] = defaultdict(list)
+"""One thread each, by the places of the calls that it had."""

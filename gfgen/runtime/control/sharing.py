@@ -26,7 +26,7 @@ from gfgen.snapshot import Decision, Snapshot
 MAX_JOBS = 8
 """Their 16 forwards of a guided 1024x1024 picture compute a block of Qwen-Image for 37 ms, three times as
 long as a read from host memory takes. More would keep more activations, and let the first file wait."""
-MAX_COMPUTED = 1.25
+MAX_COMPUTED = 1.0
 """A step that takes more than this many times its reads is bound by computing, and sharing gains nothing."""
 
 
