@@ -54,8 +54,8 @@ _SPARE = 10
 _ACTIVATION_BYTES = 10**9
 """The least that a placement leaves for activations."""
 _TOKEN_BYTES, _PIXEL_BYTES, _FRAME_BYTES = 200_000, 600, 5_800
-"""Guesses for each token of a step, of 5,120 channels, and for each byte of a decoded picture, or of one frame
-of a video, of which Wan2.2-5B decodes four at once: 6.4 GB at 832x480 in fp32, half as much in bf16."""
+"""Guesses for each token of a step, of 5,120 channels, and for each byte of a decoded picture, or of one
+frame of a video, of which Wan2.2-5B decodes four at once: 6.4 GB at 832x480 in fp32, half as much in bf16."""
 _SHARING_BYTES = 16 * 32 * 2**20
 """Workspaces of cuBLAS for forwards that share reads (streaming/turns.py): 32 MB a thread on Hopper."""
 _READ_BYTES_PER_S = 50e9
