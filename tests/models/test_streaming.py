@@ -7,7 +7,10 @@ import json
 import os
 import shutil
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from gfgen.models.streaming import host_copy
 from gfgen.models.streaming.host_copy import HostCopy
 from gfgen.models.streaming.placing import Placing
 from gfgen.models.streaming.stream import Block, Buffer, Chain, Lane, stream_of
+from gfgen.models.streaming.turns import in_turns
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.worker.entry import load_model
 
@@ -103,6 +107,24 @@ def test_a_model_with_streamed_blocks_makes_the_pictures_of_the_resident_one(
         assert streamed == set(placement.streamed if placement else ())
         found.append(result(adapter, JOB))
     assert torch.equal(*found)
+
+
+def test_encodes_that_take_turns_share_their_reads(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [replace(JOB, prompt=prompt) for prompt in ("a fox", "a blue whale in the sea", "rain")]
+    found, reads, read = [], Counter[bool](), Lane.read
+
+    def counted(self: Lane, block: Block) -> None:
+        reads[bool(found)] += 1
+        read(self, block)
+
+    monkeypatch.setattr(Lane, "read", counted)
+    for together in (False, True):
+        adapter = load(deep, of_deep(*range(NUM_BLOCKS)), has_random_weights=True)
+        calls = [partial(adapter.encode, adapter.geometry.resolve(spec)) for spec in specs]
+        prompts = in_turns(calls) if together else [call() for call in calls]
+        found.append([tensor for each in prompts for tensor in each.tensors.values()])
+    assert all(map(torch.equal, *found))
+    assert reads[True] == 2 * NUM_BLOCKS < reads[False], "for the prompts, and for the negative ones"
 
 
 def test_a_pipeline_without_an_adapter_of_its_own_streams_too(tmp_path: Path) -> None:

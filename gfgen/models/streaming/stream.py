@@ -110,7 +110,7 @@ class Chain:
     def attach(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         """Read ahead in the forwards of this model, of which these modules are the blocks."""
         model.streams = True  # type: ignore[assignment]
-        model.register_forward_pre_hook(lambda *_: self._read_from(0))
+        model.register_forward_pre_hook(lambda *_: self._begin())
         for idx, module in enumerate(modules):
             module.register_forward_pre_hook(lambda *_, idx=idx: self.enter(idx))
             module.register_forward_hook(lambda *_, idx=idx: self._leave(idx))
@@ -129,6 +129,11 @@ class Chain:
             if (own or block.patches) and block.buffer.holds is block:
                 block.buffer.holds = None
             block.patches = own
+
+    def _begin(self) -> None:
+        """Before a forward. Others that share reads first leave the last block of theirs."""
+        pause(self)
+        self._read_from(0)
 
     def enter(self, idx: int) -> None:
         """Before a block."""
