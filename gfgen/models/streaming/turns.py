@@ -25,6 +25,7 @@ from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.backends import cuda
 
 from gfgen.gfc.cuda.driver import driver
 from gfgen.models.parallel import counted_attention
@@ -104,6 +105,7 @@ class _Call(Generic[T]):
             self._stream = torch.cuda.current_stream()
             self._generators.append(torch.cuda.default_generators[self._stream.device_index])
         self._states = [each.get_state() for each in self._generators]
+        self._attention = [is_enabled() for is_enabled, _ in _ATTENTION]
         self._may_run, self._has_paused = threading.Lock(), threading.Lock()
         self._may_run.acquire()
         self._has_paused.acquire()
@@ -147,10 +149,15 @@ class _Call(Generic[T]):
         self._exchange_states()
 
     def _exchange_states(self) -> None:
-        """PyTorch's own generators, from which some pipelines draw, have states of their own in each call."""
+        """Each call has states of PyTorch's own generators, from which some pipelines draw, and a choice of
+        attentions (`sdpa_kernel`). PyTorch has one for all threads."""
         for idx, generator in enumerate(self._generators):
             state, self._states[idx] = self._states[idx], generator.get_state()
             generator.set_state(state)
+        for idx, (is_enabled, enable) in enumerate(_ATTENTION):
+            own, self._attention[idx] = self._attention[idx], is_enabled()
+            if own != self._attention[idx]:
+                enable(own)
 
     def _run(self) -> None:
         _CALL.set(self)
@@ -172,6 +179,12 @@ class _Call(Generic[T]):
             self._has_paused.release()
 
 
+_ATTENTION = (
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+)
 _CALL: ContextVar[_Call[Any] | None] = ContextVar("call", default=None)
 _IDLE: defaultdict[tuple[int, ...], list[ThreadPoolExecutor]] = defaultdict(list)
 """One thread each, by the places of the calls that it had."""
