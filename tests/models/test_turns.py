@@ -49,13 +49,6 @@ class Recording:
         return functools.partial(self.forward, name, blocks)
 
 
-@pytest.fixture(autouse=True)
-def no_thread_stays() -> Iterator[None]:
-    yield
-    running = [each for each in threading.enumerate() if each.name.startswith("turn ")]
-    assert len(running) == sum(map(len, turns._IDLE.values())), "no call is left"
-
-
 def test_all_calls_come_to_a_block_before_one_goes_on() -> None:
     recording = Recording()
     assert in_turns([recording.call(name, 0, 1, 2) for name in "abc"]) == ["a", "b", "c"]

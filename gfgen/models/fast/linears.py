@@ -9,7 +9,6 @@ rows. So a token's numbers do not depend on the other tokens of a rank, and degr
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from gfgen.layout import shard_bounds
 from gfgen.models.fast.rows import Fp8Rows, to_fp8
 from gfgen.models.parallel.sequence_parallel import sharing_ranks
 from gfgen.models.streaming.placing import placing_of
+from gfgen.models.streaming.turns import CallLocal
 
 
 def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
@@ -179,8 +179,8 @@ class Modulation(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.in_int8: Int8Layers | None = None
-        self.current = threading.local()
-        """`rows`: the modulation in this thread's present forward."""
+        self.current = CallLocal()
+        """`rows`: the modulation in the present forward."""
 
     def quantise(self, device: torch.device) -> None:
         """Keep the weights in int8 on this device; those in bf16 are freed."""
