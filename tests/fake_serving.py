@@ -2,11 +2,11 @@
 
     python -m fake_serving PORT FOLDER [option=value ...]
 
-serves `fake-video` and `fake-image` on two ranks. A step takes `flow_shift` seconds if a job gives it,
-and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key`, `ranks`, `nodes` (of a
-cluster; a job takes `flow_shift` seconds there), `keys` (NAME:KEY,...), `strict`, `alias`, `public_url`,
-`origin`, `access_log`, `webhook_host` and `webhook_secret`. With FAKE_HASTE in the environment jobs have
-eight steps at most, which take no time.
+serves `fake-video`, `fake-image` and `fake-edit` on two ranks. A step takes `flow_shift` seconds if a job
+gives it, and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key`, `ranks`, `nodes`
+(of a cluster; a job takes `flow_shift` seconds there), `keys` (NAME:KEY,...), `strict`, `alias`,
+`public_url`, `origin`, `access_log`, `webhook_host` and `webhook_secret`. With FAKE_HASTE in the environment
+jobs have eight steps at most, which take no time.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ class FakeGeometry:
     def resolve(self, spec: JobSpec) -> JobSpec:
         if spec.true_cfg_scale is not None:
             raise JobError(Problem.of("true_cfg_scale", spec.true_cfg_scale, "this model has no use for it"))
-        if self.kind == "image" and spec.image is not None:
+        if self.kind == "image" and spec.image is not None and self.family == "fake":
             raise JobError(Problem.of("image", spec.image, "this model makes pictures from text only"))
+        if spec.files and (self.family == "fake" or not spec.files.keys() <= {"image", "mask_image"}):
+            raise JobError(Problem.of("files", None, "this model takes none"))
         frames = spec.frames or 9
         return replace(
             spec,
@@ -121,9 +123,14 @@ class FakeGeometry:
 
 
 MODELS = {
-    name: ResolvedModel(name, Path("fake"), FakeGeometry(kind))
-    for name, kind in (("fake-video", "video"), ("fake-image", "image"))
+    name: ResolvedModel(name, Path("fake"), FakeGeometry(kind, family))
+    for name, kind, family in (
+        ("fake-video", "video", "fake"),
+        ("fake-image", "image", "fake"),
+        ("fake-edit", "image", "QwenImageEditPlusPipeline"),
+    )
 }
+"""The last takes several pictures, and a mask."""
 
 
 def admit_fakes(specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:

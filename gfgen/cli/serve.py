@@ -290,12 +290,13 @@ def serve_models(options: ServeOptions) -> None:
         try:
             session.load([], models=options.models)
             loaded = session.admission.of_loaded(session.checkpoints, help_=NOT_SERVED)
-            most = None if options.job_bounds is None else options.job_bounds.frames
-            models = [served_model(each, created=int(time.time()), most_frames=most) for each in found]
+            bounds = options.job_bounds or JobBounds()
+            models = [served_model(each, created=int(time.time()), bounds=bounds) for each in found]
             for each in models:
-                if each.usual_frames is not None:
-                    frames = f"jobs without a length have {counted(each.usual_frames, 'frame')}"
-                    logger.warning("--max-frames %s is below the default of %s: %s", most, each.id, frames)
+                if each.limited:
+                    values = ", ".join(f"{name} = {value}" for name, value in each.limited.items())
+                    which = f"--max-frames, --max-steps or --max-pixels is below a default of {each.id}"
+                    logger.warning("%s: jobs without it have %s", which, values)
             session.warm_up(usual_jobs(models, loaded))
         except InterruptedRunError:
             text = "stopped while the models were loading; open jobs continue at the next start"
@@ -306,7 +307,7 @@ def serve_models(options: ServeOptions) -> None:
 
 def usual_jobs(models: Sequence[ServedModel], admit: Admit) -> Sequence[AdmittedJob]:
     specs = [
-        JobSpec(id=f"usual-{number}", prompt="as usual", model=model.id, frames=model.usual_frames)
+        JobSpec(id=f"usual-{number}", prompt="as usual", model=model.id, **model.limited)
         for number, model in enumerate(models)
     ]
     admitted, _ = admit(specs)

@@ -7,6 +7,7 @@ import io
 import json
 import time
 
+import httpx
 import pytest
 from client_table import calls
 from fake_serving import MOVIE
@@ -53,19 +54,93 @@ def test_images_are_streamed(client):
     assert events[0].usage.total_tokens == 0
 
 
-@calls(
-    "openai",
-    "`images.edit`",
-    result="the picture; 400 with a mask or several pictures",
-)
+PICTURE = (ROOT / "jobs/lighthouse.png").read_bytes()
+ONE, SEVERAL = ("x.png", PICTURE), [("x.png", PICTURE), ("y.png", PICTURE)]
+
+
+def mask_of(box, size=None):
+    """A mask as OpenAI defines it: what is to be painted is transparent."""
+    with Image.open(io.BytesIO(PICTURE)) as picture:
+        mask = Image.new("RGBA", size or picture.size, "black")
+    if box is not None:
+        mask.paste((0, 0, 0, 0), box)
+    content = io.BytesIO()
+    mask.save(content, format="PNG")
+    return content.getvalue()
+
+
+@calls("openai", "`images.edit`", result="the picture")
 def test_images_are_edited(client):
-    picture = (ROOT / "jobs/lighthouse.png").read_bytes()
-    for image in (("x.png", picture), [("x.png", picture)]):
+    for image in (ONE, [ONE]):
         answer = client.images.edit(image=image, prompt="a fox", size="auto", input_fidelity="high")
         assert len(answer.data) == 1
-    for wrong in ({"mask": ("m.png", picture)}, {"image": [("x.png", picture), ("y.png", picture)]}):
-        with pytest.raises(openai.BadRequestError):
-            client.images.edit(**{"image": ("x.png", picture), "prompt": "a fox"} | wrong)
+
+
+@calls(
+    "openai",
+    "`images.edit` with several pictures and a `mask`",
+    result="the picture, if the model takes them; otherwise 422",
+)
+def test_images_are_edited_with_several_pictures_and_a_mask(client):
+    given = {"prompt": "a fox", "model": "fake-edit"}
+    answer = client.images.edit(image=SEVERAL, mask=("m.png", mask_of((2, 2, 8, 8))), n=2, **given)
+    assert len(answer.data) == 2
+    for model in ("fake-video", "fake-image"):
+        with pytest.raises(openai.UnprocessableEntityError, match=f"image: model {model} takes one, not 2"):
+            client.images.edit(image=SEVERAL, **given | {"model": model})
+        with pytest.raises(openai.UnprocessableEntityError, match=f"mask: model {model} takes no mask"):
+            client.images.edit(image=ONE, mask=mask_of((2, 2, 8, 8)), **given | {"model": model})
+    for mask, reason in (
+        (mask_of(None), "mask: nothing in it is transparent"),
+        (mask_of((2, 2, 8, 8), (16, 16)), "mask: is 16x16, but the image is"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=reason):
+            client.images.edit(image=ONE, mask=mask, **given)
+    with pytest.raises(openai.BadRequestError, match="image: 17 files; at most 16"):
+        client.images.edit(image=[ONE] * 17, **given)
+
+
+def test_without_a_model_the_first_one_that_takes_the_pictures_makes_them(client):
+    answer = client.images.edit(image=SEVERAL, mask=mask_of((2, 2, 8, 8)), prompt="a fox")
+    assert server_model(client, answer.data[0].id) == "fake-edit"
+
+
+def server_model(client, job_id):
+    return client.get(f"/jobs/{job_id}", cast_to=httpx.Response).json()["model"]
+
+
+@calls(
+    "openai",
+    "`files.create(purpose='vision')`, then its `file_id` where a picture is accepted as JSON",
+    result="the uploaded picture is the one to begin with",
+)
+def test_an_uploaded_picture_is_a_reference(client):
+    file = client.files.create(file=ONE, purpose="vision")
+    assert file.purpose == "vision"
+    assert client.files.content(file.id).read() == PICTURE
+    named = {"file_id": file.id}
+    values = {"prompt": "a fox", "input_reference": named}  # the client's own method takes only files
+    video = client.post("/videos", body=values, cast_to=openai.types.Video)
+    assert client.videos.poll(video.id).status == "completed"
+    form = {"prompt": (None, "a fox"), "input_reference[file_id]": (None, file.id)}
+    assert httpx.post(f"{client.base_url}videos", files=form).status_code == 200
+    for part in ({"type": "image_url", "image_url": named}, {"type": "file", "file": named}):
+        messages = [{"role": "user", "content": [{"type": "text", "text": "a fox"}, part]}]
+        assert client.chat.completions.create(model="fake-edit", messages=messages).choices
+    edit = {
+        "prompt": "a fox",
+        "images": [named, named],
+        "model": "fake-edit",
+    }  # JSON, as the REST API takes it
+    assert client.post("/images/edits", body=edit, cast_to=httpx.Response).json()["data"]
+    job = {"prompt": "a fox", "model": "fake-edit", "files": {"image": [named, named], "mask_image": named}}
+    assert client.post("/jobs", body=job, cast_to=httpx.Response).json()["model"] == "fake-edit"
+    with pytest.raises(openai.NotFoundError, match="there is no file file-"):
+        client.post("/jobs", body={"prompt": "a fox", "image": {"file_id": "file-" + "0" * 24}}, cast_to=dict)
+    with pytest.raises(openai.UnprocessableEntityError, match="the file is not a picture"):
+        client.files.create(file=("x.png", b"nonsense"), purpose="user_data")
+    with pytest.raises(openai.BadRequestError, match="batch, vision, user_data are accepted"):
+        client.files.create(file=ONE, purpose="fine-tune")
 
 
 @calls(
@@ -289,5 +364,5 @@ def test_errors_are_those_that_the_client_knows(client):
     result="the models",
 )
 def test_models_are_listed(client):
-    assert [model.id for model in client.models.list()] == ["fake-video", "fake-image"]
+    assert [model.id for model in client.models.list()] == ["fake-video", "fake-image", "fake-edit"]
     assert client.models.retrieve("fake-video").owned_by == "gfgen"

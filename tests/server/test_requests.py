@@ -710,7 +710,7 @@ def test_a_faulty_job_file_is_refused_with_the_messages_of_the_command_line(serv
     assert "not accepted over HTTP" in error["message"]
     assert "line 4" in error["message"]
     refused = error_of(batch(server, {"prompt": "x", "model": "/etc"}), 400)
-    assert "is not served here" in refused["message"]
+    assert "not served here" in refused["message"]
     beyond = error_of(batch(server, {"prompt": "x", "true_cfg_scale": 3}), 400)
     assert "line 1: true_cfg_scale" in beyond["message"]
 
@@ -795,10 +795,16 @@ def test_an_empty_batch_is_refused(server):
 
 
 def test_models_are_listed_with_what_they_make(server):
-    video, image = server.http.get("/v1/models").json()["data"]
+    video, image, edit = server.http.get("/v1/models").json()["data"]
     assert (video["id"], video["kind"], video["takes_image"]) == ("fake-video", "video", "yes")
     assert video["defaults"]["frames"] == 9
     assert (image["id"], image["kind"], image["takes_image"]) == ("fake-image", "image", "no")
+    assert (edit["takes_image"], edit["pictures_argument"], edit["mask_argument"]) == (
+        "yes",
+        "image",
+        "mask_image",
+    )
+    assert video["pictures_argument"] is video["mask_argument"] is image["mask_argument"] is None
     assert server.http.get("/v1/models/fake-image").json() == image
     error_of(server.http.get("/v1/models/other"), 404)
 
@@ -912,5 +918,5 @@ def test_the_command_line_submits_to_a_server_and_cancels_there(server, tmp_path
     found = target.cancel(["far-*", single["id"], "never"])
     assert (found.num_cancelled, found.unmatched) == (2, ["never"])
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a", "model": "other"}')
-    with pytest.raises(InputError, match="other: is not served here"):
+    with pytest.raises(InputError, match="other: not served here"):
         target.submit(JobSource(files=(str(tmp_path / "jobs.jsonl"),)))

@@ -84,6 +84,21 @@ GUIDED = frozenset(
     )
 )
 """Classes whose guidance two halves of a layout can share, from the same comparison."""
+SEVERAL_PICTURES: Mapping[str, str] = {
+    "BriaFibo2Pipeline": "image",
+    "BriaFiboEditPipeline": "image",
+    "Flux2KleinKVPipeline": "image",
+    "Flux2KleinPipeline": "image",
+    "Flux2Pipeline": "image",
+    "JoyImageEditPlusPipeline": "images",
+    "QwenImage21Pipeline": "image",
+    "QwenImageEditPlusPipeline": "image",
+    "ZImageOmniPipeline": "image",
+}
+"""By pipeline: the argument that takes several pictures for one result. In others a list is a batch.
+
+Source: the calls of diffusers 0.42.
+"""
 NO_PICTURES = re.compile("Audio|AceStep|Proteina")
 """Pipelines that make only sound, or proteins."""
 _LARGE = "CLIPTextModelWithProjection"

@@ -10,7 +10,8 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
@@ -77,12 +78,14 @@ async def create_job(request: Request, service: Service) -> Response:
     if is_array or kind in JOB_FILE_KINDS:
         return await _accept(request, service, await read_job_file(request, service=service))
     body = await read_body(request, service=service, picture_name="image", takes_uploads=True)
-    values, uploads = job_requests.taken_uploads(body.values, body.uploads)
+    values, uploads = await asyncio.to_thread(
+        job_requests.taken_uploads, body.values, body.uploads, service.uploads.content
+    )
     if any(values.get(name) for name in VARIATION_FIELDS):
         if body.file is not None or uploads:
             raise ApiError(400, "a job with files is one job; send one request for each")
         line = json.dumps({name: value_of(name, value) for name, value in values.items()})
-        return await _accept(request, service, Body({}, line.encode()))
+        return await _accept(request, service, Body({}, [line.encode()]))
     values = {name: value for name, value in values.items() if name not in VARIATION_FIELDS}
     asked = checked(schemas.JobRequest, values)
     requested = job_requests.plain_job(asked, uploads=uploads, models=service.ready_models())
@@ -269,25 +272,29 @@ def _without_run(stored: StoredJob) -> ManifestLine:
 
 _OUTPUT, _ERRORS = "file-output_", "file-errors_"
 """Prefixes of the ids of results; the rest is the batch's id."""
-_UPLOAD: dict[str, Any] = {**_FORM, "properties": {**_FORM["properties"], "purpose": {"enum": ["batch"]}}}
+_PURPOSES = get_args(server_schemas.Purpose)
+_UPLOAD: dict[str, Any] = {**_FORM, "properties": {**_FORM["properties"], "purpose": {"enum": _PURPOSES}}}
 
 
 @files.post(
     "",
     response_model=server_schemas.UploadedFile,
-    responses=responses(400, 413, 507),
+    responses=responses(400, 413, 422, 507),
     openapi_extra={
         "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
     },
-    summary="Upload a file of requests",
+    summary="Upload a file of requests, or a picture",
 )
 async def create_file(request: Request, service: Service) -> Response:
-    """A file for POST /v1/batches: JSON lines of `custom_id`, `method`, `url` and `body`."""
+    """A file for POST /v1/batches (JSON lines of `custom_id`, `method`, `url` and `body`), or for the other
+    purposes a picture, to which requests refer by its `file_id`."""
     body = await read_file(request, service=service)
-    if body.values.get("purpose", "batch") != "batch":
-        raise bad("purpose", "batch is accepted")
+    purpose = body.values.get("purpose", "batch")
+    if purpose not in _PURPOSES:
+        raise bad("purpose", f"{', '.join(_PURPOSES)} are accepted")
     name, content = body.filename or "requests.jsonl", body.file or b""
-    added = await asyncio.to_thread(service.uploads.add, content, filename=name, now=service.now())
+    add = partial(service.uploads.add, filename=name, now=service.now(), purpose=purpose)
+    added = await asyncio.to_thread(add, content)
     return added.response()
 
 
@@ -315,13 +322,15 @@ async def get_file(service: Service, file_id: JobId) -> Response:
 @files.get(
     "/{file_id}/content",
     response_class=Response,
-    responses=responses(400, 404, **_LINES),
+    responses=responses(400, 404, **_LINES, **{"application/octet-stream": {"schema": {"type": "string"}}}),
     summary="Get the content of a file",
 )
 async def get_file_content(service: Service, file_id: JobId) -> Response:
     """An uploaded file, or the results or errors of a batch whose jobs have all ended."""
     kind = "application/jsonl"
     if (batch_id := _batch_of(file_id)) is None:
+        file = await asyncio.to_thread(service.uploads.find, file_id)
+        kind = kind if file.purpose == "batch" else "application/octet-stream"
         return Response(await asyncio.to_thread(service.uploads.content, file_id), media_type=kind)
     _, made_of = _ended_batch(service, batch_id, file_id)
     results = _results(service, batch_id, made_of, of_errors=file_id.startswith(_ERRORS))

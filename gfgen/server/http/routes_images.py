@@ -12,12 +12,20 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from gfgen.server.http.bodies import IDEMPOTENCY_KEY, MESSAGES, Body, documented, read_body, request_key
+from gfgen.server.http.bodies import (
+    IDEMPOTENCY_KEY,
+    MAX_PICTURES,
+    MESSAGES,
+    Body,
+    documented,
+    read_body,
+    request_key,
+)
 from gfgen.server.http.guard import Access
 from gfgen.server.http.routes_jobs import Service, leave, log_ignored, results
 from gfgen.server.http.streams import QUIET_S, STREAM, check_streams, event_bytes, event_stream
 from gfgen.server.jobs import files
-from gfgen.server.jobs.job_requests import image_jobs
+from gfgen.server.jobs.job_requests import image_jobs, painted_part
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas
 from gfgen.server.protocol.problems import ApiError, bad, opened, responses
@@ -54,12 +62,13 @@ async def create_images(request: Request, service: Service) -> Response:
     "/images/edits",
     response_model=picture_schemas.Images,
     responses=_EVENTS,
-    openapi_extra=documented(picture_schemas.ImageRequest, picture="image"),
+    openapi_extra=documented(picture_schemas.ImageRequest, picture="image", has_mask=True),
     summary="Make pictures from a picture and wait for them",
 )
 async def edit_images(request: Request, service: Service) -> Response:
-    """As /v1/images/generations, with an `image` to begin with; masks are not supported."""
-    body = await read_body(request, service=service, picture_name="image")
+    """As /v1/images/generations, with an `image` to begin with, several (`image[]`) for models that combine
+    pictures, and a `mask` for models for inpainting: they paint where it is transparent."""
+    body = await read_body(request, service=service, picture_name="image", most_pictures=MAX_PICTURES)
     if body.file is None:
         raise bad("image", "missing")
     return await _images(request, service, body, of="image_edit")
@@ -95,6 +104,7 @@ def images(
 ) -> picture_schemas.Images:
     return picture_schemas.Images(
         created=int(pictures[0].facts.created_at),
+        model=pictures[0].facts.model,
         data=data,
         output_format=output_format,
         size=service.served(pictures[0]).job().size,
@@ -111,9 +121,9 @@ def images(
     summary="Make pictures in a conversation",
 )
 async def complete_chat(request: Request, service: Service) -> Response:
-    """The prompt is the text of the last message of the user, which may also have a picture to begin with.
+    """The prompt is the text of the last message of the user, which may also have pictures to begin with.
     Earlier messages have no effect."""
-    body = await read_body(request, service=service, picture_name=MESSAGES)
+    body = await read_body(request, service=service, picture_name=MESSAGES, most_pictures=MAX_PICTURES)
     asked_for, warnings = opened(picture_schemas.ChatRequest, body.values, is_strict=service.api.strict)
     ids = await _take(request, service, body, asked_for, warnings)
     pictures = await _finished(request, service, ids)
@@ -148,7 +158,10 @@ async def _take(
     warnings: list[str],
 ) -> list[str]:
     models, ignored = service.ready_models(), None if service.api.strict else warnings
-    requested = image_jobs(asked_for, picture=body.file, models=models, ignored=ignored)
+    mask = body.mask
+    if mask is not None and body.file is not None:
+        mask = await asyncio.to_thread(painted_part, mask, body.file)
+    requested = image_jobs(asked_for, pictures=body.files, mask=mask, models=models, ignored=ignored)
     ids = await service.take(requested, key=await request_key(request, body))
     log_ignored(ids, warnings)
     records = [record for job_id in ids if (record := service.job(job_id)) is not None]
@@ -271,6 +284,7 @@ async def _completed(service: JobService, job_id: str, streamed: Streamed) -> by
     kind = streamed.asked_for.output_format
     image = picture_schemas.CompletedImage(
         type=f"{streamed.of}.completed",  # type: ignore[arg-type]
+        model=stored.facts.model,
         b64_json=await base64_of(service, stored, streamed.asked_for),
         created_at=int(service.now()),
         id=job_id,

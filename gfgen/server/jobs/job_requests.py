@@ -10,11 +10,13 @@ import base64
 import hashlib
 import io
 import json
+import logging
 import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,12 @@ from gfgen.server.protocol.problems import (
 )
 from gfgen.server.store import JobFacts, NewJob
 
+logger = logging.getLogger(__name__)
+
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
 MAX_FIELDS, MAX_UPLOADS = 64, 32
+ANY_NAME = "*"
+"""The alias that stands for all names that are not served."""
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 _DATA_URL = re.compile(r"data:image/[a-z.+-]{1,20};base64,", re.IGNORECASE)
 _MIN_TIMEOUT_S = 0.001
@@ -115,13 +121,32 @@ def video_job(
 def image_jobs(
     request: picture_schemas.ImageRequest | picture_schemas.ChatRequest,
     *,
-    picture: bytes | None,
+    pictures: Sequence[bytes] = (),
+    mask: bytes | None = None,
     models: Sequence[server_schemas.ServedModel],
     ignored: list[str] | None,
 ) -> list[RequestedJob]:
-    """One job per picture; each after the first has the next seed. `picture` is the one to begin with."""
-    job, words = request.job, request.names
-    model = chosen_model(job.get("model"), models, kind="image", takes_image=picture is not None)
+    """One job per picture; each after the first has the next seed. `pictures` are those to begin with, and
+    `mask` is white where the first of them is painted."""
+    job, words = request.job, {**request.names, "files.image": "image"}
+
+    def takes_all(model: server_schemas.ServedModel) -> bool:
+        takes_several = model.takes_image != "no" if len(pictures) <= 1 else bool(model.pictures_argument)
+        return takes_several and (mask is None or model.mask_argument is not None)
+
+    model = chosen_model(job.get("model"), models, kind="image", takes=takes_all if pictures else None)
+    picture, uploads = (pictures[0] if pictures else None), {}
+    if len(pictures) > 1:
+        if model.pictures_argument is None:
+            raise ApiError(422, f"image: model {model.id} takes one, not {len(pictures)}", param="image")
+        uploads[model.pictures_argument] = [Upload(content, is_item=True) for content in pictures]
+        picture = None
+    if mask is not None:
+        if model.mask_argument is None:
+            reason = "takes no mask; leave it out, or use a model for inpainting"
+            raise ApiError(422, f"mask: model {model.id} {reason}", param="mask")
+        uploads[model.mask_argument] = [Upload(mask)]
+    words |= {f"files.{model.mask_argument or 'mask_image'}": "mask"}
     if model.kind == "video":
         job["frames"] = 1
     first = _spec(job, model, "image", words)
@@ -130,26 +155,53 @@ def image_jobs(
         seed = None if first.seed is None else later_seed(first.seed, number)
         specs.append(replace(first, id=new_id("image"), seed=seed))
     return [
-        RequestedJob(spec, picture=picture, must_be="image", words=words, ignored=ignored) for spec in specs
+        RequestedJob(spec, picture, uploads, must_be="image", words=words, ignored=ignored) for spec in specs
     ]
 
 
+def painted_part(mask: bytes, picture: bytes) -> bytes:
+    """A request's mask as pipelines take it: white where they paint. In the request that is transparent.
+
+    Raises: ApiError if it does not fit the picture, or nothing in it is transparent.
+    Source: OpenAI's reference of images/edits ("fully transparent areas (e.g. where alpha is zero)");
+            diffusers 0.42 StableDiffusionInpaintPipeline ("White pixels in the mask are repainted").
+    """
+    from PIL import Image, ImageOps
+
+    checked_picture(picture, param="image")
+    checked_picture(mask, param="mask")
+    with Image.open(io.BytesIO(mask)) as shape, Image.open(io.BytesIO(picture)) as below:
+        size = ImageOps.exif_transpose(below).size
+        alpha = shape.convert("RGBA").getchannel("A")
+    if alpha.size != size:
+        sizes = ("{}x{}".format(*each) for each in (alpha.size, size))
+        raise bad("mask", "is {}, but the image is {}; give both the same size".format(*sizes))
+    white = alpha.point(lambda opacity: 255 * (opacity == 0))
+    if white.getbbox() is None:
+        raise bad("mask", "nothing in it is transparent; the part to paint must be (alpha 0)")
+    content = io.BytesIO()
+    white.save(content, format="PNG")
+    return content.getvalue()
+
+
 def taken_uploads(
-    values: Mapping[str, Any], uploads: Mapping[str, Sequence[Upload]]
+    values: Mapping[str, Any],
+    uploads: Mapping[str, Sequence[Upload]],
+    read_file: Callable[[str], bytes],
 ) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Upload]]]:
-    """The values without `files`, and the uploads with those that `files` has as data: URLs."""
+    """The values without `files`, and the uploads with those that `files` refers to."""
     named = values.get("files")
     if named is None:
         return values, uploads
-    accepted = "an object of arguments, each with a data:image/...;base64 URL or a list of them"
+    accepted = "an object of arguments, each with a data:image/...;base64 URL, a file_id, or a list of them"
     if not isinstance(named, Mapping):
         raise bad("files", accepted)
     found = dict(uploads)
     for name, given in named.items():
         urls = given if isinstance(given, list) else [given]
-        if not urls or not all(isinstance(url, str) for url in urls) or not NAME.fullmatch(name):
+        if not urls or not all(isinstance(url, str | Mapping) for url in urls) or not NAME.fullmatch(name):
             raise bad("files", accepted)
-        contents = [data_url_content(url, param=f"files.{name}") for url in urls]
+        contents = [picture_content(url, read_file, param=f"files.{name}") for url in urls]
         found[name] = [Upload(content, is_item=isinstance(given, list)) for content in contents]
     if sum(map(len, found.values())) > MAX_UPLOADS:
         raise bad("files", f"at most {MAX_UPLOADS} files are accepted")
@@ -194,21 +246,20 @@ def batch_jobs(
         suffix=suffix,
         max_jobs=max_jobs,
     )
-    served = {model.id: model.root or model.id for model in models}
-    usual_frames = {model.id: model.usual_frames for model in models}
     problems, requested = list(parsed.problems), []
     for spec in parsed.specs:
-        name = spec.model or models[0].id
-        if name not in served:
-            accepted = f"is not served here; there are {', '.join(served)}"
-            problems.append(replace(Problem.of("model", name, accepted), line=spec.line))
+        try:
+            model = chosen_model(spec.model or models[0].id, models, kind=None)
+        except ApiError as error:
+            accepted = error.message.partition(": ")[2]
+            problems.append(replace(Problem.of("model", spec.model, accepted), line=spec.line))
             continue
         if num_pictures(spec.args) != 1:
             problems.append(Problem(spec.line, "args.num_images_per_prompt", None, _ONE_FILE))
             continue
         seed = default_seed(spec.id) if spec.seed is None else spec.seed
-        frames = spec.frames or usual_frames[name]
-        own = replace(spec, id=new_id("job"), seed=seed, model=served[name], frames=frames, **_OF_FILES)
+        usual = model.usual(partial(getattr, spec))
+        own = replace(spec, id=new_id("job"), seed=seed, model=model.root or model.id, **usual, **_OF_FILES)
         requested.append(RequestedJob(own, batch_id=batch_id, custom_id=spec.id))
     problems.sort(key=lambda problem: problem.line or 0)
     if problems and not (skip_invalid and requested):
@@ -293,7 +344,7 @@ def _line_jobs(
     asked_for, warnings = opened(kind, body, is_strict=is_strict)
     if asked_for.stream:
         raise bad("stream", "a batch has no streams; leave it out")
-    return image_jobs(asked_for, picture=None, models=models, ignored=None if is_strict else warnings)
+    return image_jobs(asked_for, models=models, ignored=None if is_strict else warnings)
 
 
 def chosen_model(
@@ -301,32 +352,41 @@ def chosen_model(
     models: Sequence[server_schemas.ServedModel],
     *,
     kind: schemas.MediaKind | None,
-    takes_image: bool = False,
+    takes: Callable[[server_schemas.ServedModel], bool] | None = None,
 ) -> server_schemas.ServedModel:
     """The served model of this name, or the first one that fits; raises ApiError if there is no such name.
 
-    A model of this kind fits, or if a picture is given and none of them takes one, any model that does.
+    A model of this kind fits that `takes` what is given, or if there is none, any model that does.
     """
     if name is None:
-        able = [model for model in models if model.takes_image != "no"] if takes_image else models
+        able = models if takes is None else [model for model in models if takes(model)]
         return next((model for model in able if kind in (None, model.kind)), (able or models)[0])
-    for model in models:
-        if model.id == name:
-            return model
-    served = ", ".join(model.id for model in models)
+    by_name = {model.id: model for model in models}
+    if name in by_name and name != ANY_NAME:
+        return by_name[name]
     shown = name if len(name) <= 80 and name.isprintable() else repr(name[:80])
-    message = f"model {shown}: not served here; there are {served}"
+    if (model := by_name.get(ANY_NAME)) is not None:
+        logger.info("model %s: not served here; %s runs in its place", shown, model.root)
+        return model
+    message = f"model {shown}: not served here; there are {', '.join(by_name)}"
     raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def data_url_content(url: str, *, param: str = "input_reference") -> bytes:
-    """The content of a data: URL. Raises ApiError for any other URL: the server fetches nothing."""
-    match = _DATA_URL.match(url)
+def picture_content(given: Any, read_file: Callable[[str], bytes], *, param: str) -> bytes:
+    """The picture that a request refers to by a data: URL or the id of an uploaded file, as OpenAI's clients
+    write them. Raises ApiError for any other URL: the server fetches nothing."""
+    while isinstance(given, Mapping):
+        if isinstance(file_id := given.get("file_id"), str):
+            return read_file(file_id)
+        given = next((given[key] for key in ("image_url", "url", "file") if key in given), None)
+    if not isinstance(given, str):
+        raise bad(param, "send a file in a form, a data:image/...;base64 URL, or a file_id of /v1/files")
+    match = _DATA_URL.match(given)
     if match is None:
         accepted = "send the picture itself, as a file or as a data:image/...;base64 URL"
         raise bad(param, f"{accepted}; other URLs are not followed")
     try:
-        return base64.b64decode(url[match.end() :], validate=True)
+        return base64.b64decode(given[match.end() :], validate=True)
     except ValueError:
         raise bad(param, "not base64") from None
 
@@ -447,7 +507,7 @@ def _spec(
     fields, problems = parse_fields(named, images=NO_PATHS)
     if problems:
         raise refused(renamed(problems, words), status=400)
-    return JobSpec(**{"frames": model.usual_frames, **fields, "id": new_id(kind)})
+    return JobSpec(**{**model.usual(fields.get), **fields, "id": new_id(kind)})
 
 
 def _frames(seconds: str | float, fps: float) -> int:

@@ -23,7 +23,7 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server.jobs import job_requests
 from gfgen.server.jobs.files import JobFolder, Uploads
-from gfgen.server.jobs.job_requests import RequestedJob
+from gfgen.server.jobs.job_requests import ANY_NAME, RequestedJob
 from gfgen.server.protocol import link, server_schemas
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.protocol.problems import ApiError, without_folders
@@ -90,16 +90,18 @@ class JobService:
         """The models and their aliases; none while the server is loading."""
         models = {model.id: model for model in self.mirror.models()}
         aliases = [
-            models[name].model_copy(update={"id": alias, "root": name})
+            aliased(models[name], alias)
             for alias, name in self.api.aliases.items()
-            if name in models
+            if name in models and alias != ANY_NAME
         ]
         return [*models.values(), *aliases]
 
     def ready_models(self) -> list[server_schemas.ServedModel]:
-        """As `models`; raises ApiError if the server is not ready."""
+        """As `models`, and what any other name stands for; raises ApiError if the server is not ready."""
         self.check_ready()
-        return self.models()
+        named = self.models()
+        root = next((model for model in named if model.id == self.api.aliases.get(ANY_NAME)), None)
+        return [*named, *([] if root is None else [aliased(root, ANY_NAME)])]
 
     def not_ready(self) -> ApiError:
         return ApiError(503, self.mirror.reason or "not ready", code="not_ready", retry_after_s=5)
@@ -317,6 +319,10 @@ class JobService:
                             retry_after_s=10,
                         )
                     await record.updates.wait(1.0)
+
+
+def aliased(model: server_schemas.ServedModel, alias: str) -> server_schemas.ServedModel:
+    return model.model_copy(update={"id": alias, "root": model.id})
 
 
 def _soonest_end_s(open_jobs: Iterable[ServedJob], *, now: float) -> float:

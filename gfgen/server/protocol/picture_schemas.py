@@ -71,6 +71,7 @@ class Image(ResponseModel):
 
 class Images(ResponseModel):
     created: int
+    model: str = Field(description="The one that made them.")
     data: list[Image]
     output_format: Literal["png", "jpeg", "webp"]
     size: str
@@ -117,6 +118,7 @@ class CompletedImage(ImageEvent):
     """An event of a stream of pictures: a finished picture."""
 
     type: Literal["image_generation.completed", "image_edit.completed"]
+    model: str = Field(description="The one that made it.")
     seed: int
     usage: ImageUsage = ImageUsage()
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")

@@ -6,6 +6,8 @@ docs/serving.md describes them.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,7 +16,9 @@ from pydantic.json_schema import SkipJsonSchema
 
 from gfgen.errors import JobError
 from gfgen.job.spec import JobSpec
+from gfgen.models.geometry.pipeline import SEVERAL_PICTURES
 from gfgen.runtime.core.admission import ResolvedModel
+from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.server.protocol.picture_schemas import ChatCompletion, Images
 from gfgen.server.protocol.schemas import (
     BatchEndpoint,
@@ -52,9 +56,20 @@ class ServedModel(ResponseModel):
     root: str | None = Field(None, description="The model that this alias stands for.")
     kind: MediaKind
     takes_image: Literal["no", "yes", "always"] = Field(description="Whether jobs take an input picture.")
+    pictures_argument: str | None = Field(None, description="The argument that takes several pictures.")
+    mask_argument: str | None = Field(
+        None, description="The argument that takes a mask: white where the model paints."
+    )
     defaults: Defaults | None = None
-    usual_frames: SkipJsonSchema[int | None] = Field(None, exclude=True)
-    """Of jobs that leave them out, where the server's limit is below the model's own default."""
+    limited: SkipJsonSchema[dict[str, int]] = Field(default_factory=dict, exclude=True)
+    """Fields whose limit at this server is below the model's own default."""
+
+    def usual(self, given: Callable[[str], Any]) -> dict[str, int]:
+        """The limited fields that a job leaves out."""
+        left_out = {name: value for name, value in self.limited.items() if given(name) is None}
+        if given("recipe") is not None:
+            left_out.pop("steps", None)
+        return left_out
 
 
 class ModelList(ResponseModel):
@@ -216,28 +231,52 @@ class JobEvent(ResponseModel):
     content_url: str | None = None
 
 
+NO_BOUNDS = JobBounds()
+MASKS = ("mask_image", "mask")
 _PLAIN = JobSpec(id="plain", prompt="plain", seed=0)
 
 
-def served_model(model: ResolvedModel, *, created: int, most_frames: int | None = None) -> ServedModel:
-    """The model with its geometry's defaults for jobs that leave fields out, of at most so many frames."""
+def served_model(model: ResolvedModel, *, created: int, bounds: JobBounds = NO_BOUNDS) -> ServedModel:
+    """The model with its geometry's defaults for jobs that leave fields out, within bounds."""
     specs = _PLAIN, replace(_PLAIN, image="image")
     run, with_image = (_resolved(model, spec) for spec in specs)
-    known, usual = run or with_image, None
-    if known is not None and most_frames is not None and (known.frames or 1) > most_frames:
-        shorter = (replace(specs[run is None], frames=number) for number in range(most_frames, 0, -1))
-        fitting = (each for each in (_resolved(model, spec) for spec in shorter) if each is not None)
-        known = next((each for each in fitting if (each.frames or 1) <= most_frames), known)
-        usual = known.frames
+    masks = {name: _resolved(model, replace(specs[1], files={name: "mask"})) for name in MASKS}
+    mask = next((name for name in MASKS if masks[name] is not None), None)
+    known, limited = run or with_image or masks.get(mask or ""), {}
+    if known is not None:
+        plain = replace(known, sigmas=None)
+        limited = _limited(known, bounds, lambda **values: _resolved(model, replace(plain, **values)))
+        known = replace(known, **limited)
     return ServedModel(
         id=model.name,
         created=created,
         root=None,
         kind="image" if model.geometry.kind == "image" else "video",
-        takes_image="no" if with_image is None else "yes" if run is not None else "always",
+        takes_image="no" if with_image is None and mask is None else "always" if run is None else "yes",
+        pictures_argument=SEVERAL_PICTURES.get(model.geometry.family),
+        mask_argument=mask,
         defaults=None if known is None else _defaults(known),
-        usual_frames=usual,
+        limited=limited,
     )
+
+
+def _limited(known: JobSpec, bounds: JobBounds, resolved: Callable[..., JobSpec | None]) -> dict[str, int]:
+    """Values within the bounds for the defaults of a model that exceed them, if it has some."""
+    found: dict[str, int] = {}
+    if (most := bounds.frames) is not None and (known.frames or 1) > most:
+        shorter = (resolved(frames=number) for number in range(most, 0, -1))
+        fitting = (each.frames for each in shorter if each is not None and each.frames is not None)
+        found["frames"] = next(frames for frames in fitting if frames <= most)
+    if (most := bounds.steps) is not None and (known.steps or 1) > most:
+        found["steps"] = most
+    pixels = (known.width or 0) * (known.height or 0)
+    if (most := bounds.pixels) is not None and pixels > most:
+        sides = [math.sqrt(most / pixels) * (1 - part / 20) for part in range(10)]
+        smaller = (resolved(width=int(known.width * side), height=int(known.height * side)) for side in sides)
+        fitting = (each for each in smaller if each is not None and each.width * each.height <= most)
+        if (first := next(fitting, None)) is not None:
+            found |= {"width": first.width, "height": first.height}
+    return found
 
 
 def _resolved(model: ResolvedModel, spec: JobSpec) -> JobSpec | None:
@@ -326,6 +365,10 @@ class BatchInput(ResponseModel):
     failures: list[LineFailure]
 
 
+Purpose = Literal["batch", "vision", "user_data"]
+"""Of an uploaded file: requests, or for both others a picture."""
+
+
 class UploadedFile(ResponseModel):
     """OpenAI's file object."""
 
@@ -334,7 +377,7 @@ class UploadedFile(ResponseModel):
     bytes: int
     created_at: int
     filename: str
-    purpose: Literal["batch", "batch_output"] = "batch"
+    purpose: Literal[Purpose, "batch_output"] = "batch"
     status: Literal["processed"] = "processed"
 
 
