@@ -366,3 +366,103 @@ def test_errors_are_those_that_the_client_knows(client):
 def test_models_are_listed(client):
     assert [model.id for model in client.models.list()] == ["fake-video", "fake-image", "fake-edit"]
     assert client.models.retrieve("fake-video").owned_by == "gfgen"
+
+
+TOOL = {"type": "image_generation", "size": "64x64", "quality": "high", "background": "opaque"}
+
+
+@calls("openai", "`responses.create` with the tool `image_generation`", result="an `image_generation_call`")
+def test_a_response_has_a_picture(client):
+    answer = client.responses.create(
+        model="fake-image", input="a fox", tools=[TOOL], instructions="paint", extra_body={"seed": 7}
+    )
+    assert (answer.status, answer.model, answer.error, answer.output_text) == (
+        "completed",
+        "fake-image",
+        None,
+        "",
+    )
+    (call,) = answer.output
+    assert (call.type, call.status, call.output_format) == ("image_generation_call", "completed", "png")
+    with Image.open(io.BytesIO(base64.b64decode(call.result))) as picture:
+        assert (picture.format, call.size) == ("PNG", "64x64")
+    job = client.get(f"/jobs/{call.id.removeprefix('ig_')}", cast_to=httpx.Response).json()
+    assert (job["prompt"], job["seed"]) == ("a fox", 7)
+
+
+@calls(
+    "openai",
+    "`responses.create` with `input_image` (a `data:` URL or `file_id`) and `input_image_mask`",
+    result="the edited picture, if the model takes it",
+)
+def test_a_response_begins_with_pictures(client):
+    file = client.files.create(file=ONE, purpose="vision")
+    mask = f"data:image/png;base64,{base64.b64encode(mask_of((0, 0, 8, 8))).decode()}"
+    pictures = [
+        {"type": "input_image", "file_id": file.id, "detail": "auto"},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}"},
+    ]
+    turns = [
+        {"role": "user", "content": [{"type": "input_text", "text": "earlier"}, pictures[0]]},
+        {"type": "image_generation_call", "id": "ig_1", "result": "AAAA", "status": "completed"},
+        {"role": "user", "content": [{"type": "input_text", "text": "a fox"}, *pictures]},
+    ]
+    tool = TOOL | {"input_image_mask": {"image_url": mask}, "output_format": "jpeg", "model": "fake-edit"}
+    answer = client.responses.create(model="gpt-5", input=turns, tools=[tool], tool_choice="required")
+    (call,) = answer.output
+    assert base64.b64decode(call.result)[:2] == b"\xff\xd8"
+    assert answer.model == "fake-edit"
+    with pytest.raises(openai.UnprocessableEntityError, match="image: model fake-image takes one, not 2"):
+        client.responses.create(model="fake-image", input=turns, tools=[TOOL])
+
+
+@calls(
+    "openai",
+    "`responses.create(stream=True)`, `responses.stream`",
+    result="OpenAI's events, with previews where the model has them",
+)
+def test_a_response_is_streamed(client):
+    tool = TOOL | {"partial_images": 2}
+    events = list(client.responses.create(model="fake-image", input="a fox", tools=[tool], stream=True))
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.image_generation_call.in_progress",
+        "response.image_generation_call.generating",
+        "response.image_generation_call.completed",  # fake models have no previews
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(8))
+    assert events[0].response.status == "in_progress"
+    assert events[3].item_id == events[6].item.id == events[7].response.output[0].id
+    assert events[6].item.result == events[7].response.output[0].result
+    with client.responses.stream(model="fake-image", input="a fox", tools=[TOOL]) as stream:
+        assert stream.get_final_response().output[0].result
+
+
+def test_a_streamed_response_that_fails_says_why(client):
+    unlucky = {"model": "fake-image", "input": "a fox", "extra_body": {"guidance_scale": 13}}
+    *_, last = client.responses.create(**unlucky, tools=[TOOL], stream=True)
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert "unlucky" in last.response.error.message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tools": []}, "tools: this server makes pictures, no texts"),
+        ({"tools": [{"type": "web_search"}]}, "tools: this server makes pictures, no texts"),
+        ({"tools": openai.omit}, "tools: this server makes pictures, no texts"),
+        ({"tool_choice": "none"}, "tools: this server makes pictures, no texts"),
+        ({"previous_response_id": "resp_1"}, "input: responses are not kept"),
+        ({"background": True}, "input: responses are not kept"),
+        ({"input": [{"role": "assistant", "content": "a fox"}]}, "input: has no text of the user"),
+        ({"input": 5}, "input: input should be a valid string"),
+    ],
+)
+def test_a_response_without_a_picture_is_one_clear_error(client, change, message):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(**{"model": "fake-image", "input": "a fox", "tools": [TOOL]} | change)
+    assert error.value.body["message"].startswith(message)

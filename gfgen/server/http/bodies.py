@@ -254,6 +254,9 @@ def _from_json(
         given = [] if given is None else [given]
     _check_number(given, most, picture_name)
     mask = values.pop("mask", None) if most > 1 else None
+    tools = values.get("tools") if picture_name == INPUT else None
+    for tool in tools if isinstance(tools, list) else ():
+        mask = tool.pop("input_image_mask", mask) if isinstance(tool, dict) else mask
     _check_size(values, json_bytes)
     pictures = [picture_content(each, read_file, param=picture_name) for each in given]
     read_mask = None if mask is None else picture_content(mask, read_file, param="mask")

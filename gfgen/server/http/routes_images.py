@@ -6,6 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,14 +39,14 @@ router = APIRouter(prefix="/v1", tags=["images"])
 ROUTERS = (router,)
 
 _ERRORS = responses(400, 404, 409, 413, 422, 429, 500, 503, 504, 507)
-_EVENTS = _ERRORS | responses(**STREAM)
+EVENTS = _ERRORS | responses(**STREAM)
 AS_PNG = picture_schemas.PictureRequest.model_validate({})
 
 
 @router.post(
     "/images/generations",
     response_model=picture_schemas.Images,
-    responses=_EVENTS,
+    responses=EVENTS,
     openapi_extra=documented(picture_schemas.ImageRequest),
     summary="Make pictures and wait for them",
 )
@@ -61,7 +62,7 @@ async def create_images(request: Request, service: Service) -> Response:
 @router.post(
     "/images/edits",
     response_model=picture_schemas.Images,
-    responses=_EVENTS,
+    responses=EVENTS,
     openapi_extra=documented(picture_schemas.ImageRequest, picture="image", has_mask=True),
     summary="Make pictures from a picture and wait for them",
 )
@@ -78,13 +79,13 @@ async def _images(request: Request, service: JobService, body: Body, *, of: Even
     asked_for, warnings = opened(picture_schemas.ImageRequest, body.values, is_strict=service.api.strict)
     if asked_for.stream:
         check_streams(service)
-    ids = await _take(request, service, body, asked_for, warnings)
+    ids = await take_images(request, service, body, asked_for, warnings)
     if asked_for.stream:
         streamed = Streamed(
             ids, asked_for, warnings, of=of, is_kept=IDEMPOTENCY_KEY["name"] in request.headers
         )
         return event_stream(service, lambda: picture_events(service, streamed))
-    pictures = await _finished(request, service, ids)
+    pictures = await finished(request, service, ids)
     answer = images(
         service,
         pictures,
@@ -125,8 +126,8 @@ async def complete_chat(request: Request, service: Service) -> Response:
     Earlier messages have no effect."""
     body = await read_body(request, service=service, picture_name=MESSAGES, most_pictures=MAX_PICTURES)
     asked_for, warnings = opened(picture_schemas.ChatRequest, body.values, is_strict=service.api.strict)
-    ids = await _take(request, service, body, asked_for, warnings)
-    pictures = await _finished(request, service, ids)
+    ids = await take_images(request, service, body, asked_for, warnings)
+    pictures = await finished(request, service, ids)
     answer = await chat_completion(service, pictures, asked_for)
     answer.warnings = warnings or None
     return await asyncio.to_thread(answer.response)
@@ -150,7 +151,7 @@ async def chat_completion(
     )
 
 
-async def _take(
+async def take_images(
     request: Request,
     service: JobService,
     body: Body,
@@ -169,7 +170,7 @@ async def _take(
     return ids
 
 
-async def _finished(request: Request, service: JobService, ids: Sequence[str]) -> Sequence[StoredJob]:
+async def finished(request: Request, service: JobService, ids: Sequence[str]) -> Sequence[StoredJob]:
     await results(request, service, ids)
     return [done_job(service, job_id) for job_id in ids]
 
@@ -206,6 +207,7 @@ async def _image(
 
 EventKind = Literal["image_generation", "image_edit"]
 WAIT_S = 0.25
+QUIET = b": still here\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,22 @@ class Streamed:
 
 async def picture_events(service: JobService, streamed: Streamed) -> AsyncGenerator[bytes]:
     """Previews and finished pictures as they come; an `error` event ends the stream."""
+    try:
+        async with aclosing(pictures_of(service, streamed)) as found:
+            async for each in found:
+                yield (
+                    QUIET
+                    if each is None
+                    else event_bytes(each.type.encode(), each.model_dump_json().encode())
+                )
+    except ApiError as error:
+        yield event_bytes(b"error", error.body().model_dump_json().encode())
+
+
+async def pictures_of(
+    service: JobService, streamed: Streamed
+) -> AsyncGenerator[picture_schemas.PartialImage | picture_schemas.CompletedImage | None]:
+    """Previews and finished pictures as they come; None after a while without one. Raises: ApiError"""
     shown = {job_id: _Shown() for job_id in streamed.ids}
     said_at = time.monotonic()
     try:
@@ -230,19 +248,16 @@ async def picture_events(service: JobService, streamed: Streamed) -> AsyncGenera
                 record = service.mirror.records.get(job_id)
                 if record is None:
                     del shown[job_id]
-                    event: bytes | None = await _completed(service, job_id, streamed)
-                else:
-                    event = await _partial(service, record, streamed, shown[job_id])
-                if event is not None:
-                    yield event
+                    yield await completed(service, job_id, streamed)
+                    said_at = time.monotonic()
+                elif (partial := await _partial(service, record, streamed, shown[job_id])) is not None:
+                    yield partial
                     said_at = time.monotonic()
             if time.monotonic() - said_at > QUIET_S:
-                yield b": still here\n\n"
+                yield None
                 said_at = time.monotonic()
             if first := next(filter(None, map(service.mirror.records.get, shown)), None):
                 await first.updates.wait(WAIT_S)
-    except ApiError as error:
-        yield event_bytes(b"error", error.body().model_dump_json().encode())
     finally:
         if shown and not streamed.is_kept:
             leave(service, list(shown))
@@ -254,7 +269,9 @@ class _Shown:
     num_sent: int = 0
 
 
-async def _partial(service: JobService, record: ServedJob, streamed: Streamed, shown: _Shown) -> bytes | None:
+async def _partial(
+    service: JobService, record: ServedJob, streamed: Streamed, shown: _Shown
+) -> picture_schemas.PartialImage | None:
     """A preview, if the steps have come to the next of the places that divide them equally."""
     most = streamed.asked_for.partial_images or 0
     places = [max(FIRST_STEP, record.facts.steps * (1 + place) // (1 + most)) for place in range(most)]
@@ -276,13 +293,13 @@ async def _partial(service: JobService, record: ServedJob, streamed: Streamed, s
         partial_image_index=shown.num_sent,
     )
     shown.num_sent += 1
-    return event_bytes(image.type.encode(), image.model_dump_json().encode())
+    return image
 
 
-async def _completed(service: JobService, job_id: str, streamed: Streamed) -> bytes:
+async def completed(service: JobService, job_id: str, streamed: Streamed) -> picture_schemas.CompletedImage:
     stored = done_job(service, job_id)
     kind = streamed.asked_for.output_format
-    image = picture_schemas.CompletedImage(
+    return picture_schemas.CompletedImage(
         type=f"{streamed.of}.completed",  # type: ignore[arg-type]
         model=stored.facts.model,
         b64_json=await base64_of(service, stored, streamed.asked_for),
@@ -293,7 +310,6 @@ async def _completed(service: JobService, job_id: str, streamed: Streamed) -> by
         size=service.served(stored).job().size,
         warnings=list(streamed.warnings) or None,
     )
-    return event_bytes(image.type.encode(), image.model_dump_json().encode())
 
 
 def done_job(service: JobService, job_id: str) -> StoredJob:

@@ -159,6 +159,24 @@ def image_jobs(
     ]
 
 
+def response_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of /v1/images that a request for a response has: those of its tool, further ones of its
+    own, and the prompt. Raises: ApiError if it asks for something else than a picture."""
+    kind = picture_schemas.ResponseRequest
+    request = checked(kind, {name: values.get(name) for name in kind.model_fields})
+    tool = next((tool for tool in request.tools or () if tool.get("type") == "image_generation"), None)
+    if tool is None or request.tool_choice == "none":
+        raise bad("tools", 'this server makes pictures, no texts; give [{"type": "image_generation"}]')
+    if request.background is True or request.previous_response_id:
+        raise bad("input", "responses are not kept, and none runs in the background; send the whole input")
+    if not request.text.strip():
+        raise bad("input", "has no text of the user, which is the prompt")
+    taken = {*kind.model_fields, *kind.ignored, "type", "action"}
+    fields = {name: value for name, value in {**values, **tool}.items() if name not in taken}
+    model = tool.get("model") or request.model
+    return {**fields, "model": model, "prompt": request.text, "stream": request.stream}
+
+
 def painted_part(mask: bytes, picture: bytes) -> bytes:
     """A request's mask as pipelines take it: white where they paint. In the request that is transparent.
 
