@@ -54,7 +54,7 @@ from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
-from gfgen.server.protocol.limits import ApiOptions, ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits
 from gfgen.server.protocol.link import FrontSettings
 from gfgen.server.protocol.server_schemas import served_model
 from gfgen.session.ranks import AskedRanks, Ranks
@@ -223,11 +223,18 @@ def _write_all(channel: Channel) -> None:
             channel.send(writer.handle(request, fds[0]))
 
 
+def named_key(name: str, key: str, *allows: str) -> tuple[str, NamedKey]:
+    """Of NAME:KEY[:open=N][:gpu_s=N][:metrics]"""
+    given = dict(each.partition("=")[::2] for each in allows)
+    most = [int(given[each]) if each in given else None for each in ("open", "gpu_s")]
+    return name, NamedKey(key, *most, only_metrics="metrics" in given)
+
+
 def serve_fakes(port: int, folder: Path, **options: str) -> None:
     """Until a signal comes."""
     ranks, key = int(options.pop("ranks", "2")), options.pop("key", None)
     nodes = int(options.pop("nodes", "0"))
-    keys = dict(pair.split(":") for pair in options.pop("keys", "").split(",") if pair)
+    keys = dict(named_key(*each.split(":")) for each in options.pop("keys", "").split(",") if each)
     api = ApiOptions(
         strict=bool(options.pop("strict", "")),
         served_names=tuple(filter(None, [options.pop("alias", "")])),
@@ -247,7 +254,9 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         lookahead_s=0.002,
         host="127.0.0.1",
         port=port,
-        front=FrontSettings((folder / "out").absolute(), key, limits=limits, version="1", api=api, keys=keys),
+        front=FrontSettings(
+            (folder / "out").absolute(), key, limits=limits, version="1", api=api, keys=keys, commit="c0ffee"
+        ),
     )
     chosen.output_dir.mkdir(parents=True, exist_ok=True)
     (folder / "faults").mkdir(exist_ok=True)

@@ -34,7 +34,7 @@ from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
-from gfgen.server.protocol.limits import ApiOptions, ServerLimits, check_key, read_keys
+from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits, check_key, read_keys
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.server_schemas import ServedModel, served_model
 from gfgen.server.shown.webhooks import secret_bytes
@@ -42,7 +42,14 @@ from gfgen.session.live import write_live
 from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import machine
-from gfgen.system.machine import SERVING, check_limits, check_packages, versions, warn_of_unknown_zone
+from gfgen.system.machine import (
+    SERVING,
+    check_limits,
+    check_packages,
+    commit,
+    versions,
+    warn_of_unknown_zone,
+)
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -245,6 +252,7 @@ def serve(given: Arguments) -> int:
             keys=keys,
             limits=given.limits,
             version=versions().get("gfgen", "unknown"),
+            commit=commit(),
             api=given.api,
             log_level=logs.level,
             log_json=logs.log_json,
@@ -359,12 +367,12 @@ def serve_on(
     logger.info("stopped; %s", text, extra=log.fields(event="server_stopped", open=num_open))
 
 
-def _checked_keys(given: Arguments) -> Mapping[str, str]:
+def _checked_keys(given: Arguments) -> Mapping[str, NamedKey]:
     """The keys of --key-file. Raises InputError for bad keys, or if others could use the server without."""
     if given.api_key is not None:
         check_key(given.api_key, where="--api-key")
     keys = {} if given.key_file is None else read_keys(given.key_file)
-    if given.api_key in keys.values():
+    if given.api_key in (each.key for each in keys.values()):
         raise InputError(f"--api-key: it is also in {given.key_file}; give the admin a key of its own")
     if not (is_loopback(given.host) or given.api_key or keys or given.no_key):
         raise InputError(

@@ -104,6 +104,7 @@ class Front:
     def _prepare(self, settings: FrontSettings, store: Store) -> tuple[_Server, JobService]:
         limits = within_descriptors(settings.limits)
         mirror = RunMirror(version=settings.version, max_open=limits.open_jobs)
+        mirror.metrics.built(settings.version, settings.commit)
         folder = JobFolder(settings.output_dir)
         service = JobService(
             store=store,
@@ -111,7 +112,7 @@ class Front:
             folder=folder,
             limits=limits,
             api=settings.api,
-            owners=tuple(settings.keys),
+            keys={name: key for name, key in settings.keys.items() if not key.only_metrics},
             send=self._send,
         )
         folder.prepare(store)

@@ -11,7 +11,7 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,13 +25,14 @@ from gfgen.server.jobs import job_requests
 from gfgen.server.jobs.files import JobFolder, Uploads
 from gfgen.server.jobs.job_requests import ANY_NAME, RequestedJob
 from gfgen.server.protocol import link, server_schemas
-from gfgen.server.protocol.limits import ApiOptions, ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits
 from gfgen.server.protocol.problems import ApiError, without_folders
 from gfgen.server.shown.mirror import MAX_SHOWN_FINISHED, RunMirror
 from gfgen.server.shown.previews import Previews
 from gfgen.server.shown.served_job import ServedJob
 from gfgen.server.shown.webhooks import check_webhook
 from gfgen.server.store import (
+    DAY_S,
     BatchRow,
     Ended,
     Ending,
@@ -61,7 +62,7 @@ class JobService:
     limits: ServerLimits
     send: Callable[[Any], None]
     api: ApiOptions = field(default_factory=ApiOptions)
-    owners: Sequence[str] = ()
+    keys: Mapping[str, NamedKey] = field(default_factory=dict)
     now: Callable[[], float] = time.time
     on_end: Callable[[ServedJob], None] = lambda record: None
     owner: str | None = None
@@ -193,16 +194,20 @@ class JobService:
         With several keys, each may have half of the room that the others leave, so there is always some for
         a key that has no jobs.
         """
-        most = self.limits.open_jobs // (2 if self.owners else 1)
+        key = self.keys.get(self.owner or "")
+        own_most = self.limits.open_jobs if key is None or key.open_jobs is None else key.open_jobs
+        most = min(own_most, self.limits.open_jobs // (2 if self.keys else 1))
         if num_jobs > most:
             raise ApiError(413, f"{counted(num_jobs, 'job')}; {most:,} may be open at once: split it")
         num_open, most = len(self.mirror.records) + self._num_reserved.total(), self.limits.open_jobs
-        if self.owners:
-            own = sum(record.facts.owner == self.owner for record in self.mirror.records.values())
-            own += self._num_reserved[self.owner]
-            num_open, most = own, (most - (num_open - own)) // 2
+        if self.keys:
+            own_jobs = [each for each in self.mirror.records.values() if each.facts.owner == self.owner]
+            own = len(own_jobs) + self._num_reserved[self.owner]
+            num_open, most = own, min(own_most, (most - (num_open - own)) // 2)
+            if key is not None and key.gpu_s_per_day is not None:
+                self._check_day(key.gpu_s_per_day, running_s=sum(each.rank_s for each in own_jobs))
         if num_open + num_jobs > most:
-            whose = "of this key are open" if self.owners else "are open"
+            whose = "of this key are open" if self.keys else "are open"
             raise ApiError(
                 429,
                 f"{num_open:,} of {most:,} jobs {whose}; retry when some have ended",
@@ -213,6 +218,13 @@ class JobService:
             yield
         finally:
             self._num_reserved[self.owner] -= num_jobs
+
+    def _check_day(self, most: int, *, running_s: float) -> None:
+        now = self.now()
+        used_s = running_s + self.store.rank_s(self.owner, day=int(now // DAY_S))
+        if used_s >= most:
+            text = f"this key has used {used_s:,.0f} of {most:,} GPU-seconds of this day; go on at 00:00 UTC"
+            raise ApiError(429, text, code="quota_exceeded", retry_after_s=DAY_S - now % DAY_S)
 
     async def cancel(self, job_ids: Iterable[str], *, batch_id: str | None = None) -> list[str]:
         now, mirror = self.now(), self.mirror
@@ -371,7 +383,7 @@ class RunFollower:
             else:
                 records.append(ServedJob(facts))
                 jobs.append(admitted[0])
-        for owner in (None, *self._service.owners):
+        for owner in (None, *self._service.keys):
             ended = self._store.last_ended(MAX_SHOWN_FINISHED, owner)
             self._mirror.finished_of(owner).extend(map(self._service.served, ended))
         self._mirror.add(records)

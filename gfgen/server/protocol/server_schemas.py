@@ -95,6 +95,10 @@ class Health(ResponseModel):
     status: Literal["ok"] = "ok"
 
 
+class Version(ResponseModel):
+    version: str
+
+
 class Ready(ResponseModel):
     status: Literal["ready"] = "ready"
     ranks: int
