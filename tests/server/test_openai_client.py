@@ -249,6 +249,45 @@ def test_a_file_of_requests_becomes_files_of_results_and_errors(client):
         client.files.retrieve(file.id)
 
 
+def test_results_of_a_batch_have_the_form_that_their_requests_ask_for(client):
+    file = uploaded(
+        client,
+        request_of(1, output_format="jpeg", output_compression=20, n=2),
+        request_of(2, extra_body={"output_format": "webp"}),
+        request_of(3),
+    )
+    values = {"endpoint": "/v1/images/generations", "completion_window": "24h"}
+    batch = client.batches.create(input_file_id=file.id, **values)
+    client.files.delete(file.id)
+    results = lines_of(client, ended(client, batch).output_file_id)
+    bodies = {name: line["response"]["body"] for name, line in results.items()}
+    assert {name: body["output_format"] for name, body in bodies.items()} == {
+        "r1": "jpeg",
+        "r2": "webp",
+        "r3": "png",
+    }
+    for body in bodies.values():
+        for image in body["data"]:
+            with Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))) as picture:
+                assert picture.format.lower() == body["output_format"]
+
+
+def test_messages_of_a_batch_have_a_text_if_their_requests_have_modalities(client):
+    values = {
+        "url": "/v1/chat/completions",
+        "prompt": None,
+        "messages": [{"role": "user", "content": "a fox"}],
+    }
+    file = uploaded(client, request_of(1, **values, modalities=["image", "text"]), request_of(2, **values))
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    results = lines_of(client, ended(client, batch).output_file_id)
+    first, second = (results[name]["response"]["body"]["choices"][0]["message"] for name in ("r1", "r2"))
+    assert (first["content"], len(first["images"])) == ("1 picture", 1)
+    assert second["content"] == second["images"]
+
+
 @calls(
     "openai",
     "`batches.cancel`",

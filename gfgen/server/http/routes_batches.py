@@ -389,7 +389,9 @@ async def create_of_upload(
         if not jobs:
             texts = [f"line {failure.line}: {failure.message}" for failure in failures[:5]]
             raise ApiError(400, "; ".join(texts) or "no requests in the file", param="input_file_id")
-        service.uploads.note_batch(batch_id, server_schemas.BatchInput(request=asked_for, failures=failures))
+        answers = {job.custom_id or "": dict(job.answer) for job, _ in jobs if job.answer}
+        made_of = server_schemas.BatchInput(request=asked_for, failures=failures, answers=answers)
+        service.uploads.note_batch(batch_id, made_of)
         return jobs
 
     try:
@@ -435,7 +437,8 @@ async def _results(
     for stored, _ in await asyncio.to_thread(service.store.manifest, batch_id):
         requests.setdefault(stored.facts.custom_id or stored.facts.id, []).append(stored)
     for custom_id, jobs in requests.items():
-        line = await _result(service, custom_id, jobs, made_of.request.endpoint)
+        asked_for = picture_schemas.ChatRequest.model_construct(**made_of.answers.get(custom_id, {}))
+        line = await _result(service, custom_id, jobs, made_of.request.endpoint, asked_for)
         if of_errors == (line.error is not None):
             yield (await asyncio.to_thread(line.model_dump_json)).encode() + b"\n"
     for failure in made_of.failures if of_errors else ():
@@ -446,7 +449,11 @@ async def _results(
 
 
 async def _result(
-    service: JobService, custom_id: str, jobs: list[StoredJob], endpoint: schemas.BatchEndpoint
+    service: JobService,
+    custom_id: str,
+    jobs: list[StoredJob],
+    endpoint: schemas.BatchEndpoint,
+    asked_for: picture_schemas.PictureRequest,
 ) -> server_schemas.LineResult:
     name = f"batch_req_{jobs[0].facts.id}"
     records = [service.served(stored).job() for stored in jobs]
@@ -459,9 +466,10 @@ async def _result(
         if endpoint == "/v1/videos":
             body = schemas.Video.of(records[0])
         elif endpoint == "/v1/chat/completions":
-            body = await chat_completion(service, jobs)
+            body = await chat_completion(service, jobs, asked_for)
         else:
-            body = images(service, jobs, [await image_content(service, stored) for stored in jobs])
+            data = [await image_content(service, stored, asked_for) for stored in jobs]
+            body = images(service, jobs, data, output_format=asked_for.output_format)
     except ApiError as gone:
         error = schemas.JobFailure(code=gone.code or "file_gone", message=gone.message)
         return server_schemas.LineResult(id=name, custom_id=custom_id, error=error)

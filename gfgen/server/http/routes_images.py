@@ -40,7 +40,6 @@ ROUTERS = (router,)
 
 _ERRORS = responses(400, 404, 409, 413, 422, 429, 500, 503, 504, 507)
 EVENTS = _ERRORS | responses(**STREAM)
-AS_PNG = picture_schemas.PictureRequest.model_validate({})
 
 
 @router.post(
@@ -101,7 +100,7 @@ def images(
     pictures: Sequence[StoredJob],
     data: list[picture_schemas.Image],
     *,
-    output_format: Literal["png", "jpeg", "webp"] = "png",
+    output_format: Literal["png", "jpeg", "webp"],
 ) -> picture_schemas.Images:
     return picture_schemas.Images(
         created=int(pictures[0].facts.created_at),
@@ -134,7 +133,7 @@ async def complete_chat(request: Request, service: Service) -> Response:
 
 
 async def chat_completion(
-    service: JobService, pictures: Sequence[StoredJob], asked_for: picture_schemas.PictureRequest = AS_PNG
+    service: JobService, pictures: Sequence[StoredJob], asked_for: picture_schemas.PictureRequest
 ) -> picture_schemas.ChatCompletion:
     kind = files.PICTURE_FORMATS[asked_for.output_format]
     urls = [f"data:{kind};base64,{await base64_of(service, stored, asked_for)}" for stored in pictures]
@@ -326,7 +325,7 @@ def done_job(service: JobService, job_id: str) -> StoredJob:
 
 
 async def image_content(
-    service: JobService, stored: StoredJob, asked_for: picture_schemas.PictureRequest = AS_PNG
+    service: JobService, stored: StoredJob, asked_for: picture_schemas.PictureRequest
 ) -> picture_schemas.Image:
     text = await base64_of(service, stored, asked_for)
     return picture_schemas.Image(b64_json=text, id=stored.facts.id, seed=stored.facts.seed)

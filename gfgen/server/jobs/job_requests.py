@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
 MAX_FIELDS, MAX_UPLOADS = 64, 32
+_OF_ANSWERS = ("output_format", "output_compression", "modalities")
 ANY_NAME = "*"
 """The alias that stands for all names that are not served."""
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
@@ -87,6 +88,8 @@ class RequestedJob:
     ignored: list[str] | None = None
     """Collects a warning for each field that the model does not use; None refuses such fields."""
     webhook: str | None = None
+    answer: Mapping[str, Any] = field(default_factory=dict)
+    """Of a line of a batch: how its pictures are answered."""
 
     @property
     def has_inputs(self) -> bool:
@@ -362,7 +365,9 @@ def _line_jobs(
     asked_for, warnings = opened(kind, body, is_strict=is_strict)
     if asked_for.stream:
         raise bad("stream", "a batch has no streams; leave it out")
-    return image_jobs(asked_for, models=models, ignored=None if is_strict else warnings)
+    jobs = image_jobs(asked_for, models=models, ignored=None if is_strict else warnings)
+    answer = {name: found for name in _OF_ANSWERS if (found := getattr(asked_for, name, None)) is not None}
+    return [replace(job, answer=answer) for job in jobs]
 
 
 def chosen_model(

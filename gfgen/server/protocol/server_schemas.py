@@ -367,6 +367,8 @@ class BatchInput(ResponseModel):
 
     request: BatchRequest
     failures: list[LineFailure]
+    answers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """By custom_id: the fields of a request that say how its pictures are answered, where they do."""
 
 
 Purpose = Literal["batch", "vision", "user_data"]
