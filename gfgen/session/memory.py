@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -60,6 +61,7 @@ _SHARING_BYTES = 16 * 32 * 2**20
 """Workspaces of cuBLAS for forwards that share reads (streaming/turns.py): 32 MB a thread on Hopper."""
 _READ_BYTES_PER_S = 50e9
 """From pinned memory; one H200 reads 55 GB/s, two at once 38 to 48 each (copies of 4 MB and more)."""
+FRESH_S = 0.25
 _QUANTISING = 7
 """The most memory that a GPU needs to quantise a weight, as a multiple of the weight in bf16
 (modulation.in_int8 computes in fp32)."""
@@ -74,6 +76,8 @@ class HostMemory:
     is_loaded: bool = False
     """The ranks hold the models of all jobs, so what is available of main memory is without them."""
     patches: Loras = field(default_factory=Loras)
+    _seen: tuple[float, int | None] = (-math.inf, None)
+    """The room for new jobs, and when it was read: from twenty files."""
 
     @property
     def room_bytes(self) -> int | None:
@@ -166,7 +170,10 @@ class HostMemory:
         return jobs, (*unfit, *too_large, *without_copies)
 
     def _with_room(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], *, is_new: bool) -> Judged:
-        available = self.room_bytes if is_new else self.devices.memory_bytes
+        now_s = time.monotonic()
+        if is_new and now_s - self._seen[0] > FRESH_S:
+            self._seen = now_s, self.room_bytes
+        available = self._seen[1] if is_new else self.devices.memory_bytes
         return split(jobs, lambda job: weights[job.checkpoint] + self.job_bytes(job), available)
 
     def residency(

@@ -142,8 +142,12 @@ class Front:
 
     async def _hear(self, reader: asyncio.StreamReader, service: JobService) -> None:
         follower = RunFollower(service)
+        is_frozen = False
         while (notes := await self._next(reader)) is not None:
             await follower.hear(notes)
+            if service.mirror.run_info is not None and not is_frozen:
+                gc.freeze()  # what admission has is as large as the imports
+                is_frozen = True
         self._is_lost = service.mirror.status != "draining"
         service.mirror.drain()
         self._feeds.tick()

@@ -92,7 +92,7 @@ async def _images(request: Request, service: JobService, body: Body, *, of: Even
         output_format=asked_for.output_format,
     )
     answer.warnings = warnings or None
-    return await asyncio.to_thread(answer.response)
+    return answer.response()
 
 
 def images(
@@ -129,7 +129,7 @@ async def complete_chat(request: Request, service: Service) -> Response:
     pictures = await finished(request, service, ids)
     answer = await chat_completion(service, pictures, asked_for)
     answer.warnings = warnings or None
-    return await asyncio.to_thread(answer.response)
+    return answer.response()
 
 
 async def chat_completion(
@@ -333,5 +333,4 @@ async def image_content(
 
 async def base64_of(service: JobService, stored: StoredJob, asked_for: picture_schemas.PictureRequest) -> str:
     kind, quality = asked_for.output_format, asked_for.output_compression
-    content = await files.picture_as(service.folder.result(stored.facts), kind, quality)
-    return (await asyncio.to_thread(base64.b64encode, content)).decode()
+    return await files.base64_as(service.folder.result(stored.facts), kind, quality)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from collections.abc import AsyncGenerator, Mapping
@@ -73,7 +72,7 @@ async def create_response(request: Request, service: Service) -> Response:
     pictures = await finished(request, service, ids)
     answer.output = [_done(await completed(service, each.facts.id, streamed)) for each in pictures]
     answer.status = "completed"
-    return await asyncio.to_thread(answer.response)
+    return answer.response()
 
 
 def _done(image: CompletedImage) -> ImageCall:

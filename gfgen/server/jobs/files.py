@@ -6,6 +6,7 @@ Also finished files as HTTP responses, and files that clients upload for batches
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import io
 import itertools
@@ -229,7 +230,11 @@ class StoredFile(FileResponse):
 
 
 async def picture_as(path: Path, kind: str, quality: int | None = None) -> bytes:
-    return await asyncio.to_thread(_converted, path, kind, 95 if quality is None else quality)
+    return await asyncio.to_thread(_converted, path, kind, quality)
+
+
+async def base64_as(path: Path, kind: str, quality: int | None = None) -> str:
+    return await asyncio.to_thread(lambda: base64.b64encode(_converted(path, kind, quality)).decode())
 
 
 def make_thumbnail(path: Path, small: Path) -> None:
@@ -244,7 +249,7 @@ def make_thumbnail(path: Path, small: Path) -> None:
     _write(small, content, what="write a thumbnail")
 
 
-def _converted(path: Path, kind: str, quality: int) -> bytes:
+def _converted(path: Path, kind: str, quality: int | None) -> bytes:
     from PIL import Image
 
     content = io.BytesIO()
@@ -253,7 +258,7 @@ def _converted(path: Path, kind: str, quality: int) -> bytes:
             return path.read_bytes()
         with Image.open(path) as picture:
             shown = images.as_rgb(picture) if kind == "jpeg" else picture
-            shown.save(content, format=kind.upper(), quality=quality)
+            shown.save(content, format=kind.upper(), quality=95 if quality is None else quality)
     except OSError as error:
         raise _unreadable(error) from None
     return content.getvalue()

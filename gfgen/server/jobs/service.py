@@ -330,7 +330,7 @@ class JobService:
                             code="not_ready",
                             retry_after_s=10,
                         )
-                    await record.updates.wait(1.0)
+                    await record.ends.wait(1.0)
 
 
 def aliased(model: server_schemas.ServedModel, alias: str) -> server_schemas.ServedModel:
