@@ -42,14 +42,7 @@ from gfgen.session.live import write_live
 from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import machine
-from gfgen.system.machine import (
-    SERVING,
-    check_limits,
-    check_packages,
-    commit,
-    versions,
-    warn_of_unknown_zone,
-)
+from gfgen.system.machine import SERVING, check_limits, check_packages, versions, warn_of_unknown_zone
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -252,7 +245,7 @@ def serve(given: Arguments) -> int:
             keys=keys,
             limits=given.limits,
             version=versions().get("gfgen", "unknown"),
-            commit=commit(),
+            commit=machine.commit(),
             api=given.api,
             log_level=logs.level,
             log_json=logs.log_json,
@@ -372,7 +365,7 @@ def _checked_keys(given: Arguments) -> Mapping[str, NamedKey]:
     if given.api_key is not None:
         check_key(given.api_key, where="--api-key")
     keys = {} if given.key_file is None else read_keys(given.key_file)
-    if given.api_key in (each.key for each in keys.values()):
+    if given.api_key in [each.key for each in keys.values()]:
         raise InputError(f"--api-key: it is also in {given.key_file}; give the admin a key of its own")
     if not (is_loopback(given.host) or given.api_key or keys or given.no_key):
         raise InputError(

@@ -81,13 +81,11 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """That of the installed gfgen, from its repository or what pip noted; empty if neither is there."""
-    with contextlib.suppress(OSError, PackageNotFoundError, subprocess.SubprocessError, ValueError):
-        root = Path(__file__).parents[2]
+    root = Path(__file__).parents[2]
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    with contextlib.suppress(OSError, ValueError, PackageNotFoundError, subprocess.SubprocessError):
         if (root / ".git").exists():
-            command = ["git", "-C", str(root), "rev-parse", "HEAD"]
-            return subprocess.run(
-                command, capture_output=True, text=True, check=True, timeout=5
-            ).stdout.strip()
+            return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=5).strip()
         noted = json.loads(distribution("gfgen").read_text("direct_url.json") or "{}")
         return str(noted.get("vcs_info", {}).get("commit_id", ""))
     return ""

@@ -49,14 +49,14 @@ def edited(server: Server, *files: tuple[str, bytes], **fields: str) -> bytes:
 
 def test_models_say_what_they_take(server: Server) -> None:
     several, inpaint = server.http.get("/v1/models").json()["data"]
-    assert (several["takes_image"], several["pictures_argument"], several["mask_argument"]) == (
+    assert (several["takes_image"], several["takes_several"], several["mask_argument"]) == (
         "yes",
-        "image",
+        True,
         None,
     )
-    assert (inpaint["takes_image"], inpaint["pictures_argument"], inpaint["mask_argument"]) == (
+    assert (inpaint["takes_image"], inpaint["takes_several"], inpaint["mask_argument"]) == (
         "always",
-        None,
+        False,
         "mask_image",
     )
 

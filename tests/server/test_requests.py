@@ -868,12 +868,12 @@ def test_models_are_listed_with_what_they_make(server):
     assert (video["id"], video["kind"], video["takes_image"]) == ("fake-video", "video", "yes")
     assert video["defaults"]["frames"] == 9
     assert (image["id"], image["kind"], image["takes_image"]) == ("fake-image", "image", "no")
-    assert (edit["takes_image"], edit["pictures_argument"], edit["mask_argument"]) == (
+    assert (edit["takes_image"], edit["takes_several"], edit["mask_argument"]) == (
         "yes",
-        "image",
+        True,
         "mask_image",
     )
-    assert video["pictures_argument"] is video["mask_argument"] is image["mask_argument"] is None
+    assert video["mask_argument"] is image["mask_argument"] is None
     assert server.http.get("/v1/models/fake-image").json() == image
     error_of(server.http.get("/v1/models/other"), 404)
 

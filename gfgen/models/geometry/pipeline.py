@@ -84,18 +84,13 @@ GUIDED = frozenset(
     )
 )
 """Classes whose guidance two halves of a layout can share, from the same comparison."""
-SEVERAL_PICTURES: Mapping[str, str] = {
-    "BriaFibo2Pipeline": "image",
-    "BriaFiboEditPipeline": "image",
-    "Flux2KleinKVPipeline": "image",
-    "Flux2KleinPipeline": "image",
-    "Flux2Pipeline": "image",
-    "JoyImageEditPlusPipeline": "images",
-    "QwenImage21Pipeline": "image",
-    "QwenImageEditPlusPipeline": "image",
-    "ZImageOmniPipeline": "image",
-}
-"""By pipeline: the argument that takes several pictures for one result. In others a list is a batch.
+SEVERAL_PICTURES = frozenset(
+    (
+        *("BriaFibo2Pipeline", "BriaFiboEditPipeline", "Flux2KleinKVPipeline", "Flux2KleinPipeline"),
+        *("Flux2Pipeline", "QwenImage21Pipeline", "QwenImageEditPlusPipeline", "ZImageOmniPipeline"),
+    )
+)
+"""Pipelines that make one result of several pictures in `image`; in others a list is a batch.
 
 Source: the calls of diffusers 0.42.
 """

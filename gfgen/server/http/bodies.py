@@ -47,8 +47,6 @@ _ITEM = re.compile(r"\[\d*\]$")
 """The end of a name in a form whose field has a list."""
 _CHARSET = re.compile(r"charset\s*=\s*\"?([^\";\s]*)", re.IGNORECASE)
 _REFERENCES = ("[image_url]", "[image_url][url]", "[file_id]")
-MAX_PICTURES = 16
-"""Of one edit, as at OpenAI."""
 
 
 JOB_FILE_KINDS = {

@@ -13,20 +13,12 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from gfgen.server.http.bodies import (
-    IDEMPOTENCY_KEY,
-    MAX_PICTURES,
-    MESSAGES,
-    Body,
-    documented,
-    read_body,
-    request_key,
-)
+from gfgen.server.http.bodies import IDEMPOTENCY_KEY, MESSAGES, Body, documented, read_body, request_key
 from gfgen.server.http.guard import Access
 from gfgen.server.http.routes_jobs import Service, leave, log_ignored, results
 from gfgen.server.http.streams import QUIET_S, STREAM, check_streams, event_bytes, event_stream
 from gfgen.server.jobs import files
-from gfgen.server.jobs.job_requests import image_jobs, painted_part
+from gfgen.server.jobs.job_requests import MAX_PICTURES, image_jobs, painted_part
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas
 from gfgen.server.protocol.problems import ApiError, bad, opened, responses
@@ -84,7 +76,7 @@ async def _images(request: Request, service: JobService, body: Body, *, of: Even
             ids, asked_for, warnings, of=of, is_kept=IDEMPOTENCY_KEY["name"] in request.headers
         )
         return event_stream(service, lambda: picture_events(service, streamed))
-    pictures = await finished(request, service, ids)
+    pictures = await _finished(request, service, ids)
     answer = images(
         service,
         pictures,
@@ -126,7 +118,7 @@ async def complete_chat(request: Request, service: Service) -> Response:
     body = await read_body(request, service=service, picture_name=MESSAGES, most_pictures=MAX_PICTURES)
     asked_for, warnings = opened(picture_schemas.ChatRequest, body.values, is_strict=service.api.strict)
     ids = await take_images(request, service, body, asked_for, warnings)
-    pictures = await finished(request, service, ids)
+    pictures = await _finished(request, service, ids)
     answer = await chat_completion(service, pictures, asked_for)
     answer.warnings = warnings or None
     return answer.response()
@@ -169,7 +161,7 @@ async def take_images(
     return ids
 
 
-async def finished(request: Request, service: JobService, ids: Sequence[str]) -> Sequence[StoredJob]:
+async def _finished(request: Request, service: JobService, ids: Sequence[str]) -> Sequence[StoredJob]:
     await results(request, service, ids)
     return [done_job(service, job_id) for job_id in ids]
 
@@ -224,11 +216,8 @@ async def picture_events(service: JobService, streamed: Streamed) -> AsyncGenera
     try:
         async with aclosing(pictures_of(service, streamed)) as found:
             async for each in found:
-                yield (
-                    QUIET
-                    if each is None
-                    else event_bytes(each.type.encode(), each.model_dump_json().encode())
-                )
+                body = b"" if each is None else each.model_dump_json().encode()
+                yield QUIET if each is None else event_bytes(each.type.encode(), body)
     except ApiError as error:
         yield event_bytes(b"error", error.body().model_dump_json().encode())
 

@@ -11,29 +11,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from gfgen.server.http.bodies import IDEMPOTENCY_KEY, INPUT, MAX_PICTURES, documented, read_body
-from gfgen.server.http.routes_images import (
-    EVENTS,
-    QUIET,
-    Streamed,
-    completed,
-    finished,
-    pictures_of,
-    take_images,
-)
-from gfgen.server.http.routes_jobs import Service
+from gfgen.server.http import routes_images
+from gfgen.server.http.bodies import IDEMPOTENCY_KEY, INPUT, documented, read_body
+from gfgen.server.http.routes_jobs import Service, leave, results
 from gfgen.server.http.streams import check_streams, event_bytes, event_stream
-from gfgen.server.jobs.job_requests import response_values
+from gfgen.server.jobs.job_requests import MAX_PICTURES, response_values
 from gfgen.server.jobs.service import JobService
-from gfgen.server.protocol.picture_schemas import (
-    CompletedImage,
-    ImageCall,
-    ImageRequest,
-    PictureResponse,
-    ResponseRequest,
-)
+from gfgen.server.protocol import picture_schemas, schemas
+from gfgen.server.protocol.picture_schemas import CompletedImage, ImageCall, PictureResponse
 from gfgen.server.protocol.problems import ApiError, opened
-from gfgen.server.protocol.schemas import JobFailure
 
 router = APIRouter(prefix="/v1", tags=["responses"])
 ROUTERS = (router,)
@@ -43,20 +29,21 @@ _CALL = "response.image_generation_call"
 @router.post(
     "/responses",
     response_model=PictureResponse,
-    responses=EVENTS,
-    openapi_extra=documented(ResponseRequest),
+    responses=routes_images.EVENTS,
+    openapi_extra=documented(picture_schemas.ResponseRequest),
     summary="Make pictures with the tool image_generation",
 )
 async def create_response(request: Request, service: Service) -> Response:
     """The prompt is the text of the user's last message in `input`, which may also have pictures to begin
     with. Earlier messages have no effect, and responses are not kept: there is no GET."""
     body = await read_body(request, service=service, picture_name=INPUT, most_pictures=MAX_PICTURES)
-    asked_for, warnings = opened(ImageRequest, response_values(body.values), is_strict=service.api.strict)
+    values = response_values(body.values)
+    asked_for, warnings = opened(picture_schemas.ImageRequest, values, is_strict=service.api.strict)
     if asked_for.stream:
         check_streams(service)
-    ids = await take_images(request, service, body, asked_for, warnings)
+    ids = await routes_images.take_images(request, service, body, asked_for, warnings)
     is_kept = IDEMPOTENCY_KEY["name"] in request.headers
-    streamed = Streamed(ids, asked_for, warnings, of="image_generation", is_kept=is_kept)
+    streamed = routes_images.Streamed(ids, asked_for, warnings, of="image_generation", is_kept=is_kept)
     first = service.job(ids[0])
     assert first is not None
     answer = PictureResponse(
@@ -68,20 +55,22 @@ async def create_response(request: Request, service: Service) -> Response:
         warnings=warnings or None,
     )
     if asked_for.stream:
-        return event_stream(service, lambda: _events(service, streamed, answer))
-    pictures = await finished(request, service, ids)
-    answer.output = [_done(await completed(service, each.facts.id, streamed)) for each in pictures]
+        return event_stream(service, lambda: response_events(service, streamed, answer))
+    await results(request, service, ids)
+    answer.output = [_done(await routes_images.completed(service, job_id, streamed)) for job_id in ids]
     answer.status = "completed"
     return answer.response()
 
 
 def _done(image: CompletedImage) -> ImageCall:
-    values = {"result": image.b64_json, "size": image.size, "output_format": image.output_format}
-    return ImageCall(id=f"ig_{image.id}", status="completed", **values)
+    values = image.model_dump(include={"size", "output_format"})
+    return ImageCall(id=f"ig_{image.id}", status="completed", result=image.b64_json, **values)
 
 
-async def _events(service: JobService, streamed: Streamed, answer: PictureResponse) -> AsyncGenerator[bytes]:
-    numbers = itertools.count()
+async def response_events(
+    service: JobService, streamed: routes_images.Streamed, answer: PictureResponse
+) -> AsyncGenerator[bytes]:
+    numbers, is_followed = itertools.count(), False
 
     def event(kind: str, **values: Any) -> bytes:
         body = {"type": kind, "sequence_number": next(numbers), **values}
@@ -90,20 +79,23 @@ async def _events(service: JobService, streamed: Streamed, answer: PictureRespon
     def of(place: int) -> Mapping[str, Any]:
         return {"item_id": answer.output[place].id, "output_index": place}
 
-    yield event("response.created", response=answer.model_dump())
-    yield event("response.in_progress", response=answer.model_dump())
-    kind = streamed.asked_for.output_format
-    answer.output = [ImageCall(id=f"ig_{job_id}", output_format=kind) for job_id in streamed.ids]
-    for place, call in enumerate(answer.output):
-        yield event("response.output_item.added", output_index=place, item=call.model_dump())
-        yield event(f"{_CALL}.in_progress", **of(place))
-        yield event(f"{_CALL}.generating", **of(place))
     try:
-        async with aclosing(pictures_of(service, streamed)) as images:
+        yield event("response.created", response=answer.model_dump())
+        yield event("response.in_progress", response=answer.model_dump())
+        kind = streamed.asked_for.output_format
+        answer.output = [
+            ImageCall(id=f"ig_{job_id}", result=None, output_format=kind) for job_id in streamed.ids
+        ]
+        for place, call in enumerate(answer.output):
+            yield event("response.output_item.added", output_index=place, item=call.model_dump())
+            yield event(f"{_CALL}.in_progress", **of(place))
+            yield event(f"{_CALL}.generating", **of(place))
+        is_followed = True
+        async with aclosing(routes_images.pictures_of(service, streamed)) as images:
             async for image in images:
                 place = 0 if image is None else streamed.ids.index(image.id)
                 if image is None:
-                    yield QUIET
+                    yield routes_images.QUIET
                 elif isinstance(image, CompletedImage):
                     answer.output[place] = _done(image)
                     yield event(f"{_CALL}.completed", **of(place))
@@ -116,5 +108,8 @@ async def _events(service: JobService, streamed: Streamed, answer: PictureRespon
         answer.status = "completed"
     except ApiError as error:
         answer.status = "failed"
-        answer.error = JobFailure(code=error.code or "server_error", message=error.message)
+        answer.error = schemas.JobFailure(code=error.code or "server_error", message=error.message)
+    finally:
+        if not is_followed and not streamed.is_kept:  # from then on `pictures_of` does it
+            leave(service, streamed.ids)
     yield event(f"response.{answer.status}", response=answer.model_dump())

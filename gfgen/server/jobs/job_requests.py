@@ -43,7 +43,8 @@ from gfgen.server.store import JobFacts, NewJob
 logger = logging.getLogger(__name__)
 
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
-MAX_FIELDS, MAX_UPLOADS = 64, 32
+MAX_FIELDS, MAX_UPLOADS, MAX_PICTURES = 64, 32, 16
+"""The last one is of an edit, as at OpenAI."""
 _OF_ANSWERS = ("output_format", "output_compression", "modalities")
 ANY_NAME = "*"
 """The alias that stands for all names that are not served."""
@@ -132,23 +133,21 @@ def image_jobs(
     """One job per picture; each after the first has the next seed. `pictures` are those to begin with, and
     `mask` is white where the first of them is painted."""
     job, words = request.job, {**request.names, "files.image": "image"}
+    is_several = len(pictures) > 1
 
-    def takes_all(model: server_schemas.ServedModel) -> bool:
-        takes_several = model.takes_image != "no" if len(pictures) <= 1 else bool(model.pictures_argument)
-        return takes_several and (mask is None or model.mask_argument is not None)
+    def takes(model: server_schemas.ServedModel) -> bool:
+        takes_image = model.takes_several if is_several else not pictures or model.takes_image != "no"
+        return takes_image and (mask is None or model.mask_argument is not None)
 
-    model = chosen_model(job.get("model"), models, kind="image", takes=takes_all if pictures else None)
-    picture, uploads = (pictures[0] if pictures else None), {}
-    if len(pictures) > 1:
-        if model.pictures_argument is None:
-            raise ApiError(422, f"image: model {model.id} takes one, not {len(pictures)}", param="image")
-        uploads[model.pictures_argument] = [Upload(content, is_item=True) for content in pictures]
-        picture = None
-    if mask is not None:
-        if model.mask_argument is None:
-            reason = "takes no mask; leave it out, or use a model for inpainting"
-            raise ApiError(422, f"mask: model {model.id} {reason}", param="mask")
-        uploads[model.mask_argument] = [Upload(mask)]
+    model = chosen_model(job.get("model"), models, kind="image", takes=takes)
+    if is_several and not model.takes_several:
+        raise ApiError(422, f"image: model {model.id} takes one, not {len(pictures)}", param="image")
+    if mask is not None and model.mask_argument is None:
+        reason = "takes no mask; leave it out, or use a model for inpainting"
+        raise ApiError(422, f"mask: model {model.id} {reason}", param="mask")
+    picture = pictures[0] if pictures and not is_several else None
+    uploads = {"image": [Upload(each, is_item=True) for each in pictures]} if is_several else {}
+    uploads |= {} if mask is None else {model.mask_argument or "": [Upload(mask)]}
     words |= {f"files.{model.mask_argument or 'mask_image'}": "mask"}
     if model.kind == "video":
         job["frames"] = 1
@@ -195,8 +194,7 @@ def painted_part(mask: bytes, picture: bytes) -> bytes:
         size = ImageOps.exif_transpose(below).size
         alpha = shape.convert("RGBA").getchannel("A")
     if alpha.size != size:
-        sizes = ("{}x{}".format(*each) for each in (alpha.size, size))
-        raise bad("mask", "is {}, but the image is {}; give both the same size".format(*sizes))
+        raise bad("mask", "is {}x{}, but the image {}x{}; give both the same size".format(*alpha.size, *size))
     white = alpha.point(lambda opacity: 255 * (opacity == 0))
     if white.getbbox() is None:
         raise bad("mask", "nothing in it is transparent; the part to paint must be (alpha 0)")
@@ -375,14 +373,14 @@ def chosen_model(
     models: Sequence[server_schemas.ServedModel],
     *,
     kind: schemas.MediaKind | None,
-    takes: Callable[[server_schemas.ServedModel], bool] | None = None,
+    takes: Callable[[server_schemas.ServedModel], bool] = lambda model: True,
 ) -> server_schemas.ServedModel:
     """The served model of this name, or the first one that fits; raises ApiError if there is no such name.
 
     A model of this kind fits that `takes` what is given, or if there is none, any model that does.
     """
     if name is None:
-        able = models if takes is None else [model for model in models if takes(model)]
+        able = list(filter(takes, models))
         return next((model for model in able if kind in (None, model.kind)), (able or models)[0])
     by_name = {model.id: model for model in models}
     if name in by_name and name != ANY_NAME:

@@ -123,8 +123,8 @@ def read_keys(path: Path) -> dict[str, NamedKey]:
             raise InputError(f"{where}: behind the key, which has no spaces, {accepted} are accepted")
         if name in keys or key in (each.key for each in keys.values()):
             raise InputError(f"{where}: its name or key is also on an earlier line; give each key its own")
-        most = [None if found[each] is None else int(found[each]) for each in ("open", "gpu")]
-        keys[name] = NamedKey(key, *most, only_metrics=found["metrics"] is not None)
+        jobs, gpu_s = (None if found[each] is None else int(found[each]) for each in ("open", "gpu"))
+        keys[name] = NamedKey(key, jobs, gpu_s, only_metrics=found["metrics"] is not None)
     if not keys:
         raise InputError(f"--key-file {path}: has no keys; give a name and a key on each line")
     if is_open:

@@ -8,16 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, ValidationInfo, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
-from gfgen.server.protocol.schemas import (
-    JobFailure,
-    OpenRequest,
-    RequestModel,
-    ResponseModel,
-    Unused,
-    documented,
-    or_null,
-    same,
-)
+from gfgen.server.protocol import schemas
+from gfgen.server.protocol.schemas import OpenRequest, ResponseModel, Unused, documented, or_null, same
 
 _AUTO = {"const": "auto", "type": "string"}
 
@@ -133,7 +125,7 @@ class CompletedImage(ImageEvent):
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 
-class ResponseRequest(RequestModel):
+class ResponseRequest(schemas.RequestModel):
     """POST /v1/responses. The tool has fields of /v1/images/generations; others of these may stand beside
     `input`."""
 
@@ -180,11 +172,10 @@ class PictureResponse(ResponseModel):
     created_at: int
     model: str = Field(description="The one that makes them.")
     output: list[ImageCall]
-    error: JobFailure | None = None
+    error: schemas.JobFailure | None = None
     tools: list[dict[str, Any]]
     tool_choice: Literal["auto"] = "auto"
     parallel_tool_calls: bool = True
-    incomplete_details: None = None
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 

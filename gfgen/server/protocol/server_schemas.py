@@ -7,7 +7,7 @@ docs/serving.md describes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -56,15 +56,13 @@ class ServedModel(ResponseModel):
     root: str | None = Field(None, description="The model that this alias stands for.")
     kind: MediaKind
     takes_image: Literal["no", "yes", "always"] = Field(description="Whether jobs take an input picture.")
-    pictures_argument: str | None = Field(None, description="The argument that takes several pictures.")
-    mask_argument: str | None = Field(
-        None, description="The argument that takes a mask: white where the model paints."
-    )
+    takes_several: bool = Field(False, description="Whether a job may have several input pictures.")
+    mask_argument: str | None = Field(None, description="What takes a mask: white where the model paints.")
     defaults: Defaults | None = None
-    limited: SkipJsonSchema[dict[str, int]] = Field(default_factory=dict, exclude=True)
+    limited: SkipJsonSchema[dict[str, Any]] = Field(default_factory=dict, exclude=True)
     """Fields whose limit at this server is below the model's own default."""
 
-    def usual(self, given: Callable[[str], Any]) -> dict[str, int]:
+    def usual(self, given: Callable[[str], Any]) -> dict[str, Any]:
         """The limited fields that a job leaves out."""
         left_out = {name: value for name, value in self.limited.items() if given(name) is None}
         if given("recipe") is not None:
@@ -246,41 +244,46 @@ def served_model(model: ResolvedModel, *, created: int, bounds: JobBounds = NO_B
     run, with_image = (_resolved(model, spec) for spec in specs)
     masks = {name: _resolved(model, replace(specs[1], files={name: "mask"})) for name in MASKS}
     mask = next((name for name in MASKS if masks[name] is not None), None)
-    known, limited = run or with_image or masks.get(mask or ""), {}
-    if known is not None:
-        plain = replace(known, sigmas=None)
-        limited = _limited(known, bounds, lambda **values: _resolved(model, replace(plain, **values)))
-        known = replace(known, **limited)
+    known = run or with_image or masks.get(mask or "")
+    limited = {} if known is None else _limited(model, known, bounds)
+    known = known and replace(known, **limited)
     return ServedModel(
         id=model.name,
         created=created,
         root=None,
         kind="image" if model.geometry.kind == "image" else "video",
         takes_image="no" if with_image is None and mask is None else "always" if run is None else "yes",
-        pictures_argument=SEVERAL_PICTURES.get(model.geometry.family),
+        takes_several=model.geometry.family in SEVERAL_PICTURES,
         mask_argument=mask,
         defaults=None if known is None else _defaults(known),
         limited=limited,
     )
 
 
-def _limited(known: JobSpec, bounds: JobBounds, resolved: Callable[..., JobSpec | None]) -> dict[str, int]:
-    """Values within the bounds for the defaults of a model that exceed them, if it has some."""
-    found: dict[str, int] = {}
-    if (most := bounds.frames) is not None and (known.frames or 1) > most:
-        shorter = (resolved(frames=number) for number in range(most, 0, -1))
-        fitting = (each.frames for each in shorter if each is not None and each.frames is not None)
-        found["frames"] = next(frames for frames in fitting if frames <= most)
-    if (most := bounds.steps) is not None and (known.steps or 1) > most:
-        found["steps"] = most
-    pixels = (known.width or 0) * (known.height or 0)
-    if (most := bounds.pixels) is not None and pixels > most:
-        sides = [math.sqrt(most / pixels) * (1 - part / 20) for part in range(10)]
-        smaller = (resolved(width=int(known.width * side), height=int(known.height * side)) for side in sides)
-        fitting = (each for each in smaller if each is not None and each.width * each.height <= most)
-        if (first := next(fitting, None)) is not None:
-            found |= {"width": first.width, "height": first.height}
+def _limited(model: ResolvedModel, known: JobSpec, bounds: JobBounds) -> dict[str, Any]:
+    """Values within the bounds for defaults of a model that exceed them, if it has some."""
+    width, height = known.width or 0, known.height or 0
+
+    def tries(name: str, most: int) -> Iterator[dict[str, Any]]:
+        if name != "pixels":
+            yield from ({name: number} for number in range(most, 0, -1))
+        for part in range(10 if name == "pixels" else 0):  # some models round up
+            side = math.sqrt(most / (width * height)) * (1 - part / 20)
+            yield {"width": int(width * side), "height": int(height * side)}
+
+    found: dict[str, Any] = {}
+    for name in ("frames", "steps", "pixels"):
+        most = getattr(bounds, name)
+        for values in () if most is None or _extent(known, name) <= most else tries(name, most):
+            run = _resolved(model, replace(known, sigmas=None, **values))
+            if run is not None and _extent(run, name) <= most:
+                found |= {each: getattr(run, each) for each in values}
+                break
     return found
+
+
+def _extent(run: JobSpec, name: str) -> int:
+    return (run.width or 0) * (run.height or 0) if name == "pixels" else getattr(run, name) or 1
 
 
 def _resolved(model: ResolvedModel, spec: JobSpec) -> JobSpec | None:
