@@ -304,11 +304,6 @@ class Store:
         await asyncio.to_thread(_check_room, self._path.parent)
         await self._do(_statement("UPDATE lives SET began_at = began_at", ()))
 
-    def rank_s(self, owner: str | None, *, day: int) -> float:
-        """Seconds of ranks of the jobs of a key that have ended on a day since 1970."""
-        row = self._reader.execute("SELECT rank_s FROM usage WHERE owner = ? AND day = ?", (owner, day))
-        return float((row.fetchone() or (0.0,))[0])
-
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
         return [(_facts(facts), json.loads(spec)) for facts, spec in rows]
@@ -441,6 +436,12 @@ class Store:
         if str(error) != self._logged_error:
             logger.error("cannot write %s: %s; requests are refused until writes succeed", self._path, error)
         self._logged_error = str(error)
+
+
+def used_rank_s(store: Store, owner: str | None, *, day: int) -> float:
+    """Seconds of ranks of the jobs of a key that have ended on a day since 1970."""
+    sql = "SELECT rank_s FROM usage WHERE owner = ? AND day = ?"
+    return float((store._reader.execute(sql, (owner, day)).fetchone() or (0.0,))[0])
 
 
 def _check_room(folder: Path) -> None:

@@ -81,10 +81,9 @@ class Body:
 
     def fingerprint(self, address: Sequence[str]) -> str:
         uploads = {name: [one.digest for one in files] for name, files in self.uploads.items()}
-        more = [hashlib.sha256(content).hexdigest() for content in self.files[1:]]
-        mask = None if self.mask is None else hashlib.sha256(self.mask).hexdigest()
-        inputs = {"uploads": uploads, "more": more, "mask": mask}
-        values = {**self.values, **{name: value for name, value in inputs.items() if value}}
+        more = [hashlib.sha256(content).hexdigest() for content in (*self.files[1:], self.mask or b"")]
+        has_more = uploads or self.mask is not None or len(self.files) > 1
+        values = {**self.values, **({"uploads": uploads, "more": more} if has_more else {})}
         text = json.dumps([*address, values], sort_keys=True)
         digest = hashlib.sha256(text.encode("utf-8", "backslashreplace") + b"\0")
         digest.update(self.file or b"")
@@ -170,17 +169,14 @@ async def request_key(request: Request, body: Body) -> RequestKey | None:
     return RequestKey(" ".join(filter(None, (owner, request.url.path, key))), fingerprint)
 
 
-def documented(
-    model: type[BaseModel], *, picture: str | None = None, has_mask: bool = False
-) -> dict[str, Any]:
+def documented(model: type[BaseModel], *pictures: str) -> dict[str, Any]:
     """OpenAPI description of a body that the route reads itself."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)  # app.py adds them to the components
     content: dict[str, Any] = {"application/json": {"schema": schema}}
-    if picture is not None:
+    if pictures:
         properties = {name: _without_null(value) for name, value in schema["properties"].items()}
-        for name in (picture, "mask")[: 1 + has_mask]:
-            properties[name] = {"type": "string", "format": "binary"}
+        properties |= {name: {"type": "string", "format": "binary"} for name in pictures}
         content["multipart/form-data"] = {"schema": {**schema, "properties": properties}}
     return {"requestBody": {"required": True, "content": content}, "parameters": [IDEMPOTENCY_KEY]}
 

@@ -59,7 +59,7 @@ _FORM: dict[str, Any] = {
 }
 _BODY = json_body(server_schemas.BatchRequest) | {"parameters": [IDEMPOTENCY_KEY]}
 _BODY["requestBody"]["content"] |= {**_JOB_FILES, "multipart/form-data": {"schema": _FORM}}
-_JOB_BODY = documented(schemas.JobRequest, picture="image")
+_JOB_BODY = documented(schemas.JobRequest, "image")
 _JOB_BODY["requestBody"]["content"] |= _JOB_FILES
 
 

@@ -54,7 +54,7 @@ async def create_images(request: Request, service: Service) -> Response:
     "/images/edits",
     response_model=picture_schemas.Images,
     responses=EVENTS,
-    openapi_extra=documented(picture_schemas.ImageRequest, picture="image", has_mask=True),
+    openapi_extra=documented(picture_schemas.ImageRequest, "image", "mask"),
     summary="Make pictures from a picture and wait for them",
 )
 async def edit_images(request: Request, service: Service) -> Response:

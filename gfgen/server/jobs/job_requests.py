@@ -383,7 +383,7 @@ def chosen_model(
         able = list(filter(takes, models))
         return next((model for model in able if kind in (None, model.kind)), (able or models)[0])
     by_name = {model.id: model for model in models}
-    if name in by_name and name != ANY_NAME:
+    if name in by_name:
         return by_name[name]
     shown = name if len(name) <= 80 and name.isprintable() else repr(name[:80])
     if (model := by_name.get(ANY_NAME)) is not None:

@@ -42,6 +42,7 @@ from gfgen.server.store import (
     Store,
     StoredJob,
     Work,
+    used_rank_s,
 )
 from gfgen.system.wording import counted
 
@@ -87,22 +88,21 @@ class JobService:
             raise self.not_ready()
         return self.mirror.run_info
 
-    def models(self) -> list[server_schemas.ServedModel]:
-        """The models and their aliases; none while the server is loading."""
+    def models(self, *, has_any: bool = False) -> list[server_schemas.ServedModel]:
+        """The models and their aliases; none while the server is loading. With `has_any` also what any other
+        name stands for."""
         models = {model.id: model for model in self.mirror.models()}
         aliases = [
-            aliased(models[name], alias)
+            models[name].model_copy(update={"id": alias, "root": name})
             for alias, name in self.api.aliases.items()
-            if name in models and alias != ANY_NAME
+            if name in models and (has_any or alias != ANY_NAME)
         ]
         return [*models.values(), *aliases]
 
     def ready_models(self) -> list[server_schemas.ServedModel]:
-        """As `models`, and what any other name stands for; raises ApiError if the server is not ready."""
+        """As `models` with `has_any`; raises ApiError if the server is not ready."""
         self.check_ready()
-        named = self.models()
-        root = next((model for model in named if model.id == self.api.aliases.get(ANY_NAME)), None)
-        return [*named, *([] if root is None else [aliased(root, ANY_NAME)])]
+        return self.models(has_any=True)
 
     def not_ready(self) -> ApiError:
         return ApiError(503, self.mirror.reason or "not ready", code="not_ready", retry_after_s=5)
@@ -205,7 +205,9 @@ class JobService:
             own = len(own_jobs) + self._num_reserved[self.owner]
             num_open, most = own, min(own_most, (most - (num_open - own)) // 2)
             if key is not None and key.gpu_s_per_day is not None:
-                self._check_day(key.gpu_s_per_day, running_s=sum(each.rank_s for each in own_jobs))
+                used_s = used_rank_s(self.store, self.owner, day=int(self.now() // DAY_S))
+                used_s += sum(each.rank_s for each in own_jobs)
+                _check_day(used_s, key.gpu_s_per_day, now=self.now())
         if num_open + num_jobs > most:
             whose = "of this key are open" if self.keys else "are open"
             raise ApiError(
@@ -218,13 +220,6 @@ class JobService:
             yield
         finally:
             self._num_reserved[self.owner] -= num_jobs
-
-    def _check_day(self, most: int, *, running_s: float) -> None:
-        now = self.now()
-        used_s = running_s + self.store.rank_s(self.owner, day=int(now // DAY_S))
-        if used_s >= most:
-            text = f"this key has used {used_s:,.0f} of {most:,} GPU-seconds of this day; go on at 00:00 UTC"
-            raise ApiError(429, text, code="quota_exceeded", retry_after_s=DAY_S - now % DAY_S)
 
     async def cancel(self, job_ids: Iterable[str], *, batch_id: str | None = None) -> list[str]:
         now, mirror = self.now(), self.mirror
@@ -333,8 +328,10 @@ class JobService:
                     await record.ends.wait(1.0)
 
 
-def aliased(model: server_schemas.ServedModel, alias: str) -> server_schemas.ServedModel:
-    return model.model_copy(update={"id": alias, "root": model.id})
+def _check_day(used_s: float, most: int, *, now: float) -> None:
+    if used_s >= most:
+        text = f"this key has used {used_s:,.0f} of {most:,} GPU-seconds of this day; go on at 00:00 UTC"
+        raise ApiError(429, text, code="quota_exceeded", retry_after_s=DAY_S - now % DAY_S)
 
 
 def _soonest_end_s(open_jobs: Iterable[ServedJob], *, now: float) -> float:
