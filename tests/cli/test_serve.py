@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -185,6 +186,19 @@ def test_what_is_warmed_up_is_what_a_request_gets_that_says_nothing(tiny_models)
     shapes = {job.spec.model: (job.spec.width, job.spec.height) for job in jobs}
     assert shapes.keys() == {"tiny-wan", "tiny-qwen-image"}  # the last one wants a picture
     assert all(width and height for width, height in shapes.values())
+
+
+def test_free_memory_is_read_once_for_requests_that_come_together(monkeypatch, tiny_models):
+    """From about twenty files, which took a fifth of a request."""
+    reads, now_s = [], 100.0
+    found = Ranks(Devices("cpu", 1)).admission("tiny-wan")
+    admit = found.of_loaded(frozenset({found.models.find("tiny-wan").checkpoint}))
+    monkeypatch.setattr("gfgen.session.memory.available_bytes", lambda: reads.append(now_s) or 10**12)
+    monkeypatch.setattr("gfgen.session.memory.time", SimpleNamespace(monotonic=lambda: now_s))
+    for step_s in (0.0, 0.1, 0.1, 0.1):
+        now_s += step_s
+        assert not admit([JobSpec(id="a", prompt="a fox", model="tiny-wan")])[1]
+    assert reads == [100.0, pytest.approx(100.3)]
 
 
 def test_what_was_accepted_is_held_against_limits_and_not_against_what_is_free_now(monkeypatch, tiny_models):
