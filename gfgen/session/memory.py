@@ -62,6 +62,8 @@ _SHARING_BYTES = 16 * 32 * 2**20
 _READ_BYTES_PER_S = 50e9
 """From pinned memory; one H200 reads 55 GB/s, two at once 38 to 48 each (copies of 4 MB and more)."""
 FRESH_S = 0.25
+_NEAR_BYTES_PER_S = 300e9
+"""From another GPU's memory over NVLink; H200s reach 310 to 330 GB/s."""
 _QUANTISING = 7
 """The most memory that a GPU needs to quantise a weight, as a multiple of the weight in bf16
 (modulation.in_int8 computes in fp32)."""
@@ -145,7 +147,8 @@ class HostMemory:
         found = {path: each for path in sorted(checkpoints) if (each := self.placement(path)).streamed}
         for path, each in found.items():
             sizes = map(size_in_words, (self.weights([path])[path], each.streamed_bytes))
-            text = "%s: each GPU holds %s of its weights; %s are streamed from main memory%s"
+            places = "main memory and from other GPUs" if each.shared else "main memory"
+            text = f"%s: each GPU holds %s of its weights; %s are streamed from {places}%s"
             reads_s = self.reads_s(path)
             pace = f", which takes a step at least {reads_s:.2g} s" if reads_s else ""
             logger.info(text, model_name(path), *sizes, pace)
@@ -271,21 +274,27 @@ class GpuMemory(HostMemory):
         return placements[checkpoint]
 
     def reads_s(self, checkpoint: Path) -> float:
-        parts, streamed = self._parts(checkpoint), self.placement(checkpoint).streamed
-        sizes = [
-            sum(parts[name].blocks[key] for key in streamed[name])
-            for name in streamed
-            if TEXT_ENCODER.fullmatch(name) is None
-        ]
-        return max(sizes, default=0) / _READ_BYTES_PER_S
+        parts, placement = self._parts(checkpoint), self.placement(checkpoint)
+        times_s = [0.0]
+        for name, keys in placement.streamed.items():
+            if TEXT_ENCODER.fullmatch(name) is None:
+                near = placement.shared.get(name, frozenset())
+                sizes = [sum(parts[name].blocks[key] for key in each) for each in (near, keys - near)]
+                times_s.append(sizes[0] / _NEAR_BYTES_PER_S + sizes[1] / _READ_BYTES_PER_S)
+        return max(times_s)
 
     def _placed(self, checkpoint: Path) -> Placement:
         parts, room_bytes = self._parts(checkpoint), self.room_bytes
         if room_bytes is None:
             return WHOLE
         work_bytes = max(_ACTIVATION_BYTES, self.work.get(checkpoint, 0))
+        is_alone = self.work.keys() <= {checkpoint}  # models with shards do not take turns
+        num_sharing = min(map(len, self.devices.islands)) if is_alone else 1
         if (found := placed(parts, room_bytes - work_bytes)).streamed:
-            found = placed(parts, room_bytes - work_bytes - _SHARING_BYTES)
+            left_bytes, available = room_bytes - work_bytes - _SHARING_BYTES, available_bytes()
+            found = placed(parts, left_bytes, num_sharing=num_sharing)
+            if found.shared and available is not None and found.streamed_bytes > available:
+                found = placed(parts, left_bytes)  # main memory holds what is shared, too
         total, beside = sum(part.total for part in parts.values()), self.beside_bytes
         if (least := total - found.saved_bytes) > room_bytes:
             raise InputError(
@@ -302,6 +311,8 @@ class GpuMemory(HostMemory):
             picture = each * job.trajectory.frames_bytes // num_frames
             need = max(self.work_bytes(job), _TOKEN_BYTES * job.limits.max_sequence_degree, picture)
             if need > self.work.get(job.checkpoint, 0):
+                if job.checkpoint not in self.work:
+                    self.patches.placements.clear()
                 self.work[job.checkpoint] = need
                 self.patches.placements.pop(job.checkpoint, None)
         return super().fit(jobs, is_new=is_new)

@@ -7,6 +7,7 @@ pool outlives a run: the next one starts on warm workers.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import selectors
 import time
@@ -103,6 +104,11 @@ class WorkerPool:
         )
         self._launcher.host_copies = {
             path: Connection(placement.new_copy()) for path, placement in settings.placements.items()
+        }
+        self._launcher.boards = {
+            path: [Channel.pair() for _ in range(settings.num_ranks)]
+            for path, placement in settings.placements.items()
+            if placement.shared
         }
         self._arenas = RankArenas(
             settings.arena_plan, num_ranks=settings.num_ranks, are_on_gpus=settings.are_on_gpus
@@ -335,8 +341,9 @@ class WorkerPool:
         for child in self.children:
             child.reap(patience_s=_EXIT_S)
         self._arenas.close()
-        for copy in self._launcher.host_copies.values():
-            copy.close()
+        pairs = itertools.chain(*self._launcher.boards.values())
+        for each in (*self._launcher.host_copies.values(), *itertools.chain(*pairs)):
+            each.close()
 
     def __enter__(self) -> WorkerPool:
         return self
