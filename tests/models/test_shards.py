@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import signal
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +17,8 @@ import torch
 from test_streaming import JOB, deep, load, models_of, of_deep, result, wide  # noqa: F401
 
 from gfgen.models.geometry.weights import Placement
-from gfgen.models.streaming.shards import Shard, Sockets
+from gfgen.models.streaming import shards
+from gfgen.models.streaming.shards import Board, Shard
 from gfgen.models.streaming.stream import Chain, stream_of
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
@@ -28,7 +32,7 @@ def shared(placement: Placement) -> Placement:
 
 
 @pytest.fixture
-def boards() -> Iterator[Sequence[Sockets]]:
+def boards() -> Iterator[Sequence[Board]]:
     made = [Channel.pair() for _ in range(3)]
     yield made
     gc.collect()  # what tests have loaded takes its posts back
@@ -40,7 +44,7 @@ def load_rank(
     rank: int,
     checkpoint: Path,
     placement: Placement,
-    boards: Sequence[Sockets],
+    boards: Sequence[Board],
     *,
     device: str = "cpu",
     **options: Any,
@@ -63,7 +67,7 @@ def kept(chain: Chain) -> set[int]:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_read_from_each_other_the_bits_of_the_resident_model(
     deep: Path,  # noqa: F811
-    boards: Sequence[Sockets],
+    boards: Sequence[Board],
     num_ranks: int,
     num_buffers: int,
 ) -> None:
@@ -84,7 +88,7 @@ def test_ranks_read_from_each_other_the_bits_of_the_resident_model(
 
 
 def gpu_rank(
-    rank: int, checkpoint: Path, placement: Placement, boards: Sequence[Sockets], pipe: Connection
+    rank: int, checkpoint: Path, placement: Placement, boards: Sequence[Board], pipe: Connection
 ) -> None:
     """A process with a GPU: makes pictures with the settings that it gets, until it gets None."""
     torch.cuda.set_device(rank)
@@ -92,9 +96,10 @@ def gpu_rank(
     adapter = load_rank(rank, checkpoint, placement, boards, **options)
     torch.cuda.synchronize()
     pipe.send(torch.cuda.mem_get_info()[0])
-    is_there = Shard._is_there
+    present = Shard._present
     while (asked := pipe.recv()) is not None:
-        Shard._is_there = is_there if asked != "from a dead rank" else lambda shard: True  # type: ignore
+        is_dead = asked == "from a dead rank"
+        Shard._present = (lambda shard: shard._memory) if is_dead else present  # type: ignore[method-assign]
         copies = [block.region for chain in chains(adapter).values() for block in chain._blocks]
         saved = [each.clone() for each in copies]
         for each in copies if asked != "from main memory" else ():
@@ -108,7 +113,7 @@ def gpu_rank(
 @pytest.mark.gpu
 def test_gpus_read_from_each_other_also_what_a_dead_rank_left(
     wide: Path,  # noqa: F811
-    boards: Sequence[Sockets],
+    boards: Sequence[Board],
 ) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two NVIDIA GPUs")
@@ -150,3 +155,89 @@ def test_gpus_read_from_each_other_also_what_a_dead_rank_left(
     for rank in (0, 1):
         pipes[rank].send(None)
         processes[rank].join(60)
+
+
+@pytest.mark.parametrize("moment", ["before its post", "before a read", "within a read", "after a read"])
+def test_a_rank_that_dies_at_any_moment_of_a_read_changes_no_bits(
+    deep: Path,  # noqa: F811
+    boards: Sequence[Board],
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options: dict[str, Any] = {"has_random_weights": True}
+    wanted = result(load(deep, None, **options), JOB)
+    fork, placement = multiprocessing.get_context("fork"), of_deep(0, 1, 2, 3, 4)
+    ours, theirs = fork.Pipe()
+
+    def other() -> None:
+        if moment == "before its post":
+            monkeypatch.setattr(socket, "send_fds", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        adapter = load_rank(1, deep, placement, boards[:2], **options)
+        theirs.send("posted")
+        theirs.recv()
+        del adapter
+
+    process = fork.Process(target=other, daemon=True)
+    process.start()
+    theirs.close()
+    reads = list[str]()
+    present, copy = Shard._present, shards._InMemory.copy
+
+    def kill() -> None:
+        process.kill()
+        process.join()
+
+    def seen(shard: Shard) -> Any:
+        if moment == "before a read" and len(reads) == 3:
+            kill()
+        reads.append("asked")
+        return present(shard)
+
+    def copied(memory: Any, offset: int, into: torch.Tensor) -> None:
+        if moment == "within a read":  # between the look and the copy
+            kill()
+        copy(memory, offset, into)
+        if moment == "after a read":
+            kill()
+
+    monkeypatch.setattr(Shard, "_present", seen)
+    monkeypatch.setattr(shards._InMemory, "copy", copied)
+    if moment == "before its post":
+        process.join()
+    else:
+        assert ours.recv() == "posted"
+    adapter = load_rank(0, deep, placement, boards[:2], **options)
+    assert torch.equal(result(adapter, JOB), wanted)
+    assert not process.is_alive()
+    assert ("are read from main memory" in caplog.text) == (moment != "before its post")
+    if moment != "before its post":
+        monkeypatch.setattr(shards, "_created", lambda *_: pytest.fail("it takes what is there"))
+    successor = load_rank(1, deep, placement, boards[:2], **options)
+    for chain in (*chains(adapter).values(), *chains(successor).values()):
+        for block in chain._blocks:
+            block.region.fill_(255)
+    monkeypatch.setattr(Shard, "_present", present)
+    monkeypatch.setattr(shards._InMemory, "copy", copy)
+    for buffer in {block.buffer for chain in chains(adapter).values() for block in chain._read_blocks}:
+        buffer.holds = None
+    assert torch.equal(result(adapter, JOB), wanted), "the successor's blocks are read again"
+    assert torch.equal(result(successor, JOB), wanted)
+
+
+def test_a_model_that_goes_takes_its_shard_back(
+    deep: Path,  # noqa: F811
+    boards: Sequence[Board],
+) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    placement, options = of_deep(0, 1, 2, 3, 4), {"has_random_weights": True}
+    adapters = [load_rank(rank, deep, placement, boards, **options) for rank in range(3)]
+    for adapter in adapters:
+        result(adapter, JOB)
+    del adapter, adapters
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    for _, reader in boards:
+        with pytest.raises(BlockingIOError):
+            reader.recv(1, socket.MSG_DONTWAIT)

@@ -9,6 +9,7 @@ block has a key: the name of its list, which is the same in files and in modules
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -148,22 +149,17 @@ def placed(parts: Mapping[str, Part], room_bytes: int, *, num_sharing: int = 1) 
         for before, group in (([], groups[0]), groups)
         for number in range(1, len(group) + 1)
     ]
-    every = [*groups[0], *groups[1]]
+    stages = [[(chosen, chosen if num_sharing > 1 else []) for chosen in choices]]
+    if num_sharing > 1:
+        rests = [[block for block in choices[-1] if block not in alone] for alone in map(set, choices)]
+        stages.append([(choices[-1], rest) for rest in rests])
     best = WHOLE
-    for is_shared in (True, False) if num_sharing > 1 else (False,):
-        for num_buffers in NUM_BUFFERS:
-            for chosen in choices:
-                if num_sharing == 1:
-                    found = _streaming(chosen, num_buffers)
-                elif is_shared:
-                    found = _streaming(chosen, num_buffers, chosen, num_sharing)
-                else:
-                    only_there = set(chosen)
-                    shared = [block for block in every if block not in only_there]
-                    found = _streaming(every, num_buffers, shared, num_sharing)
-                best = max(best, found, key=lambda each: each.saved_bytes)
-                if total - found.saved_bytes <= room_bytes:
-                    return found
+    for stage in stages:
+        for num_buffers, (chosen, shared) in itertools.product(NUM_BUFFERS, stage):
+            found = _streaming(chosen, num_buffers, shared, num_sharing)
+            best = max(best, found, key=lambda each: each.saved_bytes)
+            if total - found.saved_bytes <= room_bytes:
+                return found
     return best
 
 
@@ -187,10 +183,10 @@ def _streaming(
 
 
 def _keys(blocks: Sequence[_Block]) -> Mapping[str, frozenset[str]]:
-    keys: dict[str, list[str]] = {}
+    keys: dict[str, frozenset[str]] = {}
     for name, key, _ in blocks:
-        keys.setdefault(name, []).append(key)
-    return {name: frozenset(own) for name, own in keys.items()}
+        keys[name] = keys.get(name, frozenset()) | {key}
+    return keys
 
 
 @dataclass(frozen=True, slots=True)

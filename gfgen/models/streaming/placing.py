@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -146,7 +147,7 @@ class Placing:
                 logger.warning("%s lacks the blocks %s, so GPUs hold more", component, sorted(lacking))
             blocks = {
                 self._origins[module][0]: Block(
-                    regions[module], lambda at, module=module: _point(module, at=at), *shards.get(module, ())
+                    regions[module], partial(_point, module), *shards.get(module, ())
                 )
                 for module in modules
             }
@@ -165,7 +166,8 @@ class Placing:
             owner = idx % len(ends)
             offsets[module] = owner, ends[owner]
             ends[owner] += len(regions[module])
-        shards, position = self._island.shards(ends, self._device), self._island.position
+        boards, position = self._island.boards, self._island.position
+        shards = [Shard(board, size, self._device) for board, size in zip(boards, ends, strict=True)]
         if ends[position]:
             own = {at: regions[module] for module, (owner, at) in offsets.items() if owner == position}
             shards[position].keep(own)
@@ -195,7 +197,7 @@ class Placing:
                 _part(region, offset, like=tensor).copy_(tensor.detach())
 
         region = self._copy.region(num_bytes, fill)
-        _point(block, at=region)
+        _point(block, region)
         return region
 
 
@@ -250,7 +252,7 @@ def _part(region: Tensor, offset: int, *, like: Tensor) -> Tensor:
     return numbers.as_strided(like.shape, like.stride())
 
 
-def _point(block: nn.Module, *, at: Tensor) -> None:
+def _point(block: nn.Module, at: Tensor) -> None:
     """Let a block's tensors be parts of these bytes, in which it is laid out."""
     for tensor, offset in _layout(block)[0]:
         tensor.data = _part(at, offset, like=tensor)

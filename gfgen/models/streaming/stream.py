@@ -62,15 +62,20 @@ class Block:
     is_patched: bool = False
 
     @property
+    def own(self) -> Tensor | None:
+        """Its bytes in the own shard, if it is computed from there; otherwise it is read."""
+        if self.is_patched or self.shard is None or self.shard.own is None:
+            return None
+        return self.shard.own[self.offset : self.offset + len(self.region)]
+
+    @property
     def is_read(self) -> bool:
-        return self.is_patched or self.shard is None or self.shard.own is None
+        return self.own is None
 
     @property
     def bytes(self) -> Tensor:
         """From which it is computed."""
-        if self.is_read or self.shard is None or self.shard.own is None:
-            return self.buffer.bytes
-        return self.shard.own[self.offset : self.offset + len(self.region)]
+        return self.buffer.bytes if (own := self.own) is None else own
 
 
 class Lane:

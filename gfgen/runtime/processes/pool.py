@@ -341,9 +341,11 @@ class WorkerPool:
         for child in self.children:
             child.reap(patience_s=_EXIT_S)
         self._arenas.close()
-        pairs = itertools.chain(*self._launcher.boards.values())
-        for each in (*self._launcher.host_copies.values(), *itertools.chain(*pairs)):
-            each.close()
+        for copy in self._launcher.host_copies.values():
+            copy.close()
+        for board in itertools.chain(*self._launcher.boards.values()):
+            board[0].close()
+            board[1].close()
 
     def __enter__(self) -> WorkerPool:
         return self
