@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 63_818,
-    "files of the package": 318,
+    "lines of the package": 64_519,
+    "files of the package": 320,
     "lines of the core": 5_945,
     "files of the core": 27,
     "modules of one folder": 14,

@@ -14,6 +14,7 @@ import functools
 import itertools
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,14 +57,19 @@ _SPARE = 10
 """Copies leave a tenth of a GPU free; with less, no graphs are recorded (recorder.py)."""
 _ACTIVATION_BYTES = 10**9
 """The least that a placement leaves for activations."""
-_TOKEN_BYTES, _PIXEL_BYTES = 200_000, 600
-"""Guesses for each token of a step, of 5,120 channels, and for each byte of a decoded picture."""
-_MARGIN = 1.05
+_TOKEN_BYTES, _PIXEL_BYTES, _FRAME_BYTES = 200_000, 600, 7_500
+"""Guesses for each token of a step, of 5,120 channels, and for each byte of a decoded picture, or of one
+frame of a video, of which Wan2.2-5B decodes four at once: 6.4 GB at 832x480 in fp32, half as much in
+bf16, and pieces of 2 GB beside them are too small to be used."""
+_MARGIN = 1.25
 """For pieces of memory that are too small to be used, beside what tasks were measured to take."""
 _SHARING_BYTES = 16 * 32 * 2**20
 """Workspaces of cuBLAS for forwards that share reads (streaming/turns.py): 32 MB a thread on Hopper."""
 _READ_BYTES_PER_S = 50e9
 """From pinned memory, where nothing was measured; one H200 reads 55 GB/s, two at once 38 to 48 each."""
+FRESH_S = 0.25
+_NEAR_BYTES_PER_S = 300e9
+"""From another GPU's memory over NVLink; H200s reach 310 to 330 GB/s."""
 _QUANTISING = 7
 """The most memory that a GPU needs to quantise a weight, as a multiple of the weight in bf16
 (modulation.in_int8 computes in fp32)."""
@@ -79,6 +85,8 @@ class HostMemory:
     """The ranks hold the models of all jobs, so what is available of main memory is without them."""
     patches: Loras = field(default_factory=Loras)
     profile: Profile = NO_PROFILE  # what was measured of such devices
+    _seen: tuple[float, int | None] = (-math.inf, None)
+    """The room for new jobs, and when it was read: from twenty files."""
 
     @property
     def room_bytes(self) -> int | None:
@@ -146,7 +154,8 @@ class HostMemory:
         found = {path: each for path in sorted(checkpoints) if (each := self.placement(path)).streamed}
         for path, each in found.items():
             sizes = map(size_in_words, (self.weights([path])[path], each.streamed_bytes))
-            text = "%s: each GPU holds %s of its weights; %s are streamed from main memory%s"
+            places = "main memory and from other GPUs" if each.shared else "main memory"
+            text = f"%s: each GPU holds %s of its weights; %s are streamed from {places}%s"
             times_s = self.reads_s({"": path}).values()
             pace = "".join(f", which takes a forward at least {seconds:.2g} s" for seconds in times_s)
             logger.info(text, model_name(path), *sizes, pace)
@@ -171,7 +180,10 @@ class HostMemory:
         return jobs, (*unfit, *too_large, *without_copies)
 
     def _with_room(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], *, is_new: bool) -> Judged:
-        available = self.room_bytes if is_new else self.devices.memory_bytes
+        now_s = time.monotonic()
+        if is_new and now_s - self._seen[0] > FRESH_S:
+            self._seen = now_s, self.room_bytes
+        available = self._seen[1] if is_new else self.devices.memory_bytes
         return split(jobs, lambda job: weights[job.checkpoint] + self.job_bytes(job), available)
 
     def residency(
@@ -271,10 +283,13 @@ class GpuMemory(HostMemory):
     def reads_s(self, models: Mapping[str, Path]) -> Mapping[str, float]:
         found, rate = dict[str, float](), self.profile.read_bytes_per_s or _READ_BYTES_PER_S
         for model, path in models.items():
-            for name, keys in self.placement(path).streamed.items():
+            placement, parts = self.placement(path), self._parts(path)
+            for name, keys in placement.streamed.items():
                 if TEXT_ENCODER.fullmatch(name) is None:
-                    size = sum(self._parts(path)[name].blocks[key] for key in keys)
-                    found[model] = max(found.get(model, 0.0), size / rate)
+                    near = placement.shared.get(name, frozenset())
+                    sizes = [sum(parts[name].blocks[key] for key in each) for each in (near, keys - near)]
+                    seconds = sizes[0] / _NEAR_BYTES_PER_S + sizes[1] / rate
+                    found[model] = max(found.get(model, 0.0), seconds)
         return found
 
     def _placed(self, checkpoint: Path) -> Placement:
@@ -282,8 +297,13 @@ class GpuMemory(HostMemory):
         if room_bytes is None:
             return WHOLE
         work_bytes = max(_ACTIVATION_BYTES, self.work.get(checkpoint, 0))
+        is_alone = self.work.keys() <= {checkpoint}  # models with shards do not take turns
+        num_sharing = min(map(len, self.devices.islands)) if is_alone else 1
         if (found := placed(parts, room_bytes - work_bytes)).streamed:
-            found = placed(parts, room_bytes - work_bytes - _SHARING_BYTES)
+            left_bytes, available = room_bytes - work_bytes - _SHARING_BYTES, available_bytes()
+            found = placed(parts, left_bytes, num_sharing=num_sharing)
+            if found.shared and available is not None and found.streamed_bytes > available:
+                found = placed(parts, left_bytes)  # main memory holds what is shared, too
         total, beside = sum(part.total for part in parts.values()), self.beside_bytes
         if (least := total - found.saved_bytes) > room_bytes:
             raise InputError(
@@ -301,6 +321,8 @@ class GpuMemory(HostMemory):
         """Placements leave room for jobs like these."""
         for job in jobs:
             if (need := self.work_bytes(job)) > self.work.get(job.checkpoint, 0):
+                if job.checkpoint not in self.work:
+                    self.patches.placements.clear()
                 self.work[job.checkpoint] = need
                 self.patches.placements.pop(job.checkpoint, None)
 
@@ -322,12 +344,12 @@ class GpuMemory(HostMemory):
     def work_bytes(self, job: AdmittedJob) -> int:
         """With activations as they were measured, or guesses."""
         frames_bytes, vae_dtype = job.trajectory.frames_bytes, self.vae_dtype
-        decode_bytes = _DECODE_BYTES // (2 if vae_dtype == "bfloat16" else 1) // job.spec.sample_bytes
+        half, num_frames = 2 if vae_dtype == "bfloat16" else 1, job.spec.frames or 1
+        decode_bytes = _DECODE_BYTES // half // job.spec.sample_bytes
+        frame_bytes = _PIXEL_BYTES if num_frames == 1 else _FRAME_BYTES // half
         work = {
             Stage.DENOISE: _TOKEN_BYTES * job.limits.max_sequence_degree,
-            Stage.DECODE: max(
-                decode_bytes * frames_bytes, _PIXEL_BYTES * frames_bytes // (job.spec.frames or 1)
-            ),
+            Stage.DECODE: max(decode_bytes * frames_bytes, frame_bytes * frames_bytes // num_frames),
         }
         for name, stage in itertools.product((job.twin, job.spec.model), Stage):
             peak = self.profile.peaks.get(peak_key(name, job.shape, stage, vae_dtype))

@@ -9,7 +9,10 @@ import os
 import shutil
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from gfgen.models.streaming import host_copy
 from gfgen.models.streaming.host_copy import HostCopy
 from gfgen.models.streaming.placing import Placing
 from gfgen.models.streaming.stream import Block, Buffer, Chain, Lane, stream_of
+from gfgen.models.streaming.turns import in_turns
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.worker.entry import load_model
 
@@ -105,6 +109,24 @@ def test_a_model_with_streamed_blocks_makes_the_pictures_of_the_resident_one(
         assert streamed == set(placement.streamed if placement else ())
         found.append(result(adapter, JOB))
     assert torch.equal(*found)
+
+
+def test_encodes_that_take_turns_share_their_reads(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [replace(JOB, prompt=prompt) for prompt in ("a fox", "a blue whale in the sea", "rain")]
+    found, reads, read = [], Counter[bool](), Lane.read
+
+    def counted(self: Lane, block: Block) -> None:
+        reads[bool(found)] += 1
+        read(self, block)
+
+    monkeypatch.setattr(Lane, "read", counted)
+    for together in (False, True):
+        adapter = load(deep, of_deep(*range(NUM_BLOCKS)), has_random_weights=True)
+        calls = [partial(adapter.encode, adapter.geometry.resolve(spec)) for spec in specs]
+        prompts = in_turns(calls) if together else [call() for call in calls]
+        found.append([tensor for each in prompts for tensor in each.tensors.values()])
+    assert all(map(torch.equal, *found))
+    assert reads[True] == 2 * NUM_BLOCKS < reads[False], "for the prompts, and for the negative ones"
 
 
 def test_a_pipeline_without_an_adapter_of_its_own_streams_too(tmp_path: Path) -> None:
@@ -210,9 +232,17 @@ def test_fused_blocks_are_placed_as_they_are_fused_also_in_8_bits(
         attention = next(each for each in pipeline.transformer.modules() if hasattr(each, "to_q"))
         replaced = [weakref.ref(getattr(attention, name).weight) for name in names]
         alive.clear()
+        modulation = [
+            getattr(each, "img_mod", [None] * 2)[1]
+            for each in getattr(pipeline.transformer, "transformer_blocks", [nn.Identity()])
+        ]
+        first, last = weakref.ref(modulation[0] or nn.Identity()), modulation.pop()
+        del modulation
 
         def watched(self: Placing, part: nn.Module) -> None:
             alive.append(any(each() is not None for each in replaced))  # noqa: B023
+            if part is last and in_fp8:  # noqa: B023
+                assert first() is None, "a weight in bf16 goes when it is quantised"  # noqa: B023
             bring(self, part)
 
         monkeypatch.setattr(Placing, "bring", watched)

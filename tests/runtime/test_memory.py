@@ -328,6 +328,44 @@ def test_what_is_streamed_is_said_with_the_time_of_its_reads(monkeypatch, caplog
     ]
 
 
+@pytest.mark.parametrize("peers", [None, frozenset()], ids=["peers", "no peers"])
+def test_gpus_with_peer_access_keep_blocks_for_each_other(peers, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 128 * GB)
+    gpus = (Gpu("a GPU", 36 * GB, peers),) * 2
+    admission = Ranks(Devices("cuda", 2, gpus), has_random_weights=True).admission("qwen-image")
+    (job,), _ = admission([JobSpec(id="a", prompt="a red fox", line=1, width=1024, height=1024)])
+    placement = admission.memory.placement(job.checkpoint)
+    assert {name: len(keys) for name, keys in placement.shared.items()} == (
+        {"transformer": 54} if peers is None else {}
+    )
+    with caplog.at_level("INFO"):
+        admission.memory.streaming([job.checkpoint])
+    assert ("from main memory and from other GPUs" in caplog.text) == (peers is None)
+    assert admission.memory.weights([job.checkpoint])[job.checkpoint] <= 32 * GB
+
+
+def test_models_that_may_take_turns_keep_no_blocks_for_each_other(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 256 * GB)
+    gpus = (Gpu("a GPU", 36 * GB),) * 2
+    admission = Ranks(Devices("cuda", 2, gpus), has_random_weights=True).admission("qwen-image")
+    specs = [
+        JobSpec(id=model, prompt="a red fox", line=1, model=model, width=832, height=480)
+        for model in ("qwen-image", "wan2.2-t2v-a14b")
+    ]
+    jobs, _ = admission(specs)
+    assert not any(admission.memory.placement(job.checkpoint).shared for job in jobs)
+
+
+def test_without_main_memory_for_what_is_shared_less_is_streamed(monkeypatch):
+    gpus = (Gpu("a GPU", 56 * GB),) * 2
+    monkeypatch.setattr(memory, "available_bytes", lambda: 12 * GB)
+    admission = Ranks(Devices("cuda", 2, gpus), has_random_weights=True).admission("qwen-image")
+    (job,), _ = admission([JobSpec(id="a", prompt="a red fox", line=1, width=1024, height=1024)])
+    placement = admission.memory.placement(job.checkpoint)
+    assert not placement.shared
+    assert 0 < placement.streamed_bytes < 12 * GB
+
+
 @pytest.mark.parametrize(
     ("model", "in_bf16_gb", "in_fp8_gb"),
     [("qwen-image", 57.7, 37.6), ("wan2.2-ti2v-5b", 24.2, 19.3), ("wan2.2-t2v-a14b", 69.0, 40.9)],

@@ -84,6 +84,16 @@ GUIDED = frozenset(
     )
 )
 """Classes whose guidance two halves of a layout can share, from the same comparison."""
+SEVERAL_PICTURES = frozenset(
+    (
+        *("BriaFibo2Pipeline", "BriaFiboEditPipeline", "Flux2KleinKVPipeline", "Flux2KleinPipeline"),
+        *("Flux2Pipeline", "QwenImage21Pipeline", "QwenImageEditPlusPipeline", "ZImageOmniPipeline"),
+    )
+)
+"""Pipelines that make one result of several pictures in `image`; in others a list is a batch.
+
+Source: the calls of diffusers 0.42.
+"""
 NO_PICTURES = re.compile("Audio|AceStep|Proteina")
 """Pipelines that make only sound, or proteins."""
 _LARGE = "CLIPTextModelWithProjection"

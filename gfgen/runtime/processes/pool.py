@@ -7,6 +7,7 @@ pool outlives a run: the next one starts on warm workers.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import selectors
@@ -104,6 +105,11 @@ class WorkerPool:
         )
         self._launcher.host_copies = {
             path: Connection(placement.new_copy()) for path, placement in settings.placements.items()
+        }
+        self._launcher.boards = {
+            path: [Channel.pair() for _ in range(settings.num_ranks)]
+            for path, placement in settings.placements.items()
+            if placement.shared
         }
         self._arenas = RankArenas(
             settings.arena_plan, num_ranks=settings.num_ranks, are_on_gpus=settings.are_on_gpus
@@ -342,6 +348,9 @@ class WorkerPool:
         self._arenas.close()
         for copy in self._launcher.host_copies.values():
             copy.close()
+        for board in itertools.chain(*self._launcher.boards.values()):
+            board[0].close()
+            board[1].close()
 
     def __enter__(self) -> WorkerPool:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import cast
@@ -45,6 +46,7 @@ def _take_step(adapter: Adapter, work: RankTask) -> None:
     try:
         work.made = _executed(adapter, work, None)
     except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # they hold tensors while the others go on
         work.error = error
 
 

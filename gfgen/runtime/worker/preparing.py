@@ -67,6 +67,7 @@ class Preparation:
             yield failure
         except Exception as error:
             self._device.exit_if_lost(error)
+            traceback.clear_frames(error.__traceback__)  # they hold tensors
             failure.append(error)
         self._device.drain()
 
