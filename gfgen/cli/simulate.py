@@ -162,9 +162,9 @@ def _simulate(
             manifest = ManifestWriter(folder / MANIFEST_NAME, is_simulated=True)
             writers = manifest, TraceWriter(folder / TRACE_NAME, is_simulated=True)
             observers = [stack.enter_context(contextlib.closing(each)) for each in writers]
-        residency = room.residency(num_ranks)
+        start["residency"] = room.residency(num_ranks)
         return run_simulation(
-            room.jobs, num_ranks=num_ranks, observers=observers, residency=residency, **start
+            room.jobs, num_ranks=num_ranks, observers=observers, reads_s=room.reads_s, **start
         )
 
 
@@ -226,7 +226,7 @@ def _report(
     as_json: bool,
     failures: Sequence[str],
 ) -> None:
-    turns = room.in_words(most)
+    turns = room.in_words(most, profile)
     found = {doubt for _, run in runs for doubt in run.doubts}
     doubts = uncertain(found, has_writes=profile.has_writes) if runs else None
     if as_json:
@@ -341,12 +341,12 @@ def _made(
             counts = ranks or range(1, profile.num_ranks + 1)
             usual = [name for name in BUILT_IN if name not in NO_CHOICE]
             usual += [f"srtf,degree={num_ranks}"] if num_ranks > 1 else []
-            planner = RankPlanner(residency=room.residency, **about)
+            planner = RankPlanner(residency=room.residency, reads_s=room.reads_s, **about)
             made = planner.plan(policies or usual, num_ranks=num_ranks, rank_counts=counts)
         else:
             made = NodePlanner(nodes=nodes, **about).plan(policies or ON_NODES)
             on = f"{counted(nodes.number, 'node')} of {on}"
-    return replace(made, machine=on), profile, room.in_words(num_ranks)
+    return replace(made, machine=on), profile, room.in_words(num_ranks, profile)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, DEFAULT_CPU_RANKS, Devices, choose_devices, parse_memory
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes
+from gfgen.runtime.predict.profile_file import NO_PROFILE
 from gfgen.runtime.predict.profile_store import find_profile
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
@@ -133,7 +134,9 @@ class Ranks:
     def memory(self) -> HostMemory:
         if not self.are_on_gpus:
             return HostMemory(devices=self.devices, has_random_weights=self.has_random_weights)
+        found = find_profile(self.profiled_as)
         return GpuMemory(
+            profile=NO_PROFILE if found is None else found[1],
             devices=self.devices,
             has_random_weights=self.has_random_weights,
             vae_dtype=self.vae_dtype,

@@ -10,10 +10,12 @@ import logging
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -121,8 +123,9 @@ class Session:
         self._lock = -1
         self._warm: set[tuple[str, str, Degrees]] = set()
         """Models, shapes and degrees that ranks have prepared before a run."""
-        self._reads_s: Mapping[str, float] = {}
-        """By model with streamed blocks: the time that reading them takes."""
+        self._models: Mapping[str, Path] = {}
+        """Those of `load`, by name."""
+        self._peaks = Counter[str]()  # as `Profile.peaks`
         self.stop_signal: int | None = None
         """The signal that stopped the last run, if jobs were left."""
 
@@ -188,14 +191,9 @@ class Session:
         memory.check_waiting(checkpoints)
         self.residency = memory.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
-        of_jobs = {job.spec.model or "": job.checkpoint for job in jobs}
-        times_s = {name: memory.reads_s(path) for name, path in {**named, **of_jobs}.items()}
-        self._reads_s = {name: seconds for name, seconds in times_s.items() if seconds}
+        self._models = {**named, **{job.spec.model or "": job.checkpoint for job in jobs}}
         held = checkpoints if self.residency is None else self.residency.checkpoints
-        profile = find_profile(options.ranks.profiled_as)
-        kernels = choose_kernels(
-            options.ranks, jobs, profile=profile and profile[1], output_dir=options.output_dir
-        )
+        kernels = choose_kernels(options.ranks, jobs, profile=memory.profile, output_dir=options.output_dir)
         ready = ready_pool(
             held,
             options.ranks,
@@ -272,6 +270,8 @@ class Session:
             if options.batch > 1 and arrivals.intake is None and not control.state.jobs.has_batches:
                 logger.warning("--batch has no effect: no jobs that follow each other are equal")
             summary = control.run()
+            for use in summary.memory.values():
+                self._peaks |= use.task_peaks
         state = control.state
         self.stop_signal = state.closing.stop_signal if state.jobs.records else None
         return summary
@@ -284,9 +284,12 @@ class Session:
         has_files = options.keeps_records or options.waits_for_space  # else another run writes them
         costs = CostModel(setup.profile, shares_cores=_share_cores(ranks))
         own_chooser = stack.enter_context(contextlib.closing(ThreadedChooser(options.policy.choose)))
+        memory = JobMemory(jobs, options.output_dir, setup.start.resume)
+        may_come = arrivals.intake is not None
+        self.pool.needed = None if may_come else lambda: {str(x.checkpoint) for x in memory.jobs.values()}
         backend = ProcessBackend(
             self.pool,
-            JobMemory(jobs, options.output_dir, setup.start.resume),
+            memory,
             clock=setup.clock,
             signals=self.signals,
             requests=arrivals.requests,
@@ -312,15 +315,17 @@ class Session:
         )
 
     def _keep_measured(self, ranks: Ranks, costs: CostModel) -> None:
-        """Keep the task times for the predictions of later runs, unless an option changes them."""
-        if ranks.vae_dtype == "auto" and ranks.has_graphs and not self.pool.settings.placements:
-            keep_measured(
-                runs_path(ranks.profiled_as),
-                costs.classes.values(),
-                device=ranks.profiled_as,
-                num_ranks=max(map(len, self.pool.islands)),
-                share_cores=_share_cores(ranks),
-            )
+        """Keep what later runs predict from; no task times if an option or streamed blocks change them."""
+        are_usual = ranks.vae_dtype == "auto" and ranks.has_graphs and not self.pool.settings.placements
+        keep_measured(
+            runs_path(ranks.profiled_as),
+            costs.classes.values() if are_usual else (),
+            device=ranks.profiled_as,
+            num_ranks=max(map(len, self.pool.islands)),
+            share_cores=_share_cores(ranks),
+            read_bytes_per_s=self.admission.memory.profile.read_bytes_per_s,
+            peaks=dict(self._peaks),
+        )
 
     def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
         """None if the model is not there any more, or its files cannot be read."""
@@ -335,7 +340,9 @@ class Session:
         return first_arrivals(journal, forced_from=options.forced_from) if options.keeps_records else {}
 
     def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:
-        pool, folder = self.pool, options.output_dir
+        pool, folder, memory = self.pool, options.output_dir, self.admission.memory
+        if rates := [each.read_bytes_per_s for each in pool.living if each.read_bytes_per_s]:
+            memory.profile = replace(memory.profile, read_bytes_per_s=round(median(rates)))
         return RunStart(
             num_ranks=pool.num_ranks,
             num_writers=pool.num_writers,
@@ -351,7 +358,7 @@ class Session:
             resident=None if self.residency is None else self.residency.resident,
             islands=pool.islands,
             batch=options.batch,
-            reads_s=self._reads_s,
+            reads_s=memory.reads_s(self._models),
             first_use_s=FIRST_USE_S if options.ranks.are_on_gpus else 0.0,
             warm=self._warm,
         )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import functools
 import importlib.util
+import json
 import logging
 import math
 import os
 import platform
 import re
 import resource
+import subprocess
 import sys
 import time
 import zoneinfo
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import IO
 
@@ -70,6 +73,18 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def commit() -> str:
+    """That of the installed gfgen, from its repository or what pip noted; empty if neither is there."""
+    root = Path(__file__).parents[2]
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    with contextlib.suppress(OSError, ValueError, PackageNotFoundError, subprocess.SubprocessError):
+        if (root / ".git").exists():
+            return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=5).strip()
+        noted = json.loads(distribution("gfgen").read_text("direct_url.json") or "{}")
+        return str(noted.get("vcs_info", {}).get("commit_id", ""))
+    return ""
 
 
 @functools.cache

@@ -66,6 +66,8 @@ ANSWER_S = 10.0
 class CountingAdapter:
     """Latents hold how often they were denoised; a step may be told to fail."""
 
+    read_bytes_per_s = 0.0
+
     def __init__(self) -> None:
         self.fails_at: int | None = None
         self.pixel_sum = 0.0

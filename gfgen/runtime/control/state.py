@@ -48,6 +48,7 @@ class State:
         self.clock = clock
         self._costs = costs
         costs.price_first_uses(start.first_use_s, start.warm)
+        costs.reads_s = start.reads_s
         self._is_looking_ahead = start.lookahead_s > 0
         self._num_writers = start.num_writers
         self.models = ModelTurns(
@@ -63,7 +64,7 @@ class State:
         )
         self.closing = Closing(start, costs, self.jobs.records)
         self.shares = Shares()
-        self.sharing = Sharing(start.reads_s, self.jobs.records, costs)
+        self.sharing = Sharing(self.jobs.records, costs)
         self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, self.ranks.islands)))
         self._job_costs = JobCosts(self.jobs.records, costs)
         self.expects_more = False

@@ -13,6 +13,7 @@ from gfgen.job.spec import FRAME, JobSpec, filled, output_name, spec_hash, with_
 from gfgen.layout import Limits
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
+from gfgen.models.geometry.schedulers import evaluations_key
 from gfgen.runtime.core.effects import warnings_of
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.content import SHRINKS, Content
@@ -33,6 +34,8 @@ class AdmittedJob:
     flops: Mapping[Stage, float]
     checkpoint: Path
     limits: Limits = field(default_factory=Limits)
+    num_reads: tuple[int, int] = (1, 1)
+    """How often a step reads streamed blocks: on one rank, and with a rank for each branch."""
     has_nominal_flops: bool = False
     """Its `flops` only compare sizes: the operations of its pipeline are unknown."""
     twin: str | None = None
@@ -197,6 +200,7 @@ def _admit_one(
                 max_ulysses_degree=geometry.num_heads,
                 max_decode_degree=geometry.num_latent_rows(run),
             ),
+            num_reads=_num_reads(geometry, run),
             has_nominal_flops=isinstance(geometry, PipelineGeometry),
             twin=twin_of(geometry, run),
         )
@@ -204,3 +208,11 @@ def _admit_one(
     if has_own_artifacts:
         trajectory = geometry.trajectory(run)
     return replace(first, info=info, trajectory=trajectory).warned(*warnings_of(info, geometry))
+
+
+def _num_reads(geometry: Geometry, spec: JobSpec) -> tuple[int, int]:
+    """`AdmittedJob.num_reads`; Wan and Qwen-Image read once for both branches."""
+    own = geometry if isinstance(geometry, PipelineGeometry) else None
+    number = 2 if evaluations_key(spec, own.scheduler_class if own else None) else 1
+    are_apart = own and own.signature.calls_branches_apart and own.is_guided(spec)
+    return number * (2 if are_apart else 1), number

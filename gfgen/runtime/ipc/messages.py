@@ -154,6 +154,8 @@ class WorkerReady:
     rank: int
     startup_s: float
     counts_tokens: bool = False
+    """Whether it can pad texts and exclude the padding from attention."""
+    read_bytes_per_s: float = 0.0  # of streamed blocks; 0 if it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,7 @@ class ModelsSet:
     """`SetModels` is done; a rank that cannot do it sends `WorkerFailed` and ends."""
 
     load_s: float
+    read_bytes_per_s: float = 0.0  # as in `WorkerReady`
 
 
 class TaskReport(NamedTuple):
@@ -248,6 +251,8 @@ class MemoryUse:
     """By model: the peak on its GPU during the launch of one of its tasks, including weights."""
     reserved_bytes: int = 0
     arena_bytes: int = 0
+    """GPU memory for exchanges with other ranks."""
+    task_peaks: Mapping[str, int] = field(default_factory=dict)  # as `Profile.peaks`
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,12 @@ import json
 import logging
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage
@@ -105,6 +107,8 @@ def joined(profiles: Sequence[Profile]) -> Profile:
         move_bytes_per_s=times.move_bytes_per_s,
         write_s=times.write_s,
         dispatch_s=times.dispatch_s,
+        read_bytes_per_s=next(filter(None, (each.read_bytes_per_s for each in profiles)), None),
+        peaks={key: size for each in reversed(profiles) for key, size in each.peaks.items()},
     )
 
 
@@ -241,18 +245,21 @@ def _with_rows_of(profile: Profile, path: Path) -> Profile:
 
 
 def keep_measured(
-    path: Path, classes: Iterable[CostClass], *, device: str, num_ranks: int, share_cores: bool
+    path: Path, classes: Iterable[CostClass], *, device: str, num_ranks: int, share_cores: bool, **facts: Any
 ) -> None:
-    """Merge a run's measurements into the file; with `share_cores` they are durations under load."""
+    """Merge a run's measurements into the file; several runs may do so at once.
+
+    share_cores: ranks slow each other down, so durations are those under load. facts: more of the profile.
+    """
     rows = list(_rows(classes, share_cores=share_cores))
-    if not rows:
+    if not rows and not any(facts.values()):
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_name(f".{path.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             today = time.strftime("%Y-%m-%d")
-            profile = Profile(device, today, BY_RUNS, num_ranks, tuple(rows), versions=versions())
+            profile = Profile(device, today, BY_RUNS, num_ranks, tuple(rows), versions=versions(), **facts)
             write_whole(_merged(path, profile).as_json(), path)
     except (OSError, InputError) as error:
         logger.warning("this run's measurements are not kept for plans: %s", error)
@@ -297,7 +304,11 @@ def _merged(path: Path, profile: Profile) -> Profile:
         old = rows.pop(row.task, None)
         rows[row.task] = row if old is None else _mean(old, row)
     return replace(
-        profile, rows=tuple(rows.values())[-MAX_ROWS:], num_ranks=max(before.num_ranks, profile.num_ranks)
+        profile,
+        rows=tuple(rows.values())[-MAX_ROWS:],
+        num_ranks=max(before.num_ranks, profile.num_ranks),
+        read_bytes_per_s=profile.read_bytes_per_s or before.read_bytes_per_s,
+        peaks=dict(list((Counter(before.peaks) | Counter(profile.peaks)).items())[-MAX_ROWS:]),
     )
 
 

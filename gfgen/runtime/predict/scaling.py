@@ -62,7 +62,7 @@ def of_another_gpu(profile: Profile, device: str) -> Profile:
         )
         for row in profile.rows
     ]
-    return replace(profile, device=device, rows=tuple(rows))
+    return replace(profile, device=device, rows=tuple(rows), read_bytes_per_s=None, peaks={})
 
 
 def _tflops(device: str) -> float:

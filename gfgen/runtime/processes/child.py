@@ -247,6 +247,7 @@ class RankProcess(Child):
     """How long it took to load its models."""
     weights_s: float = 0.0
     """The part of `startup_s` that it took to load them; before that it gets its device ready."""
+    read_bytes_per_s: float = 0.0  # as it said last, unless it had no streamed blocks then
     loading: str | None = None
     loads_since_s: float | None = None
     requests: deque[messages.SetModels | messages.WarmUp] = field(default_factory=deque)
@@ -266,6 +267,8 @@ class RankProcess(Child):
 
     def hear(self, message: Any) -> Sequence[Joined | Loaded]:
         self.heard_s = self.clock.now_s
+        if isinstance(message, messages.WorkerReady | messages.ModelsSet):
+            self.read_bytes_per_s = message.read_bytes_per_s or self.read_bytes_per_s
         match message:
             case messages.WorkerFailed():
                 self.verdict = self.verdict or message.reason

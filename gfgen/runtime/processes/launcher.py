@@ -77,14 +77,17 @@ class Launcher:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOADS[settings.device] if preload is None else preload))
         self.host_copies: Mapping[str, Connection] = {}
-        """By checkpoint: handed to each worker."""
+        self.boards: Mapping[str, Sequence[tuple[socket.socket, socket.socket]]] = {}
+        """Both by checkpoint: handed to each worker."""
         self._keep_fds = keep_fds
         self._worker_main = worker_main or WORKER_MAINS[settings.device]
         self._writer_main = writer_main
         ensure_fork_server(keep_fds)
 
     def start_worker(self, rank: int, checkpoints: tuple[str, ...]) -> tuple[BaseProcess, Channel]:
-        settings = WorkerSettings(rank, checkpoints, self._settings, self._tuned_tables, self.host_copies)
+        settings = WorkerSettings(
+            rank, checkpoints, self._settings, self._tuned_tables, self.host_copies, self.boards
+        )
         return self._start(f"rank {rank}", self._worker_main, settings)
 
     def start_writer(self, idx: int) -> tuple[BaseProcess, Channel]:

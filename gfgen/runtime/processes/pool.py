@@ -7,7 +7,9 @@ pool outlives a run: the next one starts on warm workers.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import mmap
 import selectors
 import time
 from collections import Counter, defaultdict
@@ -96,6 +98,11 @@ class WorkerPool:
         self._launcher.host_copies = {
             path: Connection(placement.new_copy()) for path, placement in settings.placements.items()
         }
+        self._launcher.boards = {
+            path: [Channel.pair() for _ in range(settings.num_ranks)]
+            for path, placement in settings.placements.items()
+            if placement.shared
+        }
         self._arenas = RankArenas(
             settings.arena_plan, num_ranks=settings.num_ranks, are_on_gpus=settings.are_on_gpus
         )
@@ -111,6 +118,7 @@ class WorkerPool:
         """The last dispatch that these workers got, in any run."""
         self.steps_at_hand: Callable[[], Sequence[messages.WarmUp]] = tuple
         """Tasks of the present models, which a worker that joins a run or has loaded them prepares later."""
+        self.needed: Callable[[], Set[str]] | None = None  # models whose host copies stay; None: all
         self.is_stopping = False
         """The run is about to end: no rank is replaced."""
         self._left_out: set[int] = set()
@@ -184,7 +192,7 @@ class WorkerPool:
             yield from self._lose(child)
             return
         message, fds = received
-        changes = child.hear(message)
+        changes, copies = child.hear(message), self._launcher.host_copies
         if isinstance(child, RankProcess):
             match message:
                 case messages.PeerReplaced():
@@ -193,6 +201,9 @@ class WorkerPool:
                     self._arenas.take(child.rank, fds)
             if isinstance(message, messages.WorkerReady | messages.ModelsSet) and not child.is_to_load:
                 self.models.succeeded(child.rank)
+                if self.needed and not any(each.is_to_load or each.phase in STARTS for each in self.living):
+                    for path in copies.keys() - self.models.checkpoints - self.needed():  # nobody maps it
+                        mmap.mmap(copies[path].fileno(), 0).madvise(mmap.MADV_REMOVE)
         yield child, message
         for became in changes:
             yield child, became
@@ -323,6 +334,9 @@ class WorkerPool:
         self._arenas.close()
         for copy in self._launcher.host_copies.values():
             copy.close()
+        for board in itertools.chain(*self._launcher.boards.values()):
+            board[0].close()
+            board[1].close()
 
     def __enter__(self) -> WorkerPool:
         return self

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gfgen.errors import PolicyError
 from gfgen.graph import STEPS
@@ -28,17 +29,16 @@ from gfgen.system.signals import DECISION_LIMIT_S, DecisionTimeout, within
 
 
 def everything_open(
-    jobs: Sequence[AdmittedJob], *, num_ranks: int, profile: Profile, started_at: float = 0.0, batch: int = 1
+    jobs: Sequence[AdmittedJob], *, num_ranks: int, profile: Profile, **start: Any
 ) -> Snapshot:
-    """The snapshot from which estimates start: all jobs are open, including those that arrive later."""
+    """The snapshot from which estimates start: all jobs are open, also later ones. start: of `RunStart`."""
     state = State(
         jobs,
         RunStart(
             num_ranks=num_ranks,
             num_writers=profile.num_writers(num_ranks),
             lookahead_s=LOOKAHEAD_S,
-            started_at=started_at,
-            batch=batch,
+            **start,
         ),
         clock=Clock(virtual=True),
         costs=CostModel(profile),

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import ClassVar
@@ -257,6 +257,8 @@ class RankPlanner(Planner):
 
     residency: Callable[[int], Residency | None] = lambda _: None
     """What lets models take turns on a number of ranks; then nothing is estimated."""
+    reads_s: Mapping[str, float] = field(default_factory=dict)
+    """As in `RunStart`; with any, nothing is estimated, since estimates share no steps."""
     _snapshots: dict[int, Snapshot] = field(default_factory=dict)
     _estimates: dict[object, Sequence[JobOutcome] | None] = field(default_factory=dict)
 
@@ -272,7 +274,8 @@ class RankPlanner(Planner):
             if name != asked:
                 logger.warning("policy %s: on %s it is %s", asked, counted(num_ranks, "rank"), name)
         names, others = dict.fromkeys(called.values()), {*rank_counts} - {num_ranks}
-        self.expect(len(names) + len(others), may_estimate=self.residency(num_ranks) is None)
+        may_estimate = not self.reads_s and self.residency(num_ranks) is None
+        self.expect(len(names) + len(others), may_estimate=may_estimate)
         here = self.best_on(names, num_ranks)
         found: dict[int, PlanOption | None] = {num_ranks: here[0]} if num_ranks in rank_counts else {}
         is_hopeful = here[0].meets_all
@@ -295,6 +298,7 @@ class RankPlanner(Planner):
             started_at=self.window.started_at,
             batch=self.window.batch,
             residency=self.residency(number),
+            reads_s=self.reads_s,
             observers=[OutcomeRecorder(self.note(policy, number))],
         )
         return option_of_run(run, policy, self.window.by_s)
@@ -328,6 +332,7 @@ class RankPlanner(Planner):
                 profile=self.profile,
                 started_at=self.window.started_at,
                 batch=self.window.batch,
+                reads_s=self.reads_s,
             )
         return self._snapshots[num_ranks]
 

@@ -71,7 +71,7 @@ def simulate(
     Raises: StalledError if the policy leaves jobs waiting forever; it names them.
     """
     clock, costs, kept = Clock(virtual=True), CostModel(profile), OutcomeRecorder()
-    times = times or profiled_times(profile, jobs, num_ranks=num_ranks)
+    times = times or profiled_times(profile, jobs, num_ranks=num_ranks, reads_s=start.get("reads_s"))
     backend = SimulatedBackend(clock, num_ranks=num_ranks, times=times)
     state = State(
         jobs,
@@ -237,13 +237,16 @@ class SimulatedBackend:
         self._clock.at(OutputWritten(free_s[writer], dispatch.task.job_id, "", 0, lasts_s, writer))
 
 
-def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int = 1) -> SimulatedTimes:
+def profiled_times(
+    profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int = 1, reads_s: Any = None
+) -> SimulatedTimes:
     """The durations of these jobs' tasks, moves and files.
 
     Tasks vary as measured, since exact predictions flatter policies, and equally in every simulation. Ranks
     that do not slow each other down are GPUs, each with its own writer.
     """
     costs, by_id = CostModel(profile), {job.job_id: job for job in jobs}  # a cost model that never learns
+    costs.reads_s = reads_s or {}
     estimates: dict[object, Estimate] = {}
 
     def cost_class(dispatch: Dispatch) -> CostClass:

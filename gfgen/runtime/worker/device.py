@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,11 @@ class Device:
             fds=dict(zip(message.ranks, fds, strict=True)),
             incarnations=dict(enumerate(message.incarnations)),
         )
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Of models with streamed blocks; 0 without any."""
+        return max((each.read_bytes_per_s for each in self.adapters.values()), default=0.0)
 
     def load(self, path: str) -> None:
         """Load the model of this checkpoint."""
@@ -236,6 +242,7 @@ def _take_step(adapter: Adapter, work: RankTask) -> None:
     try:
         work.made = _executed(adapter, work, None)
     except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # they hold tensors while the others go on
         work.error = error
 
 

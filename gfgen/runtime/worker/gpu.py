@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +49,7 @@ from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, SendState, WarmUp
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
+from gfgen.runtime.predict.profile_file import peak_key
 from gfgen.runtime.worker.device import (
     Device,
     Thread,
@@ -171,7 +173,8 @@ class GpuDevice(Device):
         self._device = device
         self._streams = _Streams(device)
         self._memory = DeviceMemory(device, stream=self._streams.main.cuda_stream)
-        graphs = Graphs(recorder, device, may_record=settings.ranks.has_graphs)
+        self._graphs = graphs = Graphs(recorder, device, may_record=settings.ranks.has_graphs)
+        self._task_peaks = Counter[str]()  # as in `MemoryUse`
         self.forwards = Forwards(adapters, graphs, rank=settings.rank, unentered=self._unentered)
         self._sums = itertools.cycle(torch.empty(_NUM_SUMS, pin_memory=True).unbind())
         """Host memory for the sums of tasks, in turn; allocated now, because pinning waits for the device."""
@@ -282,7 +285,7 @@ class GpuDevice(Device):
             kinds = kinds.union({len(works)}, *[task_kinds(each, self._rank, None) for each in works])
         is_sure = not self._has_peers or self._memory.is_familiar(kinds)
         prepared_s = self._get_ready(works, forward, may_block=not is_sure)
-        ready_s = time.monotonic()
+        ready_s, num_replays = time.monotonic(), self._graphs.num_replays
         with self._memory.launching(kinds, model=job.start.spec.model or ""):
             begun = self.event()
             group = meet(self.endpoint, message)
@@ -292,6 +295,11 @@ class GpuDevice(Device):
             for each in works:
                 each.made = {name: _dense(fields) for name, fields in each.made.items()}
                 each.total = self._read_later(sum_of(each.made))
+        is_alike = group is None and len({each.job.start.shape for each in works}) == 1
+        if is_alike and num_replays == self._graphs.num_replays:  # records have memory of their own
+            model, vae_dtype = job.start.spec.model, self._settings.ranks.vae_dtype
+            key = peak_key(model, job.start.shape, work.task.stage, vae_dtype)
+            self._task_peaks |= Counter({key: self._memory.last_own_bytes})
         outcome = None
         if group is not None or message.transfers:
             sources = {transfer.source for transfer in message.transfers}
@@ -397,6 +405,7 @@ class GpuDevice(Device):
             device_peaks=self._memory.peaks,
             reserved_bytes=self._memory.reserved_bytes,
             arena_bytes=arena_bytes(self._settings.ranks.arena_plan),
+            task_peaks=dict(self._task_peaks),
         )
 
     def forget_peaks(self) -> None:

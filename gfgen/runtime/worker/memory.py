@@ -60,8 +60,8 @@ class DeviceMemory:
         self._needed: dict[Hashable, int] = {}
         """By familiar kind of task: the bytes that its launch took at once."""
         self._peaks: dict[str, int] = {}
-        self.last_peak_bytes = 0
-        """Of the last launch."""
+        self.last_peak_bytes = self.last_own_bytes = 0
+        """Of the last launch; without what was in use before."""
 
     def is_familiar(self, kinds: Collection[Hashable]) -> bool:
         """Whether a task that is of all of these kinds is likely to be launched without asking the device."""
@@ -93,11 +93,12 @@ class DeviceMemory:
         yield
         after = self._look()
         self.last_peak_bytes = after.peak_bytes
+        self.last_own_bytes = after.peak_bytes - before.allocated_bytes
         if model is not None:
             self._peaks[model] = max(self._peaks.get(model, 0), after.peak_bytes)
         for kind in kinds:
             if after.num_asked == before.num_asked:
-                self._needed[kind] = max(0, after.peak_bytes - before.allocated_bytes)
+                self._needed[kind] = max(0, self.last_own_bytes)
             else:
                 self._needed.pop(kind, None)
 
