@@ -333,7 +333,8 @@ PUT_FILE = """([kind, content]) => {
 
 
 def put(page: Any, kind: str, content: bytes) -> None:
-    """Drop or paste a picture."""
+    """Drop or paste a picture, once the page knows its models."""
+    page.wait_for_function("document.getElementById('model').value")
     page.evaluate(PUT_FILE, [kind, base64.b64encode(content).decode()])
 
 
