@@ -334,7 +334,7 @@ PUT_FILE = """([kind, content]) => {
 
 def put(page: Any, kind: str, content: bytes) -> None:
     """Drop or paste a picture, once the page knows its models."""
-    page.wait_for_function("document.getElementById('model').value")
+    expect(page.locator("#model")).not_to_have_value("")
     page.evaluate(PUT_FILE, [kind, base64.b64encode(content).decode()])
 
 
@@ -589,7 +589,7 @@ def test_a_notification_comes_only_when_turned_on_and_away(browser, fake):
         expect(page.get_by_role("button", name="Notify me", pressed=True)).to_be_visible()
         fake.tell(finished=[states.ended("boat", status="failed", prompt="a boat")])
         expect(page.locator("#results .tile")).to_have_count(2)
-        page.wait_for_function("window.notices.length")
+        expect(page.locator("#model")).not_to_have_value("")
         assert page.evaluate("window.notices") == [["Job failed", "A boat."]]
 
 
