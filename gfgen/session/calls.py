@@ -1,7 +1,7 @@
 """What only a pipeline's code tells of jobs: the calls that it refuses, and the words that it does not read.
 
 A child process answers (stepping/outlined.py), once for each checkpoint and arguments. gfgen's cache
-keeps the answers until a file of the checkpoint, or diffusers, changes.
+keeps the answers until a file of the checkpoint, gfgen or diffusers changes.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _place(checkpoint: Path) -> Path:
     """The file of a checkpoint's answers, which has another name when something changes."""
     paths = [path for pattern in ("*", "*/*") for path in sorted(checkpoint.glob(pattern))]
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    versions = [version(package) for package in ("diffusers", "transformers")]
+    versions = [version(package) for package in ("gfgen", "diffusers", "transformers")]
     return cache_dir() / "calls" / f"{hashlib.sha256(repr((stats, versions)).encode()).hexdigest()[:32]}.json"
 
 
