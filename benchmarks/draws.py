@@ -61,6 +61,16 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
     "SanaWMPipeline": {"action": "w-8", "intrinsics": [50.0, 50.0, 32.0, 32.0]},
 }
 """Arguments without which a class runs no job."""
+_TEXT = {"max_text_seq_length": 226}
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "AuraFlowPipeline": {"transformer": {"pos_embed_max_size": 64 * 64}},
+    "CogVideoXFunControlPipeline": {"transformer": {**_TEXT, "in_channels": 32}},
+    "CogVideoXImageToVideoPipeline": {"transformer": {**_TEXT, "in_channels": 32}},
+    "CogVideoXPipeline": {"transformer": _TEXT},
+    "CogVideoXVideoToVideoPipeline": {"transformer": _TEXT},
+    "CogView3PlusPipeline": {"transformer": {"pos_embed_max_size": 128}},
+}
+"""What jobs with the defaults of a call need, which those of `small_pipelines` do not have."""
 FRAMES = {"SkyReelsV2DiffusionForcingVideoToVideoPipeline": 17}
 SAID = ("width", "height", "steps", "guidance_scale", "args", "scheduler", "sigmas", "frames", "files")
 PROMPTS = {"BriaFiboEditPipeline": '{"edit_instruction": "a fox"}'}
@@ -129,8 +139,8 @@ def _takes(geometry: Any, name: str) -> bool:
 
 def _fixed(geometry: Any) -> dict[str, Any]:
     taken = getattr(geometry, "signature", NONE).args
-    found = {name: value for name, value in FIXED.items() if name in taken}
-    return found | NEEDED.get(geometry.family, {})
+    found: dict[str, Any] = {name: value for name, value in FIXED.items() if name in taken}
+    return {**found, **NEEDED.get(geometry.family, {})}
 
 
 def _fields(geometry: Any) -> dict[str, Any]:
@@ -273,7 +283,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             signal.alarm(options.limit)
             try:
-                made = draws_of(name, save_checkpoint(name, Path(folder) / name), num=options.draws)
+                made = draws_of(
+                    name,
+                    save_checkpoint(name, Path(folder) / name, changes=CHANGES.get(name)),
+                    num=options.draws,
+                )
             except (Exception, _TooLongError) as error:  # such as no small checkpoint
                 notes.append(f"- {name}: not drawn: {in_one_line(error, limit=120)}")
                 print(notes[-1], flush=True)

@@ -59,12 +59,14 @@ _DECODER = {
 _T5 = {"vocab_size": _VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 
 
-def save_checkpoint(name: str, folder: Path) -> Path:
-    """Write a pipeline with random weights to a folder; equal names give equal files.
+def save_checkpoint(name: str, folder: Path, *, changes: Mapping[str, Any] | None = None) -> Path:
+    """Write a pipeline with random weights to a folder; equal names and changes give equal files.
+
+    changes: as in `small_pipeline`.
 
     Raises: CannotBuildError for a class with an encoder that is not made here.
     """
-    pipeline = small_pipeline(name, changes=_CHANGES.get(name))
+    pipeline = small_pipeline(name, changes=changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         pipeline.register_modules(**_real_components(pipeline))
@@ -247,17 +249,6 @@ _VISION_MODEL = {
     "patch_size": 14,
 }
 _BERT = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-_TEXT = {"max_text_seq_length": 226}
-_CHANGES: Mapping[str, Mapping[str, Any]] = {
-    "AuraFlowPipeline": {"transformer": {"pos_embed_max_size": 64 * 64}},
-    "CogVideoXFunControlPipeline": {"transformer": {**_TEXT, "in_channels": 32}},
-    "CogVideoXImageToVideoPipeline": {"transformer": {**_TEXT, "in_channels": 32}},
-    "CogVideoXPipeline": {"transformer": _TEXT},
-    "CogVideoXVideoToVideoPipeline": {"transformer": _TEXT},
-    "CogView3PlusPipeline": {"transformer": {"pos_embed_max_size": 128}},
-}
-"""What jobs with the defaults of a call need, which those of `small_pipelines` do not have."""
 
 _ENCODERS: Mapping[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "HiDream.*CLIPText": (lambda: _clip(is_projected=True, num_positions=256), clip_tokenizer),
