@@ -84,7 +84,8 @@ def _zeros_of(method: Callable[..., Any]) -> Callable[..., Any]:
     def compute(*args: Any, **options: Any) -> Any:
         args, options = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, options))
         unmasked = patch("transformers.masking_utils.is_tracing", lambda *_: True)  # masks have no values
-        with unmasked, patch("torch.autocast", lambda *_, **__: nullcontext()):
+        whole = patch("torch.fx.experimental._config.meta_nonzero_assume_all_nonzero", True)
+        with unmasked, whole, patch("torch.autocast", lambda *_, **__: nullcontext()):
             made = method(*args, **options)
         if (spread := getattr(made, "latent_dist", None)) is not None:
             made.latent_dist = type(spread)(torch.zeros_like(spread.parameters, device="cpu"))
