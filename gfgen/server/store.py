@@ -28,9 +28,10 @@ logger = logging.getLogger(__name__)
 
 STORE_NAME = "jobs.sqlite3"
 VERSION = 2
+DAY_S = 86400.0
 BUSY_S = 10.0
 """SQLite lock timeout: a front that was killed may still hold the file for a moment."""
-KEPT_REQUESTS_S = 86400.0
+KEPT_REQUESTS_S = DAY_S
 ROOM_BYTES = 2**20
 """Without this much a server counts as full: the next request may need it."""
 MAX_GROUP = 256
@@ -87,6 +88,10 @@ CREATE TABLE requests (
 CREATE INDEX requests_by_age ON requests (created_at);
 CREATE TABLE lives (number INTEGER PRIMARY KEY AUTOINCREMENT, began_at REAL NOT NULL);
 """
+_USAGE = """
+CREATE TABLE IF NOT EXISTS usage (owner TEXT, day INTEGER, rank_s REAL, PRIMARY KEY (owner, day))
+"""
+"""Seconds of ranks of ended jobs by key and day (UTC), also of jobs that are removed."""
 _OWNERS = "ALTER TABLE jobs ADD COLUMN owner TEXT; ALTER TABLE batches ADD COLUMN owner TEXT;"
 
 
@@ -433,6 +438,12 @@ class Store:
         self._logged_error = str(error)
 
 
+def used_rank_s(store: Store, owner: str | None, *, day: int) -> float:
+    """Seconds of ranks of the jobs of a key that have ended on a day since 1970."""
+    sql = "SELECT rank_s FROM usage WHERE owner = ? AND day = ?"
+    return float((store._reader.execute(sql, (owner, day)).fetchone() or (0.0,))[0])
+
+
 def _check_room(folder: Path) -> None:
     """SQLite writes a small change over an older one, and needs no room for it."""
     try:
@@ -474,6 +485,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             raise OutputError(
                 f"{path} belongs to another version of gfgen; move it away or choose another --output"
             )
+        db.execute(_USAGE)
         return db
     except sqlite3.Error as error:
         raise OutputError(f"cannot open {path}: {error}; move it away or choose another --output") from None
@@ -500,8 +512,9 @@ def _end(db: sqlite3.Connection, ending: Ending) -> bool:
     names = [name for name in values if name != "id"]
     sql = f"UPDATE jobs SET {', '.join(f'{name} = :{name}' for name in names)}"
     row = db.execute(f"{sql} WHERE id = :id AND status = 'open' RETURNING batch_id", values).fetchone()
+    if row is not None or _add_to_end(db, values):
+        _note_use(db, ending)
     if row is None:
-        _add_to_end(db, values)
         return False
     if row[0] is not None:
         db.execute(
@@ -515,14 +528,20 @@ def _end(db: sqlite3.Connection, ending: Ending) -> bool:
     return True
 
 
-def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> None:
+def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
     """Add the run's details to an ending that was recorded without them, for example by a cancel."""
-    if values["manifest"] is not None:
-        db.execute(
-            "UPDATE jobs SET manifest = :manifest, started_at = COALESCE(:started_at, started_at) "
-            "WHERE id = :id AND status = :status AND manifest IS NULL",
-            values,
-        )
+    if values["manifest"] is None:
+        return False
+    sql = "UPDATE jobs SET manifest = :manifest, started_at = COALESCE(:started_at, started_at) "
+    sql += "WHERE id = :id AND status = :status AND manifest IS NULL"
+    return db.execute(sql, values).rowcount > 0
+
+
+def _note_use(db: sqlite3.Connection, ending: Ending) -> None:
+    rank_s = 0.0 if ending.work is None else ending.work.timings.get("rank_s") or 0.0
+    row = (int(ending.completed_at // DAY_S), rank_s, ending.id)
+    sql = "INSERT INTO usage SELECT owner, ?, ? FROM jobs WHERE id = ? AND owner IS NOT NULL "
+    db.execute(f"{sql} ON CONFLICT (owner, day) DO UPDATE SET rank_s = rank_s + excluded.rank_s", row)
 
 
 _PATHS = ", ".join(f"'$.{name}'" for name in _OF_WORK)

@@ -24,7 +24,7 @@ from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import recording, texts
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.recording import Graphs
-from gfgen.models.fast.texts import common_length, padded_length, with_texts
+from gfgen.models.fast.texts import common_length, is_padded, padded_length, with_texts
 from gfgen.models.parallel import counted_attention
 from gfgen.models.parallel.counted_attention import counted_attention as attend
 from gfgen.models.parallel.parallel import parallel_from, rehearsal
@@ -69,19 +69,30 @@ def test_texts_of_two_branches_share_a_length_where_padding_stays_in_the_last_sh
 
 @pytest.mark.usefixtures("counting")
 def test_only_what_can_count_is_padded(fused_qwen: Any, tiny_models: Mapping[str, Path]) -> None:
-    def length(transformer: Any, tokens: int = 12, degrees: tuple[int, int, int] = (1, 1, 1)) -> int | None:
-        return common_length(transformer, [torch.ones(1, 20, 64)], picture_tokens=tokens, degrees=degrees)
+    def length(*degrees: int) -> int | None:
+        return common_length([torch.ones(1, 20, 64)], degrees=(degrees[0], degrees[1], degrees[2]))
 
-    assert length(fused_qwen) == 32
-    assert length(fused_qwen, degrees=(2, 2, 1)) == 32
-    assert length(fused_qwen, degrees=(1, 2, 2)) is None
-    assert length(fused_qwen, texts.MAX_PICTURE_TOKENS) is None
-    assert length(hooked(QwenImagePipeline, tiny_models["tiny-qwen-image"]).transformer) is None
+    assert length(1, 1, 1) == 32
+    assert length(2, 2, 1) == 32
+    assert length(1, 2, 2) is None
+    whole = hooked(QwenImagePipeline, tiny_models["tiny-qwen-image"]).transformer
+    assert is_padded(fused_qwen, picture_tokens=12, num_steps=20)
+    assert not is_padded(whole, picture_tokens=12, num_steps=20)
 
 
-def test_on_a_cpu_texts_are_as_long_as_they_are(fused_qwen: Any) -> None:
+def test_texts_of_large_pictures_are_padded_in_fp8_where_there_are_few_steps(
+    fused_qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = texts.MAX_PICTURE_TOKENS
+    assert not is_padded(fused_qwen, picture_tokens=large, num_steps=4)
+    monkeypatch.setattr(fused_qwen.modulation, "in_int8", object())
+    assert is_padded(fused_qwen, picture_tokens=large, num_steps=4)
+    assert not is_padded(fused_qwen, picture_tokens=large, num_steps=20)
+
+
+def test_on_a_cpu_texts_are_as_long_as_they_are() -> None:
     text = torch.ones(1, 20, 64, dtype=torch.bfloat16)
-    assert common_length(fused_qwen, [text], picture_tokens=12, degrees=(1, 1, 1)) is None
+    assert common_length([text], degrees=(1, 1, 1)) is None
 
 
 def test_one_text_without_padding_is_itself() -> None:

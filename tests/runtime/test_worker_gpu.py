@@ -20,6 +20,7 @@ import test_deaths
 import test_elastic
 import torch
 from builders import Recorder
+from gpu_worker_imitation import LAUNCH_BYTES
 from test_workers import PICTURE, admitted, pixels, run
 
 from gfgen.errors import ModelError
@@ -181,6 +182,18 @@ def test_a_task_that_runs_out_of_memory_once_is_tried_again(gpu_pool, tmp_path):
     assert test_deaths.statuses(recorder) == {"gpu-short": "done"}
     assert recorder.memory[0].device_peaks.keys() == {"tiny-qwen-image"}
     assert recorder.memory[0].arena_bytes > PLAN.data_bytes
+
+
+def test_ranks_tell_what_tasks_of_each_kind_took_where_one_rank_ran_them_and_nothing_was_replayed(
+    gpu_pool, tmp_path
+):
+    spec = replace(test_deaths.job("gpu-peaks", ""), width=96)
+    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0,), (0, 1)))
+    assert test_deaths.statuses(recorder) == {"gpu-peaks": "done"}
+    found = {name: size for use in recorder.memory.values() for name, size in use.task_peaks.items()}
+    mine = {name.split()[-1]: size for name, size in found.items() if " 96x64" in name}
+    assert mine.keys() == {"encode", "prepare", "decode"}
+    assert set(mine.values()) == {LAUNCH_BYTES}
 
 
 def order(name: str, what: str) -> None:

@@ -116,6 +116,75 @@ def test_no_url_is_followed_and_no_path_opened(server, url):
     assert error_of(server.post("/v1/jobs", prompt="a fox", image=url), 400)["param"] == "image"
 
 
+ELSEWHERE = ["s3://bucket/x.png", "gs://bucket/x.png", "file:///etc/passwd", "/etc/passwd", "../x", "~/x.png"]
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("jobs", lambda place: {"image": place}),
+        ("jobs", lambda place: {"image": {"image_url": place}}),
+        ("jobs", lambda place: {"image": {"file_id": place}}),
+        ("jobs", lambda place: {"files": {"mask_image": place}}),
+        ("jobs", lambda place: {"files": {"image": [{"url": place}]}}),
+        ("jobs", lambda place: {"lora": [{"path": place}]}),
+        ("jobs", lambda place: {"model": place}),
+        ("jobs", lambda place: {"output": place}),
+        ("videos", lambda place: {"input_reference": place}),
+        ("images/generations", lambda place: {"lora": [{"path": place}]}),
+        ("images/edits", lambda place: {"image": place}),
+        ("images/edits", lambda place: {"images": [{"image_url": place}]}),
+        ("images/edits", lambda place: {"images": [{"file_id": place}]}),
+        ("images/edits", lambda place: {"image": picture_url(), "mask": {"image_url": place}}),
+        ("chat/completions", lambda place: {"messages": [said({"type": "image_url", "image_url": place})]}),
+        ("responses", lambda place: {**TOOLS, "input": [said({"type": "input_image", "image_url": place})]}),
+        ("responses", lambda place: {**TOOLS, "input": [said({"type": "input_image", "file_id": place})]}),
+        ("batches", lambda place: {"input_file_id": place, "endpoint": "/v1/videos"}),
+    ],
+)
+def test_requests_name_no_file_and_no_object_of_a_store(server, path, body, place):
+    """Whatever a job file may do: it is its user's, and a request is anybody's."""
+    before = server.http.get("/v1/jobs", params={"limit": 1}).json()["first_id"]
+    fields = body(place) if path in ("batches", "chat/completions") else {"prompt": "a fox", **body(place)}
+    answer = server.post(f"/v1/{path}", **fields)
+    assert answer.status_code in (400, 404), answer.text
+    assert server.http.get("/v1/jobs", params={"limit": 1}).json()["first_id"] == before
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+@pytest.mark.parametrize(
+    "line",
+    [
+        lambda place: {"image": place},
+        lambda place: {"files": {"mask_image": place}},
+        lambda place: {"lora": [{"path": place}]},
+        lambda place: {"model": place},
+    ],
+)
+def test_job_files_of_requests_name_no_file_and_no_object_of_a_store(server, line, place):
+    error_of(batch(server, {"prompt": "x", **line(place)}), 400)
+
+
+def test_the_server_names_the_files_of_job_files(server):
+    accepted = batch(server, {"prompt": "x", "steps": 1, "model": "fake-image", "output": "mine.png"}).json()
+    finished(server, accepted["id"])
+    (job,) = server.http.get("/v1/jobs", params={"batch_id": accepted["id"]}).json()["data"]
+    assert not list((server.folder / "out").rglob("mine*"))
+    assert (server.folder / "out" / f"{job['id']}.png").exists()
+
+
+TOOLS = {"tools": [{"type": "image_generation"}]}
+
+
+def picture_url():
+    return "data:image/png;base64," + base64.b64encode(LIGHTHOUSE).decode()
+
+
+def said(picture):
+    return {"role": "user", "content": [{"type": "text", "text": "a fox"}, picture]}
+
+
 @pytest.mark.parametrize("model", ["/etc", "../fake-video", "fake-vide", "https://x", "x" * 1000])
 def test_only_models_that_are_served_can_be_named(server, model):
     error = error_of(server.post("/v1/videos", prompt="a fox", model=model), 404)
@@ -710,7 +779,7 @@ def test_a_faulty_job_file_is_refused_with_the_messages_of_the_command_line(serv
     assert "not accepted over HTTP" in error["message"]
     assert "line 4" in error["message"]
     refused = error_of(batch(server, {"prompt": "x", "model": "/etc"}), 400)
-    assert "is not served here" in refused["message"]
+    assert "not served here" in refused["message"]
     beyond = error_of(batch(server, {"prompt": "x", "true_cfg_scale": 3}), 400)
     assert "line 1: true_cfg_scale" in beyond["message"]
 
@@ -795,10 +864,16 @@ def test_an_empty_batch_is_refused(server):
 
 
 def test_models_are_listed_with_what_they_make(server):
-    video, image = server.http.get("/v1/models").json()["data"]
+    video, image, edit = server.http.get("/v1/models").json()["data"]
     assert (video["id"], video["kind"], video["takes_image"]) == ("fake-video", "video", "yes")
     assert video["defaults"]["frames"] == 9
     assert (image["id"], image["kind"], image["takes_image"]) == ("fake-image", "image", "no")
+    assert (edit["takes_image"], edit["takes_several"], edit["mask_argument"]) == (
+        "yes",
+        True,
+        "mask_image",
+    )
+    assert video["mask_argument"] is image["mask_argument"] is None
     assert server.http.get("/v1/models/fake-image").json() == image
     error_of(server.http.get("/v1/models/other"), 404)
 
@@ -912,5 +987,5 @@ def test_the_command_line_submits_to_a_server_and_cancels_there(server, tmp_path
     found = target.cancel(["far-*", single["id"], "never"])
     assert (found.num_cancelled, found.unmatched) == (2, ["never"])
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a", "model": "other"}')
-    with pytest.raises(InputError, match="other: is not served here"):
+    with pytest.raises(InputError, match="other: not served here"):
         target.submit(JobSource(files=(str(tmp_path / "jobs.jsonl"),)))

@@ -12,7 +12,7 @@ import pytest
 
 from gfgen.errors import OutputError
 from gfgen.server import store as store_module
-from gfgen.server.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, Work
+from gfgen.server.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, Work, used_rank_s
 
 
 @pytest.fixture
@@ -318,3 +318,32 @@ def test_a_store_of_another_version_is_left_alone(tmp_path):
     (tmp_path / "other.sqlite3").write_bytes(b"no database" * 100)
     with pytest.raises(OutputError, match="cannot open"):
         Store(tmp_path / "other.sqlite3", began_at=1.0)
+
+
+def test_time_of_ranks_is_counted_once_for_a_key_and_day_and_stays_when_the_job_is_removed(store, tmp_path):
+    jobs = [NewJob(replace(accepted(name).facts, owner="ann"), {}) for name in "ab"]
+    run(store.accept(jobs, now=100.0))
+    work = Work({"rank_s": 2.5}, {})
+    done = Ending("a", "completed", 105.0, manifest={"of": "a"}, work=work)
+    cancelled = Ending("b", "cancelled", 106.0)  # the run tells later what it took
+    run(store.end_all([done, cancelled]))
+    told = replace(cancelled, manifest={"of": "b"}, work=work)
+    run(store.end_all([done, told, told]))
+    run(store.remove(["a", "b"]))
+    again = Store(tmp_path / "jobs.sqlite3", began_at=2.0)
+    assert [used_rank_s(again, owner, day=day) for owner, day in (("ann", 0), ("ann", 1), ("bob", 0))] == [
+        5,
+        0,
+        0,
+    ]
+    again.close()
+
+
+def test_a_store_from_before_time_was_counted_opens(store, tmp_path):
+    accept(store, "a")
+    with sqlite3.connect(tmp_path / "jobs.sqlite3") as db:
+        db.execute("DROP TABLE usage")
+    db.close()
+    again = Store(tmp_path / "jobs.sqlite3", began_at=2.0)
+    assert used_rank_s(again, "ann", day=0) == 0
+    again.close()

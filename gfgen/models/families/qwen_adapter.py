@@ -31,7 +31,7 @@ from gfgen.models.fast import causal_vae, stop_checks
 from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.kernels import NOT_QUANTISED, Quantised
-from gfgen.models.fast.texts import NUM_TEXTS, forward_inputs, text_shape, with_texts
+from gfgen.models.fast.texts import NUM_TEXTS, common_length, is_padded, text_shape, with_texts
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry.rules import known
@@ -43,6 +43,7 @@ from gfgen.models.parallel.counted_attention import is_fast
 from gfgen.models.parallel.fp8_attention import check_fp8_attention
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.sequence_parallel import present_degrees
 from gfgen.models.streaming.turns import streams
 
 
@@ -92,8 +93,9 @@ class QwenImageAdapter(BatchAdapter):
         self.patches.merge(spec)
 
         def predicted(sample_BSC: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            model_inputs = self._model_inputs(spec, sample_BSC, timestep=timestep)
             guided_BSC, unguided_BSC = predict_branches(
-                functools.partial(self._predict, self._model_inputs(spec, sample_BSC, timestep=timestep)),
+                functools.partial(self._predict, spec, model_inputs),
                 [each.prompt for each in inputs],
                 spec=spec,
                 geometry=self.geometry,
@@ -130,24 +132,13 @@ class QwenImageAdapter(BatchAdapter):
         forwards = [[each] for each in embeds]
         if layout.cfg == 1 and is_batch_faster(self.geometry, spec, sequence_degree=degree, embeds=embeds):
             forwards = [embeds]
-        transformer, picture_tokens = self._pipeline.transformer, self.geometry.num_tokens(spec)
-        return tuple(
-            text_shape(transformer, each, picture_tokens=picture_tokens, degrees=layout.degrees)
-            for each in forwards
-        )
+        pads = self._pads(spec)
+        return tuple(text_shape(each, is_padded=pads, degrees=layout.degrees) for each in forwards)
 
     def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
-        transformer = self._pipeline.transformer
-        picture_tokens = self.geometry.num_tokens(inputs[0].spec)
-        return tuple(
-            text_shape(
-                transformer,
-                [each.prompt.tensors[name] for each in inputs],
-                picture_tokens=picture_tokens,
-                degrees=(1, 1, 1),
-            )
-            for name in inputs[0].prompt.tensors
-        )
+        pads = self._pads(inputs[0].spec)
+        forwards = [[each.prompt.tensors[name] for each in inputs] for name in inputs[0].prompt.tensors]
+        return tuple(text_shape(each, is_padded=pads, degrees=(1, 1, 1)) for each in forwards)
 
     def evaluate_by(self, forward: Evaluator) -> None:
         self._forward = forward
@@ -203,12 +194,17 @@ class QwenImageAdapter(BatchAdapter):
             "attention_kwargs": dict[str, Any](),
         }
 
-    def _predict(self, inputs: dict[str, Any], embeds: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _pads(self, spec: JobSpec) -> bool:
+        tokens, steps = self.geometry.num_tokens(spec), known(spec.steps)
+        return is_padded(self._pipeline.transformer, picture_tokens=tokens, num_steps=steps)
+
+    def _predict(self, spec: JobSpec, inputs: dict[str, Any], embeds: Sequence[torch.Tensor]) -> torch.Tensor:
         """Branches of classifier-free guidance, or one branch of several jobs."""
         transformer = self._pipeline.transformer
         if len(embeds) > 1 and not hasattr(transformer, "modulation"):
             return self._predict_unfused(inputs, embeds)
-        return self._forward(transformer, forward_inputs(transformer, inputs, embeds))
+        length = common_length(embeds, degrees=present_degrees()) if self._pads(spec) else None
+        return self._forward(transformer, with_texts(inputs, embeds, length=length))
 
     def _predict_unfused(self, inputs: dict[str, Any], embeds: Sequence[torch.Tensor]) -> torch.Tensor:
         """Jobs whose texts have the same length in one forward: only fused blocks ignore padding."""

@@ -30,6 +30,7 @@ from gfgen.system.machine import cache_dir
 
 if TYPE_CHECKING:
     from gfgen.models.families.adapter import Adapter
+    from gfgen.models.streaming.shards import Island
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ def load_adapter(
     kernels: KernelChoice = "own",
     placement: Placement = WHOLE,
     copy_fd: int | None = None,
+    island: Island | None = None,
     quantised: Quantised = NOT_QUANTISED,
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
@@ -147,7 +149,8 @@ def load_adapter(
     dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
     VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
     checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
-    Blocks that do not stay on the device by `placement` are streamed from `copy_fd`, which ranks share.
+    Blocks that do not stay on the device by `placement` are streamed from `copy_fd`, which ranks share,
+    or from the other ranks of the island.
     `quantised` is for Wan and Qwen-Image: their blocks' layers (linears.py) and attention (fp8_attention.py).
 
     Raises: ModelError for a broken directory, or an unknown family.
@@ -164,7 +167,7 @@ def load_adapter(
     from gfgen.models.streaming.placing import Placing
 
     brought = EXPERTS if quantised.layers else ()
-    placing = Placing(placement, device=torch.device(device), copy_fd=copy_fd, brought=brought)
+    placing = Placing(placement, device=torch.device(device), copy_fd=copy_fd, brought=brought, island=island)
     load = partial(random_pipeline if has_random_weights else load_pipeline, placing=placing)
     options = {"device": device, "dtype": getattr(torch, name), "vae_dtype": vae_dtype, "load": load}
     adapter: Adapter
@@ -181,6 +184,7 @@ def load_adapter(
 
         adapter = load_wan(checkpoint, geometry, quantised=quantised, **options)
     placing.finish()
+    adapter.read_bytes_per_s = placing.read_rate()
     return adapter
 
 

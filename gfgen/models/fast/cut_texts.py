@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gfgen.models.fast.kernels import present_choice
 from gfgen.models.parallel.plans import TEXT
 from gfgen.models.parallel.sequence_parallel import sharing_ranks
+from gfgen.models.streaming.turns import CallLocal
 
 TEXT_MASK, MASK = "encoder_attention_mask", "attention_mask"
 _MASK_POSITION = 3
@@ -30,18 +30,12 @@ MIN_TOKENS = 2
 """A length of 1 would be a kind of its own for the compiler."""
 
 
-class _Current(threading.local):
-    """One thread's present forward."""
-
-    has_cut = False
-
-
 def cut_texts(transformer: nn.Module) -> bool:
     """Let a transformer cut its texts, permanently, for other than `own` kernels (kernels.py); whether its
     class is one that can. Before `branches.watch`, inside which a forward is asked for twice."""
     if not isinstance(transformer, HunyuanVideoTransformer3DModel):
         return False
-    current = _Current()
+    current = CallLocal()  # has_cut: in the present forward
     lengths: Any = WeakTensorKeyDictionary()
     forward, signature = transformer.forward, inspect.signature(transformer.forward)
 
@@ -80,7 +74,7 @@ def _common_length(mask: Tensor) -> int | None:
 
 
 def _without_mask(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, current: _Current
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, current: CallLocal
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A pre-forward hook of a block."""
     if not current.has_cut:

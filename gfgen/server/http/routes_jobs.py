@@ -55,7 +55,7 @@ _CREATE = responses(400, 404, 413, 422, 429, 503, 507)
     "",
     response_model=schemas.Video,
     responses=_CREATE,
-    openapi_extra=documented(schemas.VideoRequest, picture="input_reference"),
+    openapi_extra=documented(schemas.VideoRequest, "input_reference"),
     summary="Make a video",
 )
 async def create_video(request: Request, service: Service) -> Response:
@@ -69,7 +69,7 @@ async def create_video(request: Request, service: Service) -> Response:
     "/sync",
     response_class=Response,
     responses=_CREATE | responses(409, 500, 504, **{"video/mp4": _BINARY}),
-    openapi_extra=documented(schemas.VideoRequest, picture="input_reference"),
+    openapi_extra=documented(schemas.VideoRequest, "input_reference"),
     summary="Make a video and wait for it",
 )
 async def create_video_and_wait(request: Request, service: Service) -> Response:

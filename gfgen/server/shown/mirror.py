@@ -70,7 +70,7 @@ class RunMirror:
         self.num_turns = 0
         self.metrics = metrics or ServerMetrics()
         self.metrics.mirror = self
-        self._version = version
+        self.version = version
         self._max_open = max_open
         self._is_forecast_due = True
 
@@ -319,7 +319,7 @@ class RunMirror:
         return server_schemas.LiveState(
             server_time=round(now, 3),
             started_at=round(self.began_at, 3),
-            version=self._version,
+            version=self.version,
             status=self.status,
             reason=self.reason,
             device="" if self.run_info is None else self.run_info.device,
