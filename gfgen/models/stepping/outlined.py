@@ -1,6 +1,6 @@
 """Calls on a pipeline without weights: which arguments it refuses, and how much of a prompt it reads.
 
-As a program it reads questions about checkpoints as JSON and writes the answers (session/admission.py). It runs
+As a program it reads questions about checkpoints as JSON and writes answers (session/admission.py). It runs
 calls to the end of their first step, with the real schedulers and tokenizers. Networks compute only shapes.
 """
 
