@@ -369,11 +369,15 @@ def _long_texts(spec: JobSpec, most_bytes: int) -> Iterator[str]:
     return (text for text in (spec.prompt, spec.negative_prompt or "") if len(text.encode()) > most_bytes)
 
 
+_ANSWERS = 2
+"""A number that rises when calls are tried otherwise."""
+
+
 def _place(checkpoint: Path) -> Path:
     """The file of a checkpoint's answers, which has another name when something changes."""
     paths = [path for pattern in ("*", "*/*") for path in sorted(checkpoint.glob(pattern))]
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    versions = [version(package) for package in ("diffusers", "transformers")]
+    versions = [_ANSWERS, *(version(package) for package in ("diffusers", "transformers"))]
     return cache_dir() / "calls" / f"{hashlib.sha256(repr((stats, versions)).encode()).hexdigest()[:32]}.json"
 
 

@@ -42,6 +42,7 @@ _SET_OTHERWISE = {
     "output_type": "gfgen writes pictures, videos and sound",
     "return_dict": "gfgen writes pictures, videos and sound",
     "latents": "use seed",
+    "padding_mask_crop": "crop the picture and its mask before",
 }
 _HIDDEN = re.compile(r"callback|latents|embed|_kwargs$|attention_mask|_generator$|_ids$|_thw$")
 """Arguments whose values no job file can hold."""

@@ -16,7 +16,12 @@ from typing import Any
 
 from gfgen.models.geometry.checkpoint import Checkpoint
 
-_FACTORS = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
+_FACTORS = (
+    "vae_scale_factor",
+    "vae_scale_factor_spatial",
+    "vae_spatial_scale_factor",
+    "vae_spatial_compression_ratio",
+)
 _BUILTINS = {"len": len, "getattr": getattr, "hasattr": hasattr, "max": max, "min": min, "int": int}
 
 
