@@ -205,6 +205,10 @@ class Graphs:
         with self._in_mode(self._record_now, unentered):
             yield
 
+    @property
+    def num_records(self) -> int:
+        return len(self._records)
+
     def clear(self) -> None:
         """Release the memory of all records."""
         for key in list(self._records):
