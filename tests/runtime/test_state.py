@@ -725,6 +725,8 @@ def test_what_a_pipeline_refuses_is_not_tried_again_and_settles_jobs_with_equal_
     (first, second) = cluster.failed(cluster.begin("a", 0, 1), REFUSED)
     assert first.error == f"encode: {REFUSED}"
     assert second.error == f"encode: {REFUSED} (so did a, with equal arguments)"
+    assert first.is_refused
+    assert second.is_refused
     assert list(cluster.state.jobs.records) == ["other", "of another"]
 
 

@@ -82,6 +82,18 @@ def test_an_inpainting_model_asks_for_its_mask(server: Server) -> None:
     assert error["message"].startswith("mask: missing; FluxInpaintPipeline needs a picture")
 
 
+@pytest.mark.parametrize("size", [(1, 1), (4000, 1)])
+def test_a_picture_that_the_pipeline_refuses_is_no_error_of_the_server(
+    server: Server, size: tuple[int, int]
+) -> None:
+    content = io.BytesIO()
+    Image.new("RGB", size).save(content, format="PNG")
+    answer = server.http.post("/v1/images/edits", data=FIELDS, files={"image": content.getvalue()})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (422, "cannot_be_done"), error
+    assert "must be at least 64px" in error["message"]
+
+
 def test_any_other_name_stands_for_the_model_of_the_star(server: Server) -> None:
     fields = FIELDS | {"model": "dall-e-3"}
     answer = server.http.post("/v1/images/generations", json=fields).json()

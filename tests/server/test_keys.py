@@ -132,7 +132,7 @@ def test_a_host_name_is_not_asked_for_where_there_is_a_key(locked):
 
 # Several keys ---------------------------------------------------------------------------------------
 
-ANN, BOB = "key-of-ann", "key-of-bob"
+ANN, BOB, EVE = "key-of-ann", "key-of-bob", "key-of-eve"
 QUICK = {"prompt": "a fox", "steps": 1}
 JSONL = {"Content-Type": "application/jsonl"}
 
@@ -298,7 +298,7 @@ def test_a_key_file_has_a_name_and_a_key_on_each_line(tmp_path):
 
 
 def limited_server(folder):
-    keys = f"ann:{ANN}:open=2,bob:{BOB}:gpu_s=1,prometheus:key-of-prometheus:metrics"
+    keys = f"ann:{ANN}:open=2,bob:{BOB}:gpu_s=1,eve:{EVE}:open=0,prometheus:key-of-prometheus:metrics"
     return fake_server(folder, key=KEY, keys=keys).wait_ready()
 
 
@@ -334,6 +334,18 @@ def test_a_key_for_metrics_reads_nothing_else(limited):
 
 def test_the_version_is_answered_as_vllm_does(limited):
     assert limited.http.get("/version").json() == {"version": "1"}
+
+
+def test_a_request_for_more_jobs_than_a_key_may_have_says_both_numbers(limited):
+    with client_of(limited, ANN) as ann, client_of(limited, EVE) as eve:
+        answer = ann.post("/v1/jobs", json={"prompt": "x", "num_images": 8})
+        text = answer.json()["error"]["message"]
+        assert (answer.status_code, text) == (413, "8 jobs; 2 may be open at once: split it")
+        answer = eve.post("/v1/jobs", json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            403,
+            "this key may open no jobs (open=0)",
+        )
 
 
 def test_a_key_has_at_most_its_number_of_open_jobs(limited):

@@ -100,6 +100,33 @@ def test_images_are_edited_with_several_pictures_and_a_mask(client):
         client.images.edit(image=[ONE] * 17, **given)
 
 
+@pytest.mark.parametrize("name", ["mask", "mask[image_url]", "mask[file_id]"])
+def test_a_form_refers_to_a_mask_as_to_a_picture(client, name):
+    def edited(mask):
+        content = ("m.png", mask)
+        given = client.files.create(file=content, purpose="vision").id if "id" in name else data_url(mask)
+        form = {"prompt": "a fox", "model": "fake-edit", "image": data_url(PICTURE), name: given}
+        files = {"none": (None, "")}  # makes it a multipart form
+        return httpx.post(f"{client.base_url}images/edits", data=form, files=files, timeout=30).json()
+
+    assert edited(mask_of((2, 2, 8, 8)))["warnings"] is None
+    assert edited(mask_of(None))["error"]["message"].startswith("mask: nothing in it is transparent")
+
+
+def test_two_masks_and_two_fields_of_pictures_are_refused(client):
+    url, masks = f"{client.base_url}images/edits", [("mask", mask_of((2, 2, 8, 8)))] * 2
+    error = httpx.post(url, data={"prompt": "a fox"}, files=[("image", PICTURE), *masks]).json()["error"]
+    assert error["message"] == "mask: 2 files; at most 1 can be given"
+    fields = {"image": data_url(PICTURE), "images": [data_url(PICTURE)]}
+    answer = httpx.post(url, json={"prompt": "a fox", **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["message"]) == (400, "images: give image or images, not both")
+
+
+def data_url(content):
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
 def test_without_a_model_the_first_one_that_takes_the_pictures_makes_them(client):
     answer = client.images.edit(image=SEVERAL, mask=mask_of((2, 2, 8, 8)), prompt="a fox")
     assert server_model(client, answer.data[0].id) == "fake-edit"
@@ -505,3 +532,79 @@ def test_a_response_without_a_picture_is_one_clear_error(client, change, message
     with pytest.raises(openai.BadRequestError) as error:
         client.responses.create(**{"model": "fake-image", "input": "a fox", "tools": [TOOL]} | change)
     assert error.value.body["message"].startswith(message)
+
+
+def user(*parts):
+    return {"role": "user", "content": [{"type": "input_text", "text": "a fox"}, *parts]}
+
+
+AUDIO = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "mp3"}}
+NO_PICTURE = {"type": "input_file", "file_data": "data:application/pdf;base64,AAAA", "filename": "a.pdf"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input": [user(AUDIO)]}, "input: 'input_audio': not a kind of part"),
+        ({"input": [user("a word")]}, "input: 'a word': not a kind of part"),
+        ({"input": [user(NO_PICTURE)]}, "input: send the picture itself"),
+        ({"tools": [TOOL | {"action": "edit"}]}, "input: has no picture to edit"),
+        ({"tools": [TOOL | {"action": "paint"}]}, "tools: action is auto, edit or generate"),
+        ({"tools": [TOOL | {"model": 5}]}, "tools: action is auto, edit or generate, and model the name"),
+        ({"tools": [TOOL, TOOL]}, "tools: 2 of type image_generation; give one"),
+        ({"extra_body": {"prompt": {"id": "pmpt_1"}}}, "input: responses are not kept, nor prompts"),
+    ],
+)
+def test_a_response_drops_nothing_in_silence(client, change, message):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(**{"model": "fake-image", "input": "a fox", "tools": [TOOL]} | change)
+    assert error.value.body["message"].startswith(message)
+
+
+def test_unknown_fields_of_the_tool_are_named(client):
+    tool = TOOL | {"prompt": "a dog", "stream": True, "sharpness": 3}
+    answer = client.responses.create(model="fake-image", input="a fox", tools=[tool])
+    assert sorted(each.partition(",")[0] for each in answer.warnings) == [
+        "sharpness: not a field",
+        "tools.prompt: not a field",
+        "tools.stream: not a field",
+    ]
+    job_id = answer.output[0].id.removeprefix("ig_")
+    assert client.get(f"/jobs/{job_id}", cast_to=httpx.Response).json()["prompt"] == "a fox"
+
+
+@pytest.mark.parametrize("name", ["file_id", "file_data"])
+def test_a_file_with_a_picture_is_a_picture(client, name):
+    given = client.files.create(file=ONE, purpose="vision").id if name == "file_id" else data_url(PICTURE)
+    part = {"type": "input_file", name: given}
+    tool = TOOL | {"action": "edit", "model": "fake-edit"}
+    assert client.responses.create(input=[user(part)], tools=[tool]).output[0].result
+    with pytest.raises(openai.UnprocessableEntityError, match="image: model fake-image takes one, not 2"):
+        client.responses.create(model="fake-image", input=[user(part, part)], tools=[TOOL])
+
+
+CALL = {"type": "image_generation_call", "id": "ig_1"}
+SHOWN = CALL | {"result": base64.b64encode(PICTURE).decode()}
+UNUSED = "input: earlier messages have no effect"
+
+
+@pytest.mark.parametrize("before", [SHOWN, user({"type": "input_image", "image_url": data_url(PICTURE)})])
+def test_a_second_turn_begins_with_the_picture_of_the_first(client, before):
+    tools = [TOOL | {"model": "fake-edit", "action": "edit"}]
+    answer = client.responses.create(input=[user(), before, user()], tools=tools)
+    assert (answer.status, answer.warnings) == ("completed", [f"{UNUSED}, but their last picture"])
+
+
+@pytest.mark.parametrize(("before", "action"), [(CALL, "auto"), (SHOWN, "generate")])
+def test_a_second_turn_without_a_picture_says_what_has_no_effect(client, before, action):
+    tools = [TOOL | {"model": "fake-edit", "action": action}]
+    assert client.responses.create(input=[user(), before, user()], tools=tools).warnings == [UNUSED]
+
+
+def test_a_large_picture_of_an_earlier_turn_is_no_large_request(client):
+    content = io.BytesIO()
+    Image.effect_noise((1200, 1200), 100).save(content, format="PNG")
+    assert len(content.getvalue()) > 2**20
+    call = {"type": "image_generation_call", "result": base64.b64encode(content.getvalue()).decode()}
+    tools = [TOOL | {"model": "fake-edit", "action": "edit"}]
+    assert client.responses.create(input=[user(), call, user()], tools=tools).status == "completed"

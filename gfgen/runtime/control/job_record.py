@@ -249,6 +249,7 @@ class JobRecord:
             peak_bytes=usage.peak_bytes,
             layouts=tuple(usage.layouts),
             error=error,
+            is_refused=trouble.refused is not None and error == trouble.doom,
             warnings=tuple(trouble.warnings),
             timings=dict(usage.timings),
             written=usage.written,

@@ -330,6 +330,7 @@ class State:
             self.jobs.leave_batch(record)  # so that a job with which steps fail does not fail others
         equals = with_equal_calls(record, self.jobs.records.values())
         for other in equals:
+            other.trouble.refused = record.trouble.refused
             other.trouble.fail(f"{record.trouble.doom} (so did {record.job_id}, with equal arguments)")
         return [outcome for each in (record, *equals) for outcome in self._settle(each)]
 

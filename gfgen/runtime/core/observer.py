@@ -75,6 +75,7 @@ class JobOutcome:
     busy_s: float = 0.0
     layouts: tuple[str, ...] = ()
     error: str | None = None
+    is_refused: bool = False
     warnings: tuple[str, ...] = ()
     timings: dict[str, Any] = field(default_factory=dict)
     written: Content | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from gfgen.server.store import RequestKey
 MAX_KEY_CHARS = 255
 _BRIEF_BYTES = 1 << 16
 """Smaller bodies are parsed faster than a thread switch takes."""
-_DATA_URL_START = b"data:image"
+_PICTURE_STARTS = (b"data:image", b"image_generation_call")
 T = TypeVar("T")
 M = TypeVar("M", bound=RequestModel)
 IDEMPOTENCY_KEY = {
@@ -41,12 +42,13 @@ IDEMPOTENCY_KEY = {
 }
 MESSAGES, INPUT = PARTS = ("messages", "input")
 """Names of fields that hold a conversation, whose parts may have pictures."""
-_PICTURE_PARTS = ("image_url", "input_image", "file")
+_PICTURE_PARTS = ("image_url", "input_image", "file", "input_file")
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _UPLOAD = re.compile(r"files\[(?P<name>[A-Za-z_][A-Za-z0-9_]{0,99})\](?P<item>\[\])?")
 _ITEM = re.compile(r"\[\d*\]$")
 """The end of a name in a form whose field has a list."""
 _CHARSET = re.compile(r"charset\s*=\s*\"?([^\";\s]*)", re.IGNORECASE)
-_REFERENCES = ("[image_url]", "[image_url][url]", "[file_id]")
+_REFERENCES = ("", "[image_url]", "[image_url][url]", "[file_id]")
 
 
 JOB_FILE_KINDS = {
@@ -69,6 +71,8 @@ class Body:
     uploads: Mapping[str, list[Upload]] = field(default_factory=dict)
     """Files for arguments of the pipeline, by argument."""
     mask: bytes | None = None
+    earlier: Any = None
+    """The last picture of a conversation before the user's last message, unread, if that has none."""
 
     @property
     def file(self) -> bytes | None:
@@ -112,7 +116,7 @@ async def read_body(
     if kind == "application/x-www-form-urlencoded" and content[:1] != b"{":  # curl -d sends JSON as this too
         if content.count(b"&") >= MAX_FIELDS or not content.isascii():
             raise ApiError(400, f"the body is not a URL-encoded form with at most {MAX_FIELDS} fields")
-        return await _from_form(request, service, picture_name)
+        return await _from_form(request, service, picture_name, most_pictures)
 
     def work() -> Body:
         reading = service.uploads.content
@@ -204,7 +208,7 @@ async def _from_form(
     values: dict[str, Any] = {}
     uploads: dict[str, list[Upload]] = {}
     files: list[bytes] = []
-    mask, filename = None, ""
+    filename, masks = "", list[bytes]()
     async with request.form(
         max_files=most + MAX_UPLOADS, max_fields=MAX_FIELDS, max_part_size=service.limits.json_bytes
     ) as form:
@@ -217,8 +221,8 @@ async def _from_form(
             elif takes_uploads and (match := _UPLOAD.fullmatch(name)):
                 upload = Upload.of(value.filename, await value.read(), is_item=bool(match["item"]))
                 uploads.setdefault(match["name"], []).append(upload)
-            elif name == "mask" and most > 1 and mask is None:
-                mask = await value.read()
+            elif name == "mask" and most > 1:
+                masks.append(await value.read())
             elif _ITEM.sub("", name) != file_name:
                 raise ApiError(
                     400, f"{name[:80]!r}: not a file of this form; send {file_name}", param=file_name
@@ -226,23 +230,28 @@ async def _from_form(
             else:
                 files.append(await value.read())
                 filename = value.filename or ""
-    for name in (f"{file_name}{end}" for end in _REFERENCES):
-        if (given := values.pop(name, None)) is not None:
-            named = {"file_id": given} if name.endswith("[file_id]") else given
+    pictures = {file_name: files, **({"mask": masks} if most > 1 else {})}
+    for param, end in itertools.product(pictures, _REFERENCES[file_name in (*PARTS, "file") :]):
+        if (given := values.pop(f"{param}{end}", None)) is not None:
+            named = {"file_id": given} if end == "[file_id]" else given
             reading = service.uploads.content
-            files.append(await asyncio.to_thread(picture_content, named, reading, param=file_name))
+            pictures[param].append(await asyncio.to_thread(picture_content, named, reading, param=param))
     _check_number(files, most, file_name)
+    _check_number(masks, 1, "mask")
     _check_size(values, service.limits.json_bytes)
-    return Body(values, files, filename, uploads, mask)
+    return Body(values, files, filename, uploads, masks[0] if masks else None)
 
 
 def _from_json(
     content: bytes, picture_name: str, most: int, *, json_bytes: int, read_file: Callable[[str], bytes]
 ) -> Body:
-    if len(content) > json_bytes and _DATA_URL_START not in content:
+    if len(content) > json_bytes and not any(start in content for start in _PICTURE_STARTS):
         raise _too_large(json_bytes)
     values = json_object(content)
-    given = _of_parts(values, picture_name) if picture_name in PARTS else values.pop(picture_name, None)
+    is_talk = picture_name in PARTS
+    given, earlier = _of_parts(values, picture_name) if is_talk else (values.pop(picture_name, None), None)
+    if most > 1 and not is_talk and given is not None and values.get("images") is not None:
+        raise bad("images", f"give {picture_name} or images, not both")
     given = values.pop("images", None) if given is None and most > 1 else given
     if not isinstance(given, list) or most == 1:
         given = [] if given is None else [given]
@@ -254,7 +263,7 @@ def _from_json(
     _check_size(values, json_bytes)
     pictures = [picture_content(each, read_file, param=picture_name) for each in given]
     read_mask = None if mask is None else picture_content(mask, read_file, param="mask")
-    return Body(values, pictures, mask=read_mask)
+    return Body(values, pictures, mask=read_mask, earlier=earlier)
 
 
 def _check_number(pictures: Sequence[Any], most: int, name: str) -> None:
@@ -271,16 +280,23 @@ def _too_large(json_bytes: int) -> ApiError:
     return ApiError(413, f"the request exceeds {json_bytes:,} bytes without its picture")
 
 
-def _of_parts(values: Mapping[str, Any], name: str) -> list[Any]:
-    """Take the pictures out of the messages of a conversation, and return those of the user's last."""
-    messages, last = values.get(name), []
-    for message in messages if isinstance(messages, list) else ():
-        parts = message.get("content") if isinstance(message, dict) else None
-        pictures = []
+def _of_parts(values: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+    """Take the pictures out of a conversation: the user's last, and the one before if these are none."""
+    given, last, before = values.get(name), list[Any](), None
+    earlier: Any = None
+    for message in (each for each in (given if isinstance(given, list) else ()) if isinstance(each, dict)):
+        if message.get("type") == "image_generation_call":
+            result = message.pop("result", None)
+            earlier = f"data:image/png;base64,{result}" if isinstance(result, str) else None
+        parts, pictures = message.get("content"), []
         if isinstance(parts, list):
-            maps = [part for part in parts if isinstance(part, dict)]
-            pictures = [part for part in maps if part.get("type") in _PICTURE_PARTS]
+            kinds = [part.get("type", "text") if isinstance(part, dict) else part for part in parts]
+            pictures = [part for part, kind in zip(parts, kinds, strict=True) if kind in _PICTURE_PARTS]
             message["content"] = [part for part in parts if part not in pictures]
-        if isinstance(message, dict) and message.get("role") == "user":
-            last = pictures
-    return last
+            other = [kind for kind in kinds if kind not in (*_PICTURE_PARTS, *_TEXT_PARTS)]
+            if name == INPUT and other:
+                raise bad(name, f"{str(other[0])[:80]!r}: not a kind of part; give input_text or input_image")
+        if message.get("role") == "user":
+            last, before = pictures, earlier
+        earlier = pictures[-1] if pictures else earlier
+    return last, None if last else before

@@ -307,9 +307,9 @@ def done_job(service: JobService, job_id: str) -> StoredJob:
     if stored.ending.status == "cancelled":
         raise ApiError(409, f"{job_id} was cancelled", code="cancelled")
     if stored.ending.status == "failed":
-        raise ApiError(
-            500, f"{job_id} has failed: {stored.ending.error_message}", code=stored.ending.error_code
-        )
+        code = stored.ending.error_code
+        status = 422 if code == "cannot_be_done" else 500
+        raise ApiError(status, f"{job_id} has failed: {stored.ending.error_message}", code=code)
     return stored
 
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from gfgen.server.http import routes_images
-from gfgen.server.http.bodies import IDEMPOTENCY_KEY, INPUT, documented, read_body
+from gfgen.server.http.bodies import IDEMPOTENCY_KEY, INPUT, Body, documented, read_body
 from gfgen.server.http.routes_jobs import Service, leave, results
 from gfgen.server.http.streams import check_streams, event_bytes, event_stream
-from gfgen.server.jobs.job_requests import MAX_PICTURES, response_values
+from gfgen.server.jobs.job_requests import MAX_PICTURES, chosen_model, picture_content, response_values
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas, schemas
 from gfgen.server.protocol.picture_schemas import CompletedImage, ImageCall, PictureResponse
-from gfgen.server.protocol.problems import ApiError, opened
+from gfgen.server.protocol.problems import ApiError, bad, opened
 
 router = APIRouter(prefix="/v1", tags=["responses"])
 ROUTERS = (router,)
@@ -35,12 +37,13 @@ _CALL = "response.image_generation_call"
 )
 async def create_response(request: Request, service: Service) -> Response:
     """The prompt is the text of the user's last message in `input`, which may also have pictures to begin
-    with. Earlier messages have no effect, and responses are not kept: there is no GET."""
+    with, or else the last one before it counts. Responses are not kept: there is no GET."""
     body = await read_body(request, service=service, picture_name=INPUT, most_pictures=MAX_PICTURES)
     values = response_values(body.values)
     asked_for, warnings = opened(picture_schemas.ImageRequest, values, is_strict=service.api.strict)
     if asked_for.stream:
         check_streams(service)
+    body = await _with_earlier(service, body, asked_for.job.get("model"), warnings)
     ids = await routes_images.take_images(request, service, body, asked_for, warnings)
     is_kept = IDEMPOTENCY_KEY["name"] in request.headers
     streamed = routes_images.Streamed(ids, asked_for, warnings, of="image_generation", is_kept=is_kept)
@@ -60,6 +63,23 @@ async def create_response(request: Request, service: Service) -> Response:
     answer.output = [_done(await routes_images.completed(service, job_id, streamed)) for job_id in ids]
     answer.status = "completed"
     return answer.response()
+
+
+async def _with_earlier(service: JobService, body: Body, name: str | None, warnings: list[str]) -> Body:
+    """With the last picture of the conversation to begin with, if the user's last message has none."""
+    said, models = body.values[INPUT], service.ready_models()
+    action = next((tool["action"] for tool in body.values["tools"] if tool.get("action")), "auto")
+    model = chosen_model(name, models, kind="image", takes=lambda each: each.takes_image != "no")
+    is_used = body.earlier is not None and action != "generate" and model.takes_image != "no"
+    if is_used:
+        read = service.uploads.content
+        picture = await asyncio.to_thread(picture_content, body.earlier, read, param=INPUT)
+        body = replace(body, files=[picture])
+    if action == "edit" and not body.files:
+        raise bad(INPUT, "has no picture to edit; give an input_image, or leave action out")
+    if isinstance(said, list) and len(said) > 1:
+        warnings.append("input: earlier messages have no effect" + ", but their last picture" * is_used)
+    return body
 
 
 def _done(image: CompletedImage) -> ImageCall:

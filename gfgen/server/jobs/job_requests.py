@@ -50,6 +50,7 @@ ANY_NAME = "*"
 """The alias that stands for all names that are not served."""
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 _DATA_URL = re.compile(r"data:image/[a-z.+-]{1,20};base64,", re.IGNORECASE)
+_PICTURE_KEYS = ("image_url", "url", "file", "file_data", "file_url")
 _MIN_TIMEOUT_S = 0.001
 _OF_FILES: Mapping[str, Any] = {"output": None, "format": None, "quality": None}
 """Fields of files, whose names and formats the server chooses."""
@@ -166,15 +167,23 @@ def response_values(values: Mapping[str, Any]) -> dict[str, Any]:
     own, and the prompt. Raises: ApiError if it asks for something else than a picture."""
     kind = picture_schemas.ResponseRequest
     request = checked(kind, {name: values.get(name) for name in kind.model_fields})
-    tool = next((tool for tool in request.tools or () if tool.get("type") == "image_generation"), None)
-    if tool is None or request.tool_choice == "none":
+    tools = [tool for tool in request.tools or () if tool.get("type") == "image_generation"]
+    if not tools or request.tool_choice == "none":
         raise bad("tools", 'this server makes pictures, no texts; give [{"type": "image_generation"}]')
-    if request.background is True or request.previous_response_id:
-        raise bad("input", "responses are not kept, and none runs in the background; send the whole input")
+    if len(tools) > 1:
+        raise bad("tools", f"{len(tools)} of type image_generation; give one")
+    tool = tools[0]
+    is_known = tool.get("action") in (None, "auto", "edit", "generate")
+    if not is_known or not isinstance(tool.get("model"), str | None):
+        raise bad("tools", "action is auto, edit or generate, and model the name of a model")
+    if request.background is True or request.previous_response_id or values.get("prompt") is not None:
+        raise bad("input", "responses are not kept, nor prompts, and none runs in the background; send all")
     if not request.text.strip():
         raise bad("input", "has no text of the user, which is the prompt")
-    taken = {*kind.model_fields, *kind.ignored, "type", "action"}
-    fields = {name: value for name, value in {**values, **tool}.items() if name not in taken}
+    taken = {*kind.model_fields, *kind.ignored, "prompt"}
+    fields = {name: value for name, value in values.items() if name not in taken}
+    for name in tool.keys() - {"type", "action", "model"}:
+        fields[f"tools.{name}" if name in taken - {"background"} else name] = tool[name]
     model = tool.get("model") or request.model
     return {**fields, "model": model, "prompt": request.text, "stream": request.stream}
 
@@ -399,7 +408,7 @@ def picture_content(given: Any, read_file: Callable[[str], bytes], *, param: str
     while isinstance(given, Mapping):
         if isinstance(file_id := given.get("file_id"), str):
             return read_file(file_id)
-        given = next((given[key] for key in ("image_url", "url", "file") if key in given), None)
+        given = next((given[key] for key in _PICTURE_KEYS if given.get(key) is not None), None)
     if not isinstance(given, str):
         raise bad(param, "send a file in a form, a data:image/...;base64 URL, or a file_id of /v1/files")
     match = _DATA_URL.match(given)

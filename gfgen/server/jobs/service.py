@@ -198,7 +198,8 @@ class JobService:
         own_most = self.limits.open_jobs if key is None or key.open_jobs is None else key.open_jobs
         most = min(own_most, self.limits.open_jobs // (2 if self.keys else 1))
         if num_jobs > most:
-            raise ApiError(413, f"{counted(num_jobs, 'job')}; {most:,} may be open at once: split it")
+            text = f"{counted(num_jobs, 'job')}; {most:,} may be open at once: split it"
+            raise ApiError(413, text) if own_most else ApiError(403, "this key may open no jobs (open=0)")
         num_open, most = len(self.mirror.records) + self._num_reserved.total(), self.limits.open_jobs
         if self.keys:
             own_jobs = [each for each in self.mirror.records.values() if each.facts.owner == self.owner]
@@ -479,4 +480,5 @@ class RunFollower:
 def _code(outcome: JobOutcome) -> str:
     if outcome.status == "cancelled":
         return "cancelled"
-    return "timed_out" if (outcome.error or "").startswith("timed out") else "generation_failed"
+    failed = "cannot_be_done" if outcome.is_refused else "generation_failed"
+    return "timed_out" if (outcome.error or "").startswith("timed out") else failed
