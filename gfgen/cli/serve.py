@@ -287,9 +287,9 @@ def serve_models(options: ServeOptions) -> None:
             session.load([], models=options.models)
             loaded = session.admission.of_loaded(session.checkpoints, help_=NOT_SERVED)
             bounds = options.job_bounds or JobBounds()
-            models = [served_model(each, created=int(time.time()), bounds=bounds) for each in found]
+            created = int(time.time())
+            models = [served_model(x, created=created, bounds=bounds, patches=options.loras) for x in found]
             for each in models:
-                each.patches = list(options.loras)
                 if each.limited:
                     values = ", ".join(f"{name} = {value}" for name, value in each.limited.items())
                     which = f"--max-frames, --max-steps or --max-pixels is below a default of {each.id}"
