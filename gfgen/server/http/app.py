@@ -63,15 +63,14 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
     )
     app.state.service, app.state.feeds = service, feeds
     app.state.keys, app.state.page = keys, routes_server.read_page()
-    left_out = () if service.api.a1111 else routes_a1111.ROUTERS
+    app.state.a1111_models = {}  # that each key has chosen
     for router in _ROUTERS:
-        if router not in left_out:
-            app.include_router(router)
-    for route in _ROUTES:
-        if any(route in router.routes for router in left_out):
+        if router is routes_a1111.router and not service.api.a1111:
             continue
-        if "GET" in _methods(route):  # not in the OpenAPI document, which would have each twice
-            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+        app.include_router(router)
+        for route in router.routes:
+            if isinstance(route, APIRoute) and "GET" in _methods(route):  # not in the document, as twice
+                app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     install_errors(app)
     if ipaddress.ip_address(address).is_loopback and not keys.is_needed:  # against DNS rebinding
         own = urlsplit(service.api.public_url or "").hostname or "localhost"

@@ -53,7 +53,6 @@ class ApiOptions:
     allowed_origins: tuple[str, ...] = ()
     access_log: bool = False
     a1111: bool = False
-    """Also serve A1111's API."""
     patch_names: tuple[str, ...] = ()
     """Names of --lora."""
     webhook_url: str | None = None
