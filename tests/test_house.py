@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 62_972,
-    "files of the package": 304,
+    "lines of the package": 63_372,
+    "files of the package": 306,
     "lines of the core": 5_945,
     "files of the core": 27,
     "modules of one folder": 14,
