@@ -168,18 +168,14 @@ def load_adapter(
     load = partial(random_pipeline if has_random_weights else load_pipeline, placing=placing)
     options = {"device": device, "dtype": getattr(torch, name), "vae_dtype": vae_dtype, "load": load}
     adapter: Adapter
-    if geometry.family == "qwen-image":
-        from gfgen.models.families.qwen_adapter import load_qwen_image
-
-        adapter = load_qwen_image(checkpoint, geometry, quantised=quantised, **options)
-    elif isinstance(geometry, PipelineGeometry):
+    if isinstance(geometry, PipelineGeometry):
         from gfgen.models.stepping.adapter import load_any
 
         adapter = load_any(checkpoint, geometry, kernels=kernels, **options)
     else:
-        from gfgen.models.families.wan_adapter import load_wan
+        from gfgen.models.families.flow_adapter import load_flow
 
-        adapter = load_wan(checkpoint, geometry, quantised=quantised, **options)
+        adapter = load_flow(checkpoint, geometry, quantised=quantised, **options)
     placing.finish()
     return adapter
 
