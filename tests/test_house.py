@@ -205,7 +205,7 @@ def is_for_types(node: ast.AST) -> bool:
 
 def module_exists(package: str, name: str) -> bool:
     folder = REPOSITORY / package.replace(".", "/")
-    return (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
+    return (folder / f"{name}.py").exists() or (folder / name).is_dir()
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from gfgen.errors import LayoutError, RunError
 from gfgen.gfc import native
-from gfgen.gfc.arena import Arena, ArenaPlan
+from gfgen.gfc.arena import Arena, ArenaPlan, Failure
 from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
-from gfgen.gfc.failure import Failure
 from gfgen.gfc.group import Exchanges
 from gfgen.gfc.reshard import POINTERS, Resharding, Sizes, reshard
 

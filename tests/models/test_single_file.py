@@ -22,7 +22,7 @@ from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import check_name, find_configs, load_adapter, resolve_checkpoint
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.weights import count_parameters, footprint
-from gfgen.models.loading.stored_weights import StoredWeights
+from gfgen.models.loading.random_weights import StoredWeights
 
 PUBLISHED = (
     ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),

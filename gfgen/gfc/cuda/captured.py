@@ -22,7 +22,7 @@ import torch
 
 from gfgen.errors import LayoutError
 from gfgen.gfc.cuda.device_group import CudaGroup
-from gfgen.gfc.cuda.structs import NUM_BANKS
+from gfgen.gfc.cuda.kernels import NUM_BANKS
 
 T = TypeVar("T")
 Capturing = Callable[[Any], AbstractContextManager[Any]]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from gfgen.gfc.arena import CONTROL_PLAN, Arena, ArenaPlan
 from gfgen.gfc.cuda.driver import Driver, driver
-from gfgen.gfc.cuda.structs import FLAGGED_BYTES, NUM_BANKS
+from gfgen.gfc.cuda.kernels import FLAGGED_BYTES, NUM_BANKS
 from gfgen.gfc.native import MAX_RANKS
 
 MIB = 1 << 20

@@ -19,14 +19,24 @@ from torch import Tensor
 
 from gfgen.errors import LayoutError, ProtocolError
 from gfgen.gfc import native
+from gfgen.gfc.arena import Failure
 from gfgen.gfc.cuda.device_arena import ControlPage, DeviceArena
 from gfgen.gfc.cuda.device_group import CudaGroup, DispatchState, GroupSlot
 from gfgen.gfc.cuda.driver import driver
-from gfgen.gfc.cuda.kernels import Kernels, Launch
+from gfgen.gfc.cuda.kernels import (
+    AWAIT,
+    COPY,
+    FLAGGED_BYTES,
+    NUM_BANKS,
+    PUBLISH,
+    Chunk,
+    Context,
+    Edges,
+    Kernels,
+    Launch,
+)
 from gfgen.gfc.cuda.selector import load_selector
-from gfgen.gfc.cuda.structs import AWAIT, COPY, FLAGGED_BYTES, NUM_BANKS, PUBLISH, Chunk, Context, Edges
 from gfgen.gfc.descriptor import Descriptor
-from gfgen.gfc.failure import Failure
 from gfgen.layout import Layout
 
 _ONE_BLOCK_BYTES = 1 << 14

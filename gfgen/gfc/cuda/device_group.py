@@ -26,10 +26,9 @@ from torch import Tensor
 from gfgen.errors import LayoutError
 from gfgen.gfc import native
 from gfgen.gfc.arena import ArenaPlan
-from gfgen.gfc.cuda.kernels import PAIR, Launch
+from gfgen.gfc.cuda.kernels import MAX_MOVES, NUM_BANKS, PAIR, Exchange, Launch, Move
 from gfgen.gfc.cuda.moves import TensorMove, move_of, offsets_of
 from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, KernelChoice
-from gfgen.gfc.cuda.structs import MAX_MOVES, NUM_BANKS, Exchange, Move
 from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
 from gfgen.gfc.group import Exchanges
 from gfgen.gfc.reshard import Resharding

@@ -51,8 +51,7 @@ from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.models.geometry.weights import EXPERTS, component_dtypes
 from gfgen.models.loading.components import LoadPipeline
 from gfgen.models.parallel import shared_decode
-from gfgen.models.parallel.counted_attention import is_fast
-from gfgen.models.parallel.fp8_attention import check_fp8_attention
+from gfgen.models.parallel.cudnn_attention import check_fp8_attention, is_fast
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.streaming.turns import streams
@@ -425,8 +424,8 @@ class QwenImageAdapter(FlowAdapter):
     def _guide(self, guided: Tensor, unguided: Tensor, *, scale: float) -> Tensor:
         """True classifier-free guidance: each token keeps the norm of its conditional prediction."""
         combined_BSC = super()._guide(guided, unguided, scale=scale)
-        length_BS1 = torch.norm(guided, dim=-1, keepdim=True)
-        combined_length_BS1 = torch.norm(combined_BSC, dim=-1, keepdim=True)
+        length_BS1: Tensor = torch.norm(guided, dim=-1, keepdim=True)
+        combined_length_BS1: Tensor = torch.norm(combined_BSC, dim=-1, keepdim=True)
         return combined_BSC * (length_BS1 / combined_length_BS1)
 
     def _unpacked(self, spec: JobSpec, sample: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def load_adapter(
     VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
     checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
     Blocks that do not stay on the device by `placement` are streamed from `copy_fd`, which ranks share.
-    `quantised` is for Wan and Qwen-Image: their blocks' layers (linears.py) and attention (fp8_attention.py).
+    `quantised` is for Wan and Qwen-Image.
 
     Raises: ModelError for a broken directory, or an unknown family.
     """

@@ -11,18 +11,26 @@ If the compiler fails, the blocks run their own forward from then on.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKL, HunyuanVideoTransformer3DModel, UNet2DConditionModel
 from diffusers.models.activations import GELU
+from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gfgen.errors import in_one_line
 from gfgen.models.fast.kernels import present_choice
 from gfgen.models.fast.linears import linear_gelu
+from gfgen.models.parallel.plans import TEXT
+from gfgen.models.parallel.sequence_parallel import sharing_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -148,3 +156,120 @@ def _forward(compiler: _Compiler, block: _Block, *args: Any, **kwargs: Any) -> A
     if present_choice() != "compiled" or compiler.has_failed or runs_beside:
         return block.own(*args, **kwargs)
     return compiler.run(block, args, kwargs)
+
+
+# Texts without padding ------------------------------------------------------------------------------
+
+
+TEXT_MASK, MASK = "encoder_attention_mask", "attention_mask"
+_MASK_POSITION = 3
+"""Of a block's parameters."""
+MIN_TOKENS = 2
+"""A length of 1 would be a kind of its own for the compiler."""
+
+
+class _Current(threading.local):
+    """One thread's present forward."""
+
+    has_cut = False
+
+
+def cut_texts(transformer: nn.Module) -> bool:
+    """Let a transformer cut its texts, permanently, for other than `own` kernels (kernels.py); whether its
+    class is one that can. Before `branches.watch`, inside which a forward is asked for twice."""
+    if not isinstance(transformer, HunyuanVideoTransformer3DModel):
+        return False
+    current = _Current()
+    lengths: Any = WeakTensorKeyDictionary()
+    forward, signature = transformer.forward, inspect.signature(transformer.forward)
+
+    @functools.wraps(forward)
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        shorter = _cut(given, lengths)
+        current.has_cut = bool(shorter)
+        return forward(**{**given, **shorter})
+
+    transformer.forward = cut
+    for block in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]:
+        hook = functools.partial(_without_mask, current=current)
+        block.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    return True
+
+
+def _cut(given: Mapping[str, Any], lengths: Any) -> Mapping[str, Any]:
+    """The arguments that are shorter than given; none if the padding stays."""
+    mask, text = given.get(TEXT_MASK), given.get(TEXT)
+    if present_choice() == "own" or mask is None or text is None:
+        return {}
+    if mask not in lengths:
+        lengths[mask] = _common_length(mask)  # waits for the device, once for each prompt
+    length, ranks = lengths[mask], sharing_ranks()
+    if length is None or length < (MIN_TOKENS if ranks is None else max(MIN_TOKENS, ranks.size)):
+        return {}
+    return {TEXT: text[:, :length], TEXT_MASK: mask[:, :length]}
+
+
+def _common_length(mask: Tensor) -> int | None:
+    """The length of all texts of a batch; None if lengths differ, or padding is elsewhere than at the end."""
+    rows = mask.bool().tolist()
+    length = sum(rows[0])
+    return length if all(row == [True] * length + [False] * (len(row) - length) for row in rows) else None
+
+
+def _without_mask(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, current: _Current
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A pre-forward hook of a block."""
+    if not current.has_cut:
+        return None
+    if MASK in kwargs:
+        return args, {**kwargs, MASK: None}
+    return (*args[:_MASK_POSITION], None, *args[_MASK_POSITION + 1 :]), kwargs
+
+
+# Channels last --------------------------------------------------------------------------------------
+
+
+def channels_last(pipeline: Any) -> None:
+    """Change the order in a pipeline that has a UNet, permanently."""
+    parts = [x for x in pipeline.components.values() if isinstance(x, (AutoencoderKL, UNet2DConditionModel))]
+    if not any(isinstance(part, UNet2DConditionModel) for part in parts):
+        return
+    for module in [
+        module for part in parts for module in part.to(memory_format=torch.channels_last).modules()
+    ]:
+        if type(module) is nn.GroupNorm:
+            module.__class__ = _Norm
+        elif isinstance(module, ResnetBlock2D) and _is_activated(module):
+            module.nonlinearity = _OfEmbeddings()
+            module.norm1.activates = module.norm2.activates = True
+
+
+def _is_activated(block: Any) -> bool:
+    """Whether SiLU follows both norms of a residual block at once."""
+    return type(block.nonlinearity) is nn.SiLU and block.time_embedding_norm != "scale_shift"
+
+
+class _Norm(nn.GroupNorm):
+    """A group norm, and SiLU where it `activates`."""
+
+    activates = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dim() == 4:
+            from gfgen.models.fast import row_kernels
+
+            x_NHWC = x.permute(0, 2, 3, 1).contiguous()
+            result = torch.empty_like(x_NHWC)
+            row_kernels.group_norm(x_NHWC, torch.float32, self, result, activate=self.activates)
+            return result.permute(0, 3, 1, 2)
+        normed = super().forward(x)
+        return functional.silu(normed) if self.activates else normed
+
+
+class _OfEmbeddings(nn.SiLU):
+    """SiLU of embeddings; pictures have had theirs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.dim() == 4 else super().forward(x)

@@ -1,7 +1,7 @@
 """Texts of prompts as inputs of transformers: one, or a batch with one for each branch of guidance or job.
 
 Qwen-Image does not pad prompts, so every length is another shape, and a recorded forward serves one length
-only. Where attention can ignore padding at almost no cost (counted_attention.py), texts are therefore padded
+only. Where attention can ignore padding at almost no cost (cudnn_attention.py), texts are therefore padded
 to a few lengths: a new prompt is then new data, not a new shape.
 
 Legend: B batch (1 for each branch or job), L tokens, C channels.
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gfgen.models.fast.rows import batched, padded_to
 from gfgen.models.geometry.wan import TEXT_TOKENS
-from gfgen.models.parallel.counted_attention import is_fast
+from gfgen.models.parallel.cudnn_attention import is_fast
 from gfgen.models.parallel.sequence_parallel import present_degrees
 
 NUM_TEXTS = 8

@@ -4,7 +4,7 @@ A file's tensors are matched with parameters of the models (reading.py), and eac
 one parameter. Nothing of a file stays in models or loaders, so files do not affect each other. The base
 weights of changed layers are kept on the device, or in host memory where the device has no room for them
 (session/loras.py). A switch writes base weight plus change to the model's weight in place, also where a
-fused block has it as rows of a larger one (weights.py), so recorded forwards stay valid. Layers in 8 bits get
+fused block has it as rows of a larger one (reading.py), so recorded forwards stay valid. Layers in 8 bits get
 the sum quantised; their base weights are read from the checkpoint (stored_weights.py) when a LoRA first
 changes them. Nothing is subtracted, so a model without LoRAs has the bits that it was loaded with. Bits do
 not depend on where base weights are. Linear layers of GGUF models keep their weights, and changes run beside
@@ -35,11 +35,16 @@ from torch import Tensor, nn
 from gfgen.errors import ModelError
 from gfgen.job.images import lora_sha256
 from gfgen.job.spec import JobSpec, Patch
-from gfgen.models.loading.stored_weights import StoredWeights
-from gfgen.models.lora.accounting import Placed
-from gfgen.models.lora.fit import KEPT_FILES
-from gfgen.models.lora.reading import Content, components_of, read_lora
-from gfgen.models.lora.weights import FixedWeight, QuantisedRows, original_weights
+from gfgen.models.loading.random_weights import StoredWeights
+from gfgen.models.lora.accounting import KEPT_FILES, Placed
+from gfgen.models.lora.reading import (
+    Content,
+    FixedWeight,
+    QuantisedRows,
+    components_of,
+    original_weights,
+    read_lora,
+)
 from gfgen.models.streaming.stream import stream_of
 
 logger = logging.getLogger(__name__)

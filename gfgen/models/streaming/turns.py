@@ -8,7 +8,7 @@ order, so every rank of a layout launches the same kernels and exchanges in the 
 it launches alone, so the bits are the same. Calls may take turns within a call, in one order for all.
 
 Every call has a thread. A forward keeps what its blocks need in variables of its thread (fused.py,
-linears.py, cut_texts.py), and two forwards of one thread would mix them up. Context variables are inherited
+linears.py, compiled.py), and two forwards of one thread would mix them up. Context variables are inherited
 by a copy: what is active around `in_turns` is active in its calls, and what a call enters is its own.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from gfgen.gfc.cuda.driver import driver
-from gfgen.models.parallel import counted_attention
+from gfgen.models.parallel import cudnn_attention
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def in_turns(calls: Sequence[Callable[[], T]]) -> list[T]:
     if len(calls) < 2:
         return [call() for call in calls]
     outer = _CALL.get()
-    counted_attention.kept()  # what this thread keeps is found by all calls
+    cudnn_attention.kept()  # what this thread keeps is found by all calls
     entered: list[_Call[T]] = []
     try:
         for place, call in enumerate(calls):
