@@ -167,7 +167,6 @@ class Arena:
         return Failure.from_record(record) if record.status != native.OK else None
 
     def close(self) -> None:
-        """Unmaps; harmless when repeated."""
         if self.address:
             native.library().gfc_arena_unmap(self.address, self._num_bytes)
             self.address = 0

@@ -18,7 +18,7 @@ from typing import Any
 
 from gfgen.errors import ModelError, Problem, Warned
 from gfgen.job.spec import JobSpec, call_key
-from gfgen.models.geometry.schedulers import max_text_tokens
+from gfgen.models.geometry.rules import max_text_tokens
 from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.predict.profile_file import write_whole

@@ -128,7 +128,7 @@ def test_attention_that_does_not_work_is_told_of_once_and_not_used(
     assert outcome(lambda *_, **__: cudnn_attention.by_mask)
     assert not outcome(failing(ModuleNotFoundError("no cudnn", name="cudnn")))
     assert not caplog.records
-    assert not outcome(lambda *_: lambda query, *_: query.new_zeros(query.shape))
+    assert not outcome(lambda *_, **__: lambda query, *_: query.new_zeros(query.shape))
     assert not outcome(failing(ModuleNotFoundError("no other", name="other")))
     reasons = ["ValueError: its result is wrong", "ModuleNotFoundError: no other"]
     assert [record.args for record in caplog.records] == [(reason,) for reason in reasons]

@@ -102,7 +102,6 @@ class CapturedAlone(Generic[T]):
             self.result = function()
 
     def replay(self) -> T:
-        """Runs it on the current stream."""
         self._graph.replay()
         return self.result
 

@@ -68,7 +68,6 @@ class DeviceArena:
         return cls(plan, device, address, num_bytes, cuda)
 
     def close(self) -> None:
-        """Unmaps; harmless when repeated."""
         if self.address:
             self.driver.unmap(self.address, self.num_bytes)
             self.address = 0

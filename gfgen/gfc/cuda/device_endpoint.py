@@ -37,6 +37,7 @@ from gfgen.gfc.cuda.kernels import (
 )
 from gfgen.gfc.cuda.selector import load_selector
 from gfgen.gfc.descriptor import Descriptor
+from gfgen.gfc.endpoint import nanoseconds
 from gfgen.layout import Layout
 
 _ONE_BLOCK_BYTES = 1 << 14
@@ -71,7 +72,7 @@ class CudaEndpoint:
         plan, device = own.plan, own.device
         self.plan, self.rank, self.device = plan, rank, device
         self.torch_device = torch.device("cuda", device)
-        self.timeout_ns = _nanoseconds(timeout_s)
+        self.timeout_ns = nanoseconds(timeout_s)
         self.beside_blocks: int | None = None
         """Blocks of exchanges that overlap computation, set by measurements; None: as callers ask."""
         self.driver = driver()
@@ -113,8 +114,7 @@ class CudaEndpoint:
         """Mapped incarnations by a layout's ranks, in their order."""
 
     def group(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> CudaGroup:
-        """The whole layout's group, as this rank sees it; `timeout_s` in place of the endpoint's own."""
-        timeout_ns = self.timeout_ns if timeout_s is None else _nanoseconds(timeout_s)
+        timeout_ns = self.timeout_ns if timeout_s is None else nanoseconds(timeout_s)
         return CudaGroup(self, descriptor, DispatchState(descriptor, timeout_ns))
 
     def unentered(self, layout: Layout) -> CudaGroup:
@@ -125,7 +125,6 @@ class CudaEndpoint:
         return CudaGroup(self, descriptor, run)
 
     def stream(self) -> int:
-        """torch's current stream on this device."""
         return int(torch._C._cuda_getCurrentRawStream(self.device))
 
     def bind(self, descriptor: Descriptor, *, timeout_ns: int) -> None:
@@ -186,7 +185,6 @@ class CudaEndpoint:
             raise self._transfer_failure(peer, status, dispatch).as_error()
 
     def _status_of(self, peer: int) -> int:
-        """Status of the transfers with this rank, read from the device."""
         address = self.context + _BROKEN_OFFSET + 4 * peer
         return int.from_bytes(self.driver.read(address, 4), "little")
 
@@ -201,7 +199,6 @@ class CudaEndpoint:
         return self.control.arena.last_failure()
 
     def abort_through(self, dispatch: int) -> None:
-        """Ends this rank's waits in dispatches up to this number; see `Arena.abort_through`."""
         self.control.arena.abort_through(dispatch)
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -336,7 +333,7 @@ class CudaEndpoint:
         if peer not in self.arenas:
             raise LayoutError(f"rank {peer} has no arena here")
         total, limit = x.numel() * x.element_size(), self.plan.post_bytes
-        timeout_ns = 0 if timeout_s is None else _nanoseconds(timeout_s)
+        timeout_ns = nanoseconds(timeout_s)
         return [
             Chunk(
                 context=self.context,
@@ -391,8 +388,6 @@ _NOTES = ((0, _RECORD_OFFSET, _RECORD_BYTES), (_RECORD_BYTES, _BROKEN_OFFSET, 4 
 
 
 class _DeviceMemory:
-    """Device memory in the form that torch.as_tensor accepts."""
-
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
@@ -400,10 +395,6 @@ class _DeviceMemory:
             "data": (address, False),
             "version": 3,
         }
-
-
-def _nanoseconds(timeout_s: float) -> int:
-    return max(1, int(timeout_s * 1e9))
 
 
 def _as_tensor(address: int, num_bytes: int, device: int) -> Tensor:

@@ -63,8 +63,6 @@ class Bank(NamedTuple):
 
 
 class ResultSpec(NamedTuple):
-    """A contiguous tensor that a launch makes."""
-
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # known beforehand: torch.empty_strided takes half the time of torch.empty
     dtype: torch.dtype
@@ -77,8 +75,6 @@ class ResultSpec(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A launch and what it makes, for one shape of call."""
-
     launch: Launch
     results: tuple[ResultSpec, ...]
     pointers: tuple[int, ...]  # offsets of each tensor's pair of addresses in the arguments
@@ -136,7 +132,6 @@ class CudaGroup(Exchanges):
         return sparing
 
     def subgroup(self, kind: GroupKind) -> CudaGroup:
-        """The group of this kind that this rank belongs to. Needs no communication."""
         return CudaGroup(self._endpoint, self.descriptor, self._run, kind=kind)
 
     def of_kind(self, kind: int) -> CudaGroup:
@@ -149,7 +144,6 @@ class CudaGroup(Exchanges):
         self._run.has_entered = True
 
     def finish(self) -> None:
-        """Waits for the current stream, then raises the failure of this dispatch, if any."""
         torch.cuda.current_stream(self._endpoint.device).synchronize()
         self._endpoint.check(self._run.dispatch)
 

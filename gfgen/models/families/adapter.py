@@ -49,7 +49,6 @@ class Fields:
     scalars: dict[str, Scalar] = field(default_factory=dict)
 
     def number(self, name: str) -> int:
-        """A scalar that is a whole number."""
         value = self.scalars[name]
         assert isinstance(value, int)
         return value

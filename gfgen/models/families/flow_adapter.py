@@ -45,8 +45,7 @@ from gfgen.models.fast.texts import (
 )
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
-from gfgen.models.geometry.rules import known
-from gfgen.models.geometry.schedulers import max_text_tokens
+from gfgen.models.geometry.rules import known, max_text_tokens
 from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.models.geometry.weights import EXPERTS, component_dtypes
 from gfgen.models.loading.components import LoadPipeline

@@ -132,7 +132,6 @@ class _Past:
         return padded
 
     def convolved(self, x: Tensor, conv: Any) -> Tensor:
-        """A causal convolution without its bias."""
         rows, columns = ((size - 1) // 2 for size in conv.kernel_size[1:])
         rows = 0 if self._bands is not None else rows
         weight = conv.weight
@@ -144,7 +143,6 @@ class _Past:
         return y[0, : conv.out_channels].permute(1, 2, 3, 0).contiguous()
 
     def enlarged(self, x: Tensor, conv: Any) -> Frames:
-        """Twice the rows and columns, and the convolution."""
         padding = (0 if self._bands is not None else 1, 1)
         return Frames(tuple(_flat(x, each.permute(0, 3, 1, 2), padding) for each in conv.phases), conv.bias)
 
@@ -191,7 +189,6 @@ def _encode(vae: Any, x: Tensor) -> Any:
 
 
 def _encoded(encoder: Any, frames: Frames, past: _Past) -> Tensor:
-    """The encoder's output, channels last, of the next frames."""
     frames = _begun(encoder, frames, past)
     for block in encoder.down_blocks:
         frames = _down_block(block, frames, past)
@@ -251,7 +248,6 @@ def _decode(vae: Any, z: Tensor, return_dict: bool = True) -> Any:
 
 
 def _decoded(decoder: Any, frames: Frames, past: _Past) -> Tensor:
-    """The decoder's output, channels last, of the next latent frame."""
     frames = _middle(decoder.mid_block, _begun(decoder, frames, past), past)
     for block in decoder.up_blocks:
         frames = _up_block(block, frames, past)
@@ -320,7 +316,6 @@ def _residual(block: Any, frames: Frames, past: _Past) -> Frames:
 
 
 def _attention(block: Any, frames: Frames, past: _Past) -> Frames:
-    """Attention among the places of each frame."""
     num_frames, height, width, channels = frames.shape
     x = frames.parts[0].new_empty(frames.shape)
     added(frames, block.norm, x, needs_total=True, activate=False)

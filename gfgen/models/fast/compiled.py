@@ -73,8 +73,6 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
 
 
 class EpilogueGelu(GELU):  # type: ignore[misc]
-    """The same module; where it is compiled, the GELU is part of the product."""
-
     def forward(self, hidden_states: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             projected: Tensor = _linear_gelu(hidden_states, self.proj.weight, self.proj.bias)
@@ -95,16 +93,12 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Block:
-    """One block's own forward, and the compiled one from its first use on."""
-
     def __init__(self, own: Forward) -> None:
         self.own = own
         self.compiled: Forward | None = None
 
 
 class _Compiler:
-    """Compiles the blocks of one transformer."""
-
     def __init__(self, transformer: nn.Module, *, has_any_texts: bool, backend: Any) -> None:
         self._name = type(transformer).__name__
         self.transformer = weakref.ref(transformer)
@@ -151,7 +145,6 @@ def _of_any_text(args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _forward(compiler: _Compiler, block: _Block, *args: Any, **kwargs: Any) -> Any:
-    """In place of a block's forward."""
     runs_beside = getattr(compiler.transformer(), "runs_beside", False)  # changes that no block compiles
     if present_choice() != "compiled" or compiler.has_failed or runs_beside:
         return block.own(*args, **kwargs)
@@ -169,8 +162,6 @@ MIN_TOKENS = 2
 
 
 class _Current(threading.local):
-    """One thread's present forward."""
-
     has_cut = False
 
 
@@ -220,7 +211,6 @@ def _common_length(mask: Tensor) -> int | None:
 def _without_mask(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, current: _Current
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A pre-forward hook of a block."""
     if not current.has_cut:
         return None
     if MASK in kwargs:
@@ -252,8 +242,6 @@ def _is_activated(block: Any) -> bool:
 
 
 class _Norm(nn.GroupNorm):
-    """A group norm, and SiLU where it `activates`."""
-
     activates = False
 
     def forward(self, x: Tensor) -> Tensor:

@@ -54,7 +54,6 @@ def fuse_flux(transformer: nn.Module) -> None:
 
 
 def has_fused_blocks(transformer: nn.Module) -> bool:
-    """Whether `fuse_flux` fuses blocks of this transformer."""
     kinds = (FluxTransformerBlock, FluxSingleTransformerBlock)
     return any(isinstance(module, kinds) and _is_usual(module) for module in transformer.modules())
 
@@ -71,7 +70,6 @@ def _join(attention: Any, name: str, parts: Sequence[str]) -> None:
 
 
 def _is_own(block: Any, x: Tensor, options: Any) -> bool:
-    """Whether a block runs as diffusers' own."""
     is_other = bool(options) or type(block.attn.processor) is not FluxAttnProcessor
     return present_choice() == "own" or x.dtype == torch.float16 or is_other
 

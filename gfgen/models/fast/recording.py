@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gfgen.errors import in_one_line
 from gfgen.gfc.reshard import shard_sizes
@@ -135,7 +136,9 @@ class _ForwardRecord:
         return self.transformer() is transformer and not has_moved
 
     def replay(self, inputs: Mapping[str, Any], sharing: Sharing | None) -> Tensor:
-        _copy(inputs, into=self.inputs)
+        for given, read in zip(tree_leaves(dict(inputs)), tree_leaves(self.inputs), strict=True):
+            if isinstance(given, Tensor):
+                read.copy_(given)
         if sharing is not None and sharing.ranks.slot != self.slot:
             self.slot = sharing.ranks.slot
             self.slot_1.fill_(self.slot)
@@ -169,7 +172,6 @@ class Graphs:
         self._unentered: Parallel | None = None
 
     def __call__(self, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The transformer's prediction."""
         sharing = present_sharing()
         call = self._call(transformer, inputs, sharing)
         if self._mode is not None:
@@ -208,7 +210,6 @@ class Graphs:
         return len(self._records)
 
     def clear(self) -> None:
-        """Release the memory of all records."""
         for key in list(self._records):
             self._drop(key)
 
@@ -322,7 +323,7 @@ class Graphs:
 
     def _make(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> None:
         """Make a record and keep it as long as the transformer, while it is among the last ones used."""
-        kept = _cloned(inputs)
+        kept = tree_map_only(Tensor, torch.clone, dict(inputs))
         slot_1 = self._new_slot()
         tables = _tables_of_positions(transformer, inputs)
 
@@ -441,27 +442,6 @@ def _kind_of(x: object) -> object:
     if isinstance(x, Mapping):
         return tuple((name, _kind_of(value)) for name, value in x.items())
     return tuple(map(_kind_of, x)) if isinstance(x, (list, tuple)) else repr(x)
-
-
-def _cloned(x: Any) -> Any:
-    """A copy, including tensors."""
-    if isinstance(x, Tensor):
-        return x.clone()
-    if isinstance(x, Mapping):
-        return {name: _cloned(value) for name, value in x.items()}
-    return type(x)(map(_cloned, x)) if isinstance(x, (list, tuple)) else x
-
-
-def _copy(x: Any, into: Any) -> None:
-    """Copy the values of all tensors to the tensors of an equally nested clone."""
-    if isinstance(x, Tensor):
-        into.copy_(x)
-    elif isinstance(x, Mapping):
-        for name, value in x.items():
-            _copy(value, into[name])
-    elif isinstance(x, (list, tuple)):
-        for value, target in zip(x, into, strict=True):
-            _copy(value, target)
 
 
 def _by_slot(parallel: Parallel | None, slot_1: Tensor) -> AbstractContextManager[None]:

@@ -84,7 +84,6 @@ _WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 @contextmanager
 def watching(watch: Watch | None) -> Iterator[None]:
-    """Inside, models with hooks ask this watch."""
     token = _WATCH.set(watch)
     try:
         yield

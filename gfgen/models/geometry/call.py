@@ -84,8 +84,6 @@ _LISTS = ("list", "List", "tuple", "Tuple", "Iterable", "Sequence")
 
 @dataclass(frozen=True)
 class Argument:
-    """One parameter of a function of diffusers."""
-
     name: str
     annotation: ast.expr | None
     is_required: bool
@@ -103,7 +101,6 @@ class Argument:
 
     @functools.cached_property
     def takes_files(self) -> bool:
-        """Whether its values are pictures."""
         is_array = _ARRAYS.search(self.text) and _NAMED_AS_FILES.search(self.name)
         return not _HIDDEN.search(self.name) and bool(is_array or _PICTURES.search(self.text))
 
@@ -159,11 +156,9 @@ class CallSignature:
 
     @property
     def files(self) -> list[str]:
-        """The arguments that take pictures or videos."""
         return [name for name, argument in self.arguments.items() if argument.takes_files]
 
     def argument_of(self, field: str) -> str | None:
-        """The argument that a field of the job sets; None if the call has none."""
         return next((name for name in _BY_FIELD[field] if name in self.arguments), None)
 
     def problems(self, spec: JobSpec, *, scheduler_class: str | None = None) -> Iterator[Problem]:
@@ -284,7 +279,6 @@ def _guidance(call: ast.FunctionDef, is_guided: ast.FunctionDef | None) -> dict[
 
 
 def methods_of(pipeline_class: str, *, source: Path | None) -> Callable[[str], ast.FunctionDef | None]:
-    """What finds a method of a class of diffusers, or of one that is defined in `source`."""
     if source is None:
         return functools.partial(_definition, "pipelines", pipeline_class)
     return functools.partial(_definition_in, source, "pipelines", pipeline_class)

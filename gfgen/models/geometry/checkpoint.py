@@ -39,8 +39,6 @@ SETTINGS_NAME = "gfgen.json"
 
 @dataclass(frozen=True, slots=True)
 class OwnClass:
-    """A class that a checkpoint brings."""
-
     source: Path
     name: str
 
@@ -78,7 +76,6 @@ class Checkpoint:
         return found
 
     def class_of(self, component: str) -> str | None:
-        """Class name of a component; None if the pipeline does not have it."""
         entry = self.index.get(component)
         return entry[1] if isinstance(entry, list) and len(entry) == 2 else None
 

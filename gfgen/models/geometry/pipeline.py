@@ -24,7 +24,7 @@ from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
-from gfgen.models.geometry.schedulers import with_known_scheduler
+from gfgen.models.geometry.rules import with_known_scheduler
 
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
 """Where neither the call nor the checkpoint's gfgen.json has a number."""
@@ -95,8 +95,6 @@ _UNSHARED = re.compile("PAG|KleinKV|DiffusionForcing|InContext|HDR")
 
 @dataclass(frozen=True, slots=True)
 class PipelineGeometry:
-    """See `Geometry` for the methods."""
-
     signature: CallSignature
     defaults: Mapping[str, Any]
     scheduler_class: str | None

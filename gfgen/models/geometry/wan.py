@@ -20,7 +20,7 @@ from gfgen.job.weighted import with_known_syntax
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
-from gfgen.models.geometry.schedulers import (
+from gfgen.models.geometry.rules import (
     evaluations_key,
     flow_problems,
     latents_artifact,
@@ -51,8 +51,6 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class WanGeometry:
-    """See `Geometry` for the methods."""
-
     family: str
     defaults: Mapping[str, Any]
     num_layers: int
@@ -81,7 +79,6 @@ class WanGeometry:
 
     @property
     def scheduler_class(self) -> str:
-        """The model's own."""
         return next(name for name, number in SCHEDULERS.items() if number == self.num_solver_tensors)
 
     def resolve(self, spec: JobSpec) -> JobSpec:

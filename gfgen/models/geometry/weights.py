@@ -58,7 +58,6 @@ VAE_DTYPES = ("auto", "float32", "bfloat16")
 
 
 def component_dtypes(pipeline_class: str, vae_dtype: str) -> Mapping[str, str]:
-    """The dtypes of the components that differ from the others."""
     dtypes = dict.fromkeys(FP32_ON_DEVICE.get(pipeline_class, ()), "float32")
     return dtypes if vae_dtype == "auto" else {**dtypes, "vae": vae_dtype}
 
@@ -77,8 +76,6 @@ def block_name(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The size of a component."""
-
     fixed: int
     """What always stays on the device."""
     blocks: Mapping[str, int] = field(default_factory=dict)
@@ -242,12 +239,10 @@ def device_parts(
 
 
 def count_parameters(checkpoint: Path) -> Mapping[str, int]:
-    """Parameters of each component. Raises: ModelError like `weight_files`."""
     return {name: part.total for name, part in count_parts(checkpoint).items()}
 
 
 def count_parts(checkpoint: Path) -> Mapping[str, Part]:
-    """Parameters of each component, by block. Raises: ModelError like `weight_files`."""
     return {name: _count(each) for name, each in component_files(checkpoint).items()}
 
 

@@ -111,7 +111,6 @@ def load_pipeline(
 
 
 def load_component(checkpoint: Path, name: str, *, dtype: torch.dtype) -> Any:
-    """One component of a checkpoint, in host memory."""
     files = component_files(checkpoint)[name]
     with without_progress_bars():
         kind = class_of(files.library, files.class_name)
@@ -159,7 +158,6 @@ def _with_own_code(
 
 
 def class_of(library: str, class_name: str) -> Any:
-    """A class that model_index.json names."""
     module = library if library in ("diffusers", "transformers") else f"diffusers.pipelines.{library}"
     return getattr(importlib.import_module(module), class_name)
 

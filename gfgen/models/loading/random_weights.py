@@ -60,7 +60,6 @@ QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def t5_tokenizer() -> Any:
-    """A unigram tokenizer of words and characters."""
     return T5Tokenizer(vocab=_t5_vocabulary(), extra_ids=0)
 
 
@@ -150,7 +149,6 @@ def random_pipeline(
 
 
 def random_component(checkpoint: Path, name: str, *, device: str, dtype: torch.dtype) -> Any:
-    """One component of `random_pipeline`, with the same weights."""
     return _made(read_checkpoint(checkpoint, with_weights=False), name, device=device, dtype=dtype)
 
 
@@ -163,7 +161,6 @@ def draw_weights(model: torch.nn.Module, *, name: str) -> None:
 
 
 def _tables(model: torch.nn.Module) -> Collection[str]:
-    """The names of weights of embeddings."""
     return {
         f"{prefix}.weight".lstrip(".")
         for prefix, module in model.named_modules()

@@ -150,8 +150,6 @@ class Placed:
 
 @dataclass(slots=True)
 class Match:
-    """The result of a comparison."""
-
     placed: list[Placed] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
     """Tensors of layers that the models lack."""
@@ -174,7 +172,6 @@ class Match:
         return {f"{one.component}.{name}": n for one in self.placed for name, n in one.parameters.items()}
 
     def what_lacks(self, pipeline: str) -> str | None:
-        """About layers that the models lack."""
         if not self.lacking:
             return None
         tensors = f"{counted(len(self.lacking), 'tensor')} that fill nothing here: {first(self.lacking)}"
@@ -374,8 +371,6 @@ KEPT_FILES = 16
 
 @dataclass(frozen=True, slots=True)
 class LoraFit:
-    """What a LoRA changes in a model."""
-
     error: str | None = None
     """Why it does not fit; the rest is empty then."""
     changed: Mapping[str, int] = field(default_factory=dict)
@@ -421,7 +416,6 @@ class LoraFits:
             self._known |= {key: LoraFit(**found) for key, found in zip(unclear, answers, strict=True)}
 
     def of(self, checkpoint: Path, sha256: str) -> LoraFit:
-        """The answer for a pair that was looked at."""
         return self._known[checkpoint, sha256]
 
 

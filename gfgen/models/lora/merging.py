@@ -5,7 +5,7 @@ one parameter. Nothing of a file stays in models or loaders, so files do not aff
 weights of changed layers are kept on the device, or in host memory where the device has no room for them
 (session/loras.py). A switch writes base weight plus change to the model's weight in place, also where a
 fused block has it as rows of a larger one (reading.py), so recorded forwards stay valid. Layers in 8 bits get
-the sum quantised; their base weights are read from the checkpoint (stored_weights.py) when a LoRA first
+the sum quantised; their base weights are read from the checkpoint (random_weights.py) when a LoRA first
 changes them. Nothing is subtracted, so a model without LoRAs has the bits that it was loaded with. Bits do
 not depend on where base weights are. Linear layers of GGUF models keep their weights, and changes run beside
 them: `W x + scale * B (A x)`, as peft computes it without `fuse_lora`.
@@ -138,8 +138,6 @@ class MergedLoras:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What a LoRA changes."""
-
     lacking: str | None
     """About the layers that the models lack."""
     changes: Mapping[str, Sequence[_Change]]
@@ -343,7 +341,6 @@ _Weight = Tensor | QuantisedRows | FixedWeight
 
 
 def _sum_beside(changes: Sequence[tuple[_Change, float]], x: Tensor, result: Tensor) -> Tensor:
-    """The result of a layer and its changes."""
     total = result
     for change, scale in changes:
         total = total + change.beside(x, scale)

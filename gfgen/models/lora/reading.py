@@ -45,8 +45,6 @@ _REFUSALS = (OSError, ValueError, LookupError, RuntimeError, TypeError, Attribut
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a LoRA changes in a pipeline's models."""
-
     match: Match
     tensors: Mapping[str, Tensor]
     lacking: str | None

@@ -39,14 +39,11 @@ BATCH_ELSEWHERE = frozenset(("HiDreamImageTransformer2DModel",))
 
 
 def evaluate_itself(transformer: nn.Module, arguments: inspect.BoundArguments) -> Any:
-    """What the transformer returns."""
     return transformer(*arguments.args, **arguments.kwargs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A transformer's forward that a step asks for."""
-
     transformer: nn.Module
     arguments: inspect.BoundArguments
     results: dict[object, Any]
@@ -58,7 +55,6 @@ class _Call:
         return next(iter(self.arguments.arguments.values()))
 
     def evaluated(self, start: int, stop: int, evaluate: Evaluate) -> Any:
-        """The result of some of the samples."""
         part = inspect.BoundArguments(self.arguments.signature, self.arguments.arguments.copy())
         if stop - start < len(self.samples):
             self._check_samples()
@@ -78,7 +74,6 @@ class _Call:
             raise ModelError(f"{name} with {found} cannot be shared among two halves of a layout")
 
     def _part(self, value: Any, own: slice) -> Any:
-        """An argument for some of the samples."""
         size = len(self.samples)
         if isinstance(value, Tensor):
             return value[own] if value.dim() and len(value) == size else value
@@ -100,7 +95,6 @@ class _Call:
         return self.results[form]
 
     def note(self, result: Any) -> None:
-        """Remember the result's shapes."""
         form = _form(self.arguments.arguments)
         if form not in self.results:
             self.results[form] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), result)
@@ -220,7 +214,6 @@ def shared_step(
 
 
 def _evaluated(calls: Sequence[_Call], parallel: Parallel, evaluate: Evaluate) -> list[Any]:
-    """The results of all calls."""
     halves, total, first = parallel.cfg, sum(len(call.samples) for call in calls), 0
     bounds = [shard_bounds(total, halves.size, half) for half in range(halves.size)]
     parts: list[tuple[_Call, Any, list[int]]] = []
@@ -258,7 +251,6 @@ def _unknown(result: Any, device: torch.device) -> Any:
 
 
 def _form(arguments: Any) -> object:
-    """What determines the shapes of a result."""
     leaves, structure = tree_flatten(arguments)
     kinds = [
         (x.shape, x.dtype) if isinstance(x, Tensor) else x if isinstance(x, bool) else type(x) for x in leaves

@@ -137,7 +137,6 @@ _KEPT: ContextVar[Kept] = ContextVar("kept")
 
 
 def kept() -> Kept:
-    """What the calling thread keeps, from now on."""
     if _KEPT.get(None) is None:
         _KEPT.set(Kept())
     return _KEPT.get()
@@ -170,7 +169,6 @@ def like_query(result: Tensor, query: Tensor) -> Tensor:
 
 
 def opened(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values in fp8, for other kernels."""
     return query.to(dtype), key.to(dtype), from_fp8(value, dtype, scale=VALUE_SCALE)
 
 

@@ -253,7 +253,6 @@ def plan_of(transformer: nn.Module) -> Plan:
 
 
 def own_plan(transformer: nn.Module) -> Plan | None:
-    """The entry of `PLANS` for a transformer's class."""
     classes = (each.__name__ for each in type(transformer).__mro__)
     return next((PLANS[name] for name in classes if name in PLANS), None)
 

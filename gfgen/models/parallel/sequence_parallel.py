@@ -46,7 +46,6 @@ class Sharing:
 
     @property
     def ranks(self) -> Collectives:
-        """All ranks that share the tokens."""
         return self.parallel.sequence
 
     def positions_L(self, length: int) -> torch.Tensor:

@@ -80,7 +80,6 @@ _BANDS: ContextVar[_Bands | None] = ContextVar("bands", default=None)
 
 
 def present_bands() -> _Bands | None:
-    """The ranks that share the current decode, if any do."""
     return _BANDS.get()
 
 

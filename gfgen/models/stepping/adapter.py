@@ -23,17 +23,18 @@ from gfgen.job.spec import JobSpec
 from gfgen.job.weighted import Parts, weighted
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Adapter, Fields, Patches
-from gfgen.models.families.outputs import (
+from gfgen.models.families.pictures import load_frames, load_image, load_video, to_uint8
+from gfgen.models.families.solver import (
+    NUM_SCHEDULERS,
     can_extrapolate,
     carry_outputs,
     catching,
     extrapolated,
     giving,
     keep_outputs,
+    scheduler_like,
     watch_scheduler,
 )
-from gfgen.models.families.pictures import load_frames, load_image, load_video, to_uint8
-from gfgen.models.families.solver import NUM_SCHEDULERS, scheduler_like
 from gfgen.models.fast import compiled, stop_checks
 from gfgen.models.fast.compiled import channels_last, cut_texts
 from gfgen.models.fast.evaluation import Evaluator, evaluate_call, is_recordable
@@ -58,8 +59,6 @@ DEFAULT_SOUND_RATE = 24_000
 
 
 class PipelineAdapter(Adapter):
-    """Executors of one checkpoint; see `families.adapter.Adapter`."""
-
     def __init__(
         self, geometry: PipelineGeometry, pipeline: Any, *, device: str, kernels: KernelChoice = "own"
     ) -> None:
@@ -124,7 +123,6 @@ class PipelineAdapter(Adapter):
     def _with_outputs(
         self, iteration: Callable[[], Fields], given: Fields, parallel: Parallel | None
     ) -> Fields:
-        """The latents after an iteration of the loop, with the outputs that its schedulers got."""
         caught: list[torch.Tensor] = []
 
         def afresh() -> Fields:  # two halves of a layout run an iteration twice
@@ -211,7 +209,6 @@ class PipelineAdapter(Adapter):
             return WholeCall(pipeline, device=self._device)
 
     def arguments(self, spec: JobSpec) -> dict[str, Any]:
-        """The arguments of the pipeline's call for a job, with its files loaded."""
         arguments = self._signature.arguments_for(spec)
         colours = {"background": spec.background, "has_alpha": self.geometry.has_alpha}
         if spec.image is not None:
@@ -326,7 +323,6 @@ def _prepare_sharing(pipeline: Any, geometry: PipelineGeometry) -> bool:
 
 
 def _settings(pipeline: Any) -> set[str]:
-    """Arguments of a pipeline's constructor that are no components."""
     return set(pipeline._get_signature_keys(pipeline)[1])
 
 

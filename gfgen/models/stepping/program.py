@@ -224,8 +224,6 @@ def _read_by_each(statements: Iterable[ast.stmt]) -> set[str]:
 
 
 def _path_to_loop(tree: ast.FunctionDef) -> list[ast.stmt]:
-    """The statements that lead from the function's body to its innermost denoising loop, and that loop."""
-
     def descend(node: ast.stmt) -> list[ast.stmt]:
         for child in _children(node):
             if path := descend(child):
