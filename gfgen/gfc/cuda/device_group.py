@@ -1,15 +1,10 @@
-"""Groups of ranks and their collectives on GPU tensors.
+"""Groups of ranks and their collectives on GPU tensors, with the interface of `gfgen.gfc.group`.
 
-`CudaGroup` has the interface of `gfgen.gfc.group.CpuGroup`. Calls enqueue kernels on torch's current stream
-and return. Results are fresh tensors. Only those asked for `in_arena` lie in this rank's arena if they fit
-in a bank; they must never leave an operator that is opaque to compilers.
+Calls enqueue kernels on torch's current stream. Results are fresh tensors. Only those asked for `in_arena`
+lie in this rank's arena if they fit in a bank; they must never leave an operator that is opaque to compilers.
 
-An arena has two banks for each kind of group. Exchanges use them in turn. So the exchange after the next
-one overwrites a result in a bank, and other ranks may begin it as soon as this rank has begun the next one.
-A barrier writes nothing.
-
-Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this
-rank, D head dimension.
+An arena has two banks for each kind of group, which exchanges use in turn: the exchange after the next one
+overwrites a result, and other ranks may begin it as soon as this rank has begun the next one.
 """
 
 from __future__ import annotations

@@ -144,11 +144,11 @@ def load_adapter(
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
 
-    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
-    VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
-    checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
-    Blocks that do not stay on the device by `placement` are streamed from `copy_fd`, which ranks share.
-    `quantised` is for Wan and Qwen-Image.
+    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of VAE_DTYPES.
+    With random weights the directory need hold config files only. With `trusts_code` the checkpoint's own
+    code may run. `kernels` are for pipelines without an adapter of their own, `quantised` for Wan and
+    Qwen-Image. Blocks that do not stay on the device by `placement` are streamed from `copy_fd`, which ranks
+    share.
 
     Raises: ModelError for a broken directory, or an unknown family.
     """

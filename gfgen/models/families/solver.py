@@ -44,9 +44,8 @@ class _Coefficients:
 class HostUniPC(UniPCMultistepScheduler):  # type: ignore[misc]
     """UniPC that never waits for a device.
 
-    diffusers' solver moves each step's coefficients to the samples' device and solves for them there. Every
-    such copy and solution makes the host wait for all work on the device. Here the coefficients are computed
-    on the CPU, where the sigmas are. On a CPU the arithmetic and its order are the same, so the bits are too.
+    diffusers' solver moves each step's coefficients to the samples' device and solves for them there, which
+    makes the host wait. Here they are computed on the CPU, where the sigmas are; on a CPU with the same bits.
 
     Legend: t the target sigma of a step, s its source.
     Source: diffusers 0.42 UniPCMultistepScheduler.multistep_uni_p_bh_update and multistep_uni_c_bh_update.

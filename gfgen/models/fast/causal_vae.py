@@ -1,16 +1,13 @@
 """Causal video VAEs of diffusers near the speed of their convolutions: equal up to rounding, for a GPU.
 
-`install` replaces a VAE's loop over latent frames. Modules keep their weights, in another memory format:
+`install` replaces a VAE's loop over latent frames. Modules keep their weights, with channels last in memory:
 
-    layout        channels are last in memory, as the fast convolutions need them
     passes        what lies between two convolutions is one pass over memory (frame_kernels.py): the bias of
                   the first, the shortcut, norm and activation. It writes the input of the second behind the
                   two frames before it, and keeps the last two for the next latent frame
     upsampling    repeated rows and columns followed by 3x3 weights are four 2x2 convolutions of the small
                   frame, one for each place of a pixel among four: 4/9 of the operations
     first frame   has no frames before it, so only the last of three slices of each kernel counts
-
-Ranks that share a decode exchange rows as in shared_decode.py.
 
 Legend: T frames, H W rows and columns, C channels; one sample.
 Source: diffusers 0.42 AutoencoderKLWan and AutoencoderKLQwenImage.

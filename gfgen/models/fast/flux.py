@@ -1,12 +1,9 @@
-"""Blocks of Flux.1 in fewer and larger operations: equal up to rounding, for a GPU.
+"""Blocks of Flux.1 in fewer and larger operations, as in fused.py: equal up to rounding, for a GPU.
 
-As fused.py does for Wan and Qwen-Image. Single blocks also compute the projections of attention and the
-feed-forward's first one from one norm, and add both parts of `proj_out` in the product itself, so nothing is
-concatenated: text and picture stay one tensor from single block to single block.
-
-The weights of a fused projection are the memory of its parts, so each block can still run as diffusers'
-own. It does so for `own` kernels (kernels.py), for inputs that only some pipelines have (pictures for IP
-adapters), and in fp16, whose results diffusers clips.
+Single blocks also compute the projections of attention and the feed-forward's first one from one norm, and
+add both parts of `proj_out` in the product itself: text and picture stay one tensor from block to block.
+The weights of a fused projection are the memory of its parts, so each block can still run as diffusers' own:
+for `own` kernels (kernels.py), for inputs that only some pipelines have, and in fp16, which diffusers clips.
 
 Legend: B batch, L tokens of this rank, N = B L, H heads, D head dimension, C channels (H D).
 Source: diffusers 0.42 transformer_flux.py.

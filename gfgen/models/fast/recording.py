@@ -1,21 +1,17 @@
 """Forwards of transformers recorded once, and replayed with other inputs, on any ranks.
 
-If launching kernels one by one takes about as long as computing, a forward is recorded: all of its launches
-become one (on GPUs a CUDA graph). A record is for one transformer, the shapes of its inputs, degrees and
-local shard lengths. It reads the ranks that share a replay, and the slot of this rank, from memory
-(gfc/cuda/captured.py, `Sharing.positions_L`):
-
-    inputs -> copied to where the record reads them -> replayed -> result copied out
+If launching kernels one by one takes about as long as computing, all launches of a forward become one (on
+GPUs a CUDA graph). A record is for one transformer, the shapes of its inputs, degrees and local shard
+lengths. It reads the ranks that share a replay, and the slot of this rank, from memory (gfc/cuda/captured.py,
+`Sharing.positions_L`).
 
 One measurement decides for each shape and degree whether forwards are recorded: the first evaluation times a
-few blocks, each by itself, while nothing else is under way. Each rank measures for itself. So of the ranks
-that share a forward some may replay it and others launch it. Their exchanges must be the same, and all of
-them start at the same bank (`LaunchRecorder.align`).
+few blocks, each by itself. Each rank measures for itself, so some ranks may replay a forward that others
+launch. Their exchanges are the same, and start at the same bank (`LaunchRecorder.align`).
 
-Recording runs no kernel and involves no other rank. Callers of `rehearsing` and `recording` make sure that
-no kernel waits for another rank meanwhile, and that the ranks of the record have not been entered. An
-evaluation must have loaded all kernels before. A forward that differs only in the length of its text from
-one that was recorded in the same slot needs no such evaluation.
+Recording runs no kernel and involves no other rank. Callers of `rehearsing` and `recording` make sure that no
+kernel waits for another rank meanwhile, and that the ranks of the record have not been entered. All kernels
+have been loaded before: by an evaluation, or a record in the same slot with another length of text.
 """
 
 from __future__ import annotations

@@ -63,14 +63,11 @@ def load_pipeline(
 ) -> Any:
     """A pipeline of this class with its weights on the device, ready for inference.
 
-    Blocks that `placing` takes are in host memory until the caller places them; layers of transformers have
-    the scales of their files.
-
-    Components in `own_code` are of classes in the checkpoint's own files, which are run.
-
     Components named in `dtypes` have a dtype of their own; modules that diffusers keeps in fp32 stay so.
-    On a CPU, weights stored in the wanted dtype are mapped, not copied. To another device weights are copied
-    one by one, so a component needs no main memory beyond the file's pages.
+    Those in `own_code` are of classes in the checkpoint's own files, which are run. Blocks that `placing`
+    takes are in host memory until the caller places them; layers of transformers have the scales of their
+    files. On a CPU, weights stored in the wanted dtype are mapped, not copied. To another device they are
+    copied one by one.
 
     Raises: ModelError when the directory does not hold what the class needs.
     """

@@ -1,17 +1,12 @@
 """LoRAs merged into the weights of a pipeline's models, and taken out again.
 
 A file's tensors are matched with parameters of the models (reading.py), and each match becomes a change of
-one parameter. Nothing of a file stays in models or loaders, so files do not affect each other. The base
-weights of changed layers are kept on the device, or in host memory where the device has no room for them
-(session/loras.py). A switch writes base weight plus change to the model's weight in place, also where a
-fused block has it as rows of a larger one (reading.py), so recorded forwards stay valid. Layers in 8 bits get
-the sum quantised; their base weights are read from the checkpoint (random_weights.py) when a LoRA first
-changes them. Nothing is subtracted, so a model without LoRAs has the bits that it was loaded with. Bits do
-not depend on where base weights are. Linear layers of GGUF models keep their weights, and changes run beside
-them: `W x + scale * B (A x)`, as peft computes it without `fuse_lora`.
-
-A linear layer's change is the product of two factors, computed as in `fuse_lora`. On a GPU, one kernel reads
-the base weight once and adds the product (low_rank.py).
+one parameter. The base weights of changed layers are kept on the device, or in host memory where the device
+has no room for them (session/loras.py). A switch writes base weight plus change to the model's weight in
+place, so recorded forwards stay valid. Nothing is subtracted, so a model without LoRAs has the bits that it
+was loaded with. Layers in 8 bits get the sum quantised; their base weights are read from the checkpoint when
+a LoRA first changes them. Linear layers of GGUF models keep their weights, and changes run beside them: `W x
++ scale * B (A x)`, as peft computes it without `fuse_lora`.
 
 Results equal `load_lora_weights`, `set_adapters` and `fuse_lora`: bitwise in fp32 on a CPU. Where diffusers
 leaves out what a file's format defines, they equal those of the file rewritten to names that it reads.

@@ -94,14 +94,12 @@ Mark = torch.cuda.Event | None
 class Lane:
     """Where the exchanges of one operator run: on a GPU a stream beside the task's, on a CPU in their order.
 
-    A rank's exchanges must not overlap each other, since they share its context (csrc/gfc/cuda/context.h).
-    So all exchanges from a `beside` to the next `join` are issued inside `beside`, and nothing else is; the
-    task's stream only computes meanwhile. `beside` makes them wait for earlier work of the task's stream,
-    `join` makes the task's stream wait for them. Both are events, which a captured graph keeps.
+    A rank's exchanges must not overlap each other, since they share its context (csrc/gfc/cuda/context.h). So
+    all exchanges from a `beside` to the next `join` are issued inside `beside`, and nothing else is. Both are
+    events, which a captured graph keeps.
 
-    Memory allocated inside `beside` belongs to the lane's stream. Only later work inside a `beside` reuses
-    it, and that waits for all readers that were enqueued before on the task's stream. So keep the memory
-    until its readers are enqueued.
+    Memory allocated inside `beside` belongs to the lane's stream: only later work inside a `beside` reuses
+    it. So keep the memory until its readers are enqueued on the task's stream.
     """
 
     def __init__(self, device: torch.device) -> None:

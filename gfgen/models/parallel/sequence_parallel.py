@@ -1,11 +1,8 @@
 """Sequence parallelism over unmodified diffusers transformers, without a process group.
 
 `hooks.install` prepares a transformer once. Inside `with active(parallel)` its hooks cut tokens for this
-rank's slot; outside, and on other threads, they do nothing. Attentions that are to be shared go through one
-operator here (shared_attention.py).
-
-Every cut follows from global shapes (`layout.shard_bounds`): shards may be uneven, nothing is padded, and
-ranks never exchange sizes.
+rank's slot, by global shapes alone (`layout.shard_bounds`); shards may be uneven, and nothing is padded.
+Attentions that are to be shared go through one operator here (shared_attention.py).
 
 Legend: B batch, L tokens of this rank, H heads, D head dimension.
 Source: diffusers 0.42 hooks/context_parallel.py and ModelMixin.enable_parallelism.

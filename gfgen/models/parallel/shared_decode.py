@@ -1,21 +1,13 @@
 """One decode on several ranks: each makes the pixels of its own band of rows.
 
-The latents' rows are cut into bands, by slot. Nearly all layers of a causal video VAE work on one position
-at a time. The others get data from other ranks, through hooks on unmodified diffusers modules, which do
-nothing if no decode is shared:
+The latents' rows are cut into bands, by slot. Nearly all layers of a causal video VAE work on one position at
+a time. The others get data from other ranks, through hooks on unmodified diffusers modules, which do nothing
+if no decode is shared: convolutions of 3 rows get the row above a band and the one below it, and the middle
+attention the keys and values of all bands. On a GPU causal_vae.py computes all this itself (`present_bands`).
 
-    convolutions of 3 rows    the row above a band and the row below it, from the neighbours
-    middle attention          the keys and values of all bands
-
-On a GPU causal_vae.py computes all this itself, with `present_bands`.
-
-Upsampling repeats rows, so a band stays a band and grows by the same factor on every rank. The decoder's
-cache of earlier frames holds the own band only.
-
-Rows are fetched at every convolution. To compute them instead, a rank would need 14 rows of latents
-on either side of its band behind the middle attention (8 before the first upsampling, half as many
-behind it, and so on), and 4 ranks have 11 rows each of a picture of 704: it would do most of the
-others' work.
+Upsampling repeats rows, so a band grows by the same factor on every rank. Rows are fetched at every
+convolution: to compute them, a rank would need 14 rows of latents on either side of its band behind the
+middle attention, and 4 ranks have 11 rows each of a picture of 704.
 
 Legend: B batch, C channels, T H W frames, rows, columns; L own, S all places of one frame.
 Source: diffusers 0.42 AutoencoderKLWan and AutoencoderKLQwenImage.

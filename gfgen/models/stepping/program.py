@@ -3,10 +3,9 @@
     __call__      encode | prepare | for i, t in enumerate(timesteps): | decode
                                    |     one iteration                 |
 
-The parts are the statements of `__call__` itself, compiled from its source with their line numbers. Each
-runs in a namespace: a copy of the module's globals with the local variables in it. So a step repeats
-nothing that came before it, and every variable of the loop is at hand between two steps, also those
-that the pipeline hands to nobody (a second scheduler, latents of sound, the previous prediction).
+The parts are the statements of `__call__` itself, compiled from its source. Each runs in a namespace: a copy
+of the module's globals with the local variables in it. So every variable of the loop is at hand between two
+steps, also those that the pipeline hands to nobody (a second scheduler, the previous prediction).
 
 Loops around the denoising loop (sections of a video) are walked by index, so a place in the call is one
 index per loop: the last one counts iterations of the denoising loop.
