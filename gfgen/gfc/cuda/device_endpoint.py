@@ -180,13 +180,10 @@ class CudaEndpoint:
 
     def require(self, peer: int, *, dispatch: int) -> None:
         """Raises if a transfer with this rank has failed; its stream has been waited for."""
-        status = self._status_of(peer)
+        content = self.driver.read(self.context + _BROKEN_OFFSET + 4 * peer, 4)
+        status = int.from_bytes(content, "little")
         if status != native.OK:
             raise self._transfer_failure(peer, status, dispatch).as_error()
-
-    def _status_of(self, peer: int) -> int:
-        address = self.context + _BROKEN_OFFSET + 4 * peer
-        return int.from_bytes(self.driver.read(address, 4), "little")
 
     def _transfer_failure(self, peer: int, status: int, dispatch: int) -> Failure:
         """The host's record if it still belongs to this transfer; else a failure without details."""
@@ -263,11 +260,7 @@ class CudaEndpoint:
         return x
 
     def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
-        """Maps the arena of a rank's new incarnation in place of the old one.
-
-        Call it when nothing that involves that rank runs or is queued here, and before that rank sends
-        anything here: the edge between them starts again. Waits for the device, since memory is unmapped.
-        """
+        """As `Endpoint.replace_peer`; waits for the device, since memory is unmapped."""
         torch.cuda.synchronize(self.device)
         old = self.arenas.pop(rank, None)
         self.arenas[rank] = DeviceArena.open(fd, self.plan, device=self.device)
@@ -281,11 +274,9 @@ class CudaEndpoint:
             old.close()
 
     def restart_edges(self, peers: Sequence[int]) -> None:
-        """Restarts the edges to these ranks after an aborted dispatch or a failed transfer.
+        """As `Endpoint.restart_edges`, after all survivors have left the dispatch on the device, too.
 
-        Every survivor of the layout calls it after all of them have left the dispatch, also on the device,
-        and before any of them gets the next one. A survivor without such an edge calls it with no peers,
-        since exchanges leave words behind, too. Other dispatches may run meanwhile.
+        A survivor without such an edge calls it with no peers, since exchanges leave words behind, too.
         """
         self._unclean.update(self.incarnations.keys() - {self.rank})
         for peer in peers:

@@ -20,10 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen2_5_VLForConditionalGeneration, UMT5EncoderModel
 from transformers.activations import NewGELUActivation
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VLAttention,
-    Qwen2_5_VLRotaryEmbedding,
-)
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLAttention, Qwen2_5_VLRotaryEmbedding
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from gfgen.models.fast.evaluation import Evaluator

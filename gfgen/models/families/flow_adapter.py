@@ -193,10 +193,7 @@ class WanAdapter(FlowAdapter):
             ids = self._pipeline.tokenizer(prompt_clean(text), **limit).input_ids
             return padded_to(num_tokens, self._text_encoder(ids, self._forward).to(self._dtype))
         embeds, _ = self._pipeline.encode_prompt(
-            prompt=text,
-            do_classifier_free_guidance=False,
-            max_sequence_length=num_tokens,
-            device=self.device,
+            prompt=text, do_classifier_free_guidance=False, max_sequence_length=num_tokens, device=self.device
         )
         return torch.as_tensor(embeds, dtype=self._dtype)
 

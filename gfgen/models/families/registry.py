@@ -65,8 +65,7 @@ class KnownModel:
 
 MODELS = (
     KnownModel(
-        "shapes",
-        "built in, trained: coloured shapes, at rest or moving, as prompts say; in seconds on a CPU",
+        "shapes", "built in, trained: coloured shapes, at rest or moving, as prompts say; in seconds on a CPU"
     ),
     KnownModel("tiny-wan", "built in, random weights: text or image to video, in seconds on a CPU"),
     KnownModel("tiny-wan-moe", "built in, random weights: text to video with two experts"),

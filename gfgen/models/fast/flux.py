@@ -102,10 +102,7 @@ def _double_block(
         (attention.to_qkv(picture), (attention.norm_q, attention.norm_k)),
     )
     attended = _attended(attention, parts, image_rotary_emb)
-    updates = (
-        attention.to_add_out(attended[:, :num_text]),
-        attention.to_out[0](attended[:, num_text:]),
-    )
+    updates = (attention.to_add_out(attended[:, :num_text]), attention.to_out[0](attended[:, num_text:]))
     results = []
     for x, update, modulation, feed_forward, kinds_N in zip(
         streams, updates, modulations, (block.ff_context, block.ff), kinds, strict=True
@@ -150,9 +147,7 @@ def _single_block(
 
 
 def _attended(
-    attention: Any,
-    parts: Sequence[tuple[Tensor, tuple[Any, Any]]],
-    rotary_emb: tuple[Tensor, Tensor],
+    attention: Any, parts: Sequence[tuple[Tensor, tuple[Any, Any]]], rotary_emb: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Attention among the tokens of all parts, one behind the other: [B, L, C].
 

@@ -314,7 +314,7 @@ def scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Problem
         return
     known = _method("schedulers", name, "__init__")
     if known is None:
-        names = _class_names("schedulers")
+        names = [each for each in _files_by_class("schedulers") if not each.startswith("_")]
         near = next((each for each in names if each.startswith(name)), None) or nearest(name, names)
         near = near or nearest(name.lower(), SAMPLERS)
         hint = f"; did you mean {near}?" if near else ""
@@ -443,10 +443,6 @@ def _files_by_class(package: str) -> Mapping[str, Path]:
         for name in pattern.findall(path.read_bytes()):
             found.setdefault(name.decode(), path)
     return found
-
-
-def _class_names(package: str) -> list[str]:
-    return [name for name in _files_by_class(package) if not name.startswith("_")]
 
 
 def _root() -> Path:

@@ -18,10 +18,7 @@ from gfgen.models.geometry.call import is_folder_of_pipelines, is_pipeline
 from gfgen.models.geometry.weight_files import check_weights, refuse_pointer, weight_files
 from gfgen.models.geometry.weights import components_of, has_weights, quantisation_of
 
-CONFIG_NAMES = {
-    "scheduler": "scheduler_config.json",
-    "tokenizer": "tokenizer_config.json",
-}
+CONFIG_NAMES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
 """Components whose config file is not `config.json`."""
 
 VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")

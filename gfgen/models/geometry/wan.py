@@ -127,11 +127,13 @@ class WanGeometry:
         num_tokens = max_text_tokens(spec, TEXT_TOKENS)
         prompt = tuple((name, (1, num_tokens, self.text_dim), "float32") for name in names)
         state = ["sample", "last_sample", "model_output_0", "model_output_1"][: 1 + self.num_solver_tensors]
+        sides = rules.known(spec.frames), rules.known(spec.height), rules.known(spec.width)
+        frames = (*sides, 3 * spec.sample_bytes)
         artifacts = (
             Artifact("prompt", prompt),
             Artifact("condition", self._condition_fields(spec)),
             latents_artifact(spec, Artifact("latents", tuple((name, latent, "float32") for name in state))),
-            Artifact("frames", (("frames", (rules.known(spec.frames), *_picture(spec)), "uint8"),)),
+            Artifact("frames", (("frames", frames, "uint8"),)),
         )
         trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
         output = None if spec.scheduler else (latent, "float32")
@@ -315,7 +317,3 @@ def _text_encoder_flops(checkpoint: Checkpoint) -> float:
 
 def _shifted(sigma: float, shift: float) -> float:
     return shift * sigma / (1 + (shift - 1) * sigma)
-
-
-def _picture(spec: JobSpec) -> tuple[int, int, int]:
-    return rules.known(spec.height), rules.known(spec.width), 3 * spec.sample_bytes

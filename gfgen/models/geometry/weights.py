@@ -27,10 +27,7 @@ _WEIGHTLESS = re.compile(
 
 _FP32_BYTES, _BF16_BYTES = 4, 2
 
-FP32_ON_DEVICE: Mapping[str, tuple[str, ...]] = {
-    "WanPipeline": ("vae",),
-    "WanImageToVideoPipeline": ("vae",),
-}
+FP32_ON_DEVICE: Mapping[str, tuple[str, ...]] = {"WanPipeline": ("vae",), "WanImageToVideoPipeline": ("vae",)}
 """By pipeline class, the components that adapters load in fp32 on every device by default."""
 
 EXPERTS = ("transformer", "transformer_2")

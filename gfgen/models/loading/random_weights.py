@@ -170,7 +170,8 @@ def _tables(model: torch.nn.Module) -> Collection[str]:
 
 def draw_weight(parameter: Any, name: str, *, is_table: bool = False) -> None:
     """Random values for one parameter; its name begins with that of the component."""
-    generator = torch.Generator(parameter.device).manual_seed(_seed(name))
+    digest = hashlib.sha256(f"{SEED} {name}".encode()).digest()
+    generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "little"))
     last = name.rpartition(".")[2]
     if last.endswith("bias"):
         parameter.zero_()
@@ -183,11 +184,6 @@ def draw_weight(parameter: Any, name: str, *, is_table: bool = False) -> None:
     else:
         num_inputs = parameter.numel() // parameter.shape[0]
         parameter.normal_(0, SPREAD / math.sqrt(num_inputs), generator=generator)
-
-
-def _seed(name: str) -> int:
-    digest = hashlib.sha256(f"{SEED} {name}".encode()).digest()
-    return int.from_bytes(digest[:7], "little")
 
 
 def _made(

@@ -269,9 +269,7 @@ class ChunkedAttention:
         if ulysses.size > 1:
             with self._lane.beside():
                 tensors = (ulysses if is_alone else self._sparing()).heads_from_tokens(
-                    *tensors,
-                    token_sizes=self._tokens,
-                    head_sizes=shard_sizes(stop - start, ulysses.size),
+                    *tensors, token_sizes=self._tokens, head_sizes=shard_sizes(stop - start, ulysses.size)
                 )
             mark = self._lane.mark()
         query, key, value = tensors
@@ -345,13 +343,10 @@ def start_ring(
     Shapes: key, value [B, L, H, D] with any strides.
     """
     with lane.beside():
-        sparing = ring.beside(_blocks_beside(sum(block_sizes)))
+        num_blocks = next(blocks for least, blocks in BESIDE_RULES if sum(block_sizes) >= least)
+        sparing = ring.beside(num_blocks)
         keys, values = sparing.gather_tokens(key, value, token_sizes=block_sizes, in_arena=in_arena)
     return Arriving(keys, values, lane.mark())
-
-
-def _blocks_beside(num_tokens: int) -> int:
-    return next(blocks for from_tokens, blocks in BESIDE_RULES if num_tokens >= from_tokens)
 
 
 def ring_attention(
