@@ -128,7 +128,6 @@ class SharedPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        """The graphs that use the memory."""
         # A separate stream: the allocator notes the streams that use a block when it is freed, and none of
         # them may be captured at that moment (pytorch issue 193982).
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

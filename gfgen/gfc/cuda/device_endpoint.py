@@ -45,7 +45,6 @@ _ONE_BLOCK_BYTES = 1 << 14
 work on the device keeps its multiprocessors meanwhile."""
 _TRANSFER_BLOCKS, _BLOCK, _WAITING_BLOCK = 32, 512, 32
 _NO_DISPATCH = 2**63
-"""A number that no dispatch has."""
 
 
 class CudaEndpoint:
@@ -103,7 +102,6 @@ class CudaEndpoint:
         self.last_dispatch = 0
         self.prepared: dict[object, object] = {}
         self.group_slots: dict[object, GroupSlot] = {}
-        """Slots in groups that this rank has had, computed once each."""
         self._unclean: set[int] = set()
         """Ranks whose flagged messages may lie here unread since a fault."""
         self._views: dict[object, Tensor] = {}

@@ -31,7 +31,6 @@ from gfgen.layout import shard_bounds
 
 _THREADS = 512
 _NOWHERE = 16
-"""An address that nothing is written to."""
 _IN_FLIGHT = 8  # units that a thread of gfc_exchange has under way
 
 

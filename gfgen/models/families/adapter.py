@@ -21,7 +21,6 @@ from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel.parallel import Parallel
 
 Patches = MergedLoras
-"""What jobs merge into the weights of models."""
 
 Scalar = int | float | bool | str | None | list[int] | list[float]
 
@@ -72,7 +71,6 @@ class Adapter(Protocol):
 
     geometry: Geometry
     patches: Patches
-    """What its models contain."""
     is_rehearsed: bool = True
     """Whether anything can be got ready before a step: forwards to record, blocks to compile."""
 

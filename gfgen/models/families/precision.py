@@ -31,7 +31,6 @@ _FIRST_GPUS = {
     "precision": ((8, 9), "8.9 or later (such as L40S, H100, H200)"),
     "attention": ((9, 0), "9.0 or later (such as H100, H200, B200)"),
 }
-"""The first capability that has it, and in words."""
 _WIDEST_HEAD = 128
 """That cuDNN's attention in fp8 takes on all of these GPUs."""
 _SIDE = 16

@@ -49,7 +49,6 @@ TINY_TIMEOUT_S = 300.0
 
 _COMPILED = "is compiled for another runtime (TensorRT or ONNX); give the weights that it was made from"
 _UNREAD = dict.fromkeys(PICKLES, NO_PICKLE) | dict.fromkeys((".engine", ".plan", ".trt", ".onnx"), _COMPILED)
-"""By suffix: why a file is no model here."""
 
 HUB_TIMEOUT_S = 10.0
 """For the first answer of the hub: a firewall that drops packets is no reason to wait for minutes."""

@@ -157,11 +157,9 @@ STATES: dict[str, tuple[str, ...]] = {
 }
 """Tensors, and lists of them that a schedule of steps begins with None."""
 IN_PLACE_OF: dict[type, type] = {UniPCMultistepScheduler: HostUniPC}
-"""Replacements of schedulers that make the host wait for the device."""
 NUM_SCHEDULERS = 8
 """Kept ready; jobs may have schedulers of their own."""
 GENERATOR = f"{HOST}generator"
-"""Name of the state of a job's generator among the tensors of its latents."""
 
 
 def scheduler_like(own: Any, options: Mapping[str, Any]) -> Any:

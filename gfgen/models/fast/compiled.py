@@ -156,7 +156,6 @@ def _forward(compiler: _Compiler, block: _Block, *args: Any, **kwargs: Any) -> A
 
 TEXT_MASK, MASK = "encoder_attention_mask", "attention_mask"
 _MASK_POSITION = 3
-"""Of a block's parameters."""
 MIN_TOKENS = 2
 """A length of 1 would be a kind of its own for the compiler."""
 

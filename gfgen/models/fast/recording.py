@@ -90,11 +90,9 @@ class _ForwardCall(NamedTuple):
     """Number of the transformer (`Graphs._lives`)."""
     inputs: tuple[object, ...]
     text: tuple[object, ...]
-    """Those of `OF_TEXT`."""
     text_names: tuple[str, ...]
     """Names of the attention arguments that hold the text's length."""
     degrees: tuple[int, int, int] | None
-    """None for a rank alone."""
     runs_beside: bool = False
     """Whether changes of weights run beside layers, which a record would keep from job to job."""
 
@@ -108,7 +106,6 @@ class _KnownForward(NamedTuple):
 
     stream_lengths: Mapping[str, int]
     result: Tensor
-    """On the device `meta`."""
 
 
 @dataclass(slots=True)
@@ -120,11 +117,9 @@ class _ForwardRecord:
     slot_1: Tensor
     transformer: weakref.ref[Any]
     addresses: tuple[tuple[Tensor, int], ...]
-    """Two of its weights, and their addresses."""
     tables: object
     """Other tensors that it reads, kept alive."""
     slot: int | None = None
-    """What `slot_1` holds."""
 
     def is_of(self, transformer: Any) -> bool:
         """Whether it reads this transformer's weights at their present addresses."""
@@ -155,7 +150,6 @@ class Graphs:
         self._records: OrderedDict[object, _ForwardRecord] = OrderedDict()
         self._known: dict[_ForwardCall, _KnownForward] = {}
         self._is_worth: dict[object, bool] = {}
-        """By call with any text: whether its forwards are recorded."""
         self._are_loaded: dict[object, bool] = {}
         """By call with any text, and slot: whether it may be recorded at once, since one like it was."""
         self._ready: set[object] = set()

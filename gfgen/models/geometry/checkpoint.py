@@ -19,13 +19,10 @@ from gfgen.models.geometry.weight_files import check_weights, refuse_pointer, we
 from gfgen.models.geometry.weights import components_of, has_weights, quantisation_of
 
 CONFIG_NAMES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
-"""Components whose config file is not `config.json`."""
 
 VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
-"""Files that can hold a tokenizer's vocabulary."""
 
 PIPELINE_CODE = "pipeline.py"
-"""The file for a pipeline class that diffusers does not have."""
 
 QUANTISERS = ("bitsandbytes", "torchao")
 """Packages that read weights which they have quantised, through diffusers' own config."""

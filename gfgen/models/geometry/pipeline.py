@@ -102,19 +102,13 @@ class PipelineGeometry:
     token_side: int | None = None
     """The most pixels along a token's side, if ranks can share the tokens."""
     own_code: Mapping[str, OwnClass] = field(default_factory=dict)
-    """See `Checkpoint.own_code`; loading runs it."""
     why_no_reuse: str | None = None
-    """Why no step can be reused; None if steps can."""
     shares_guidance: bool = False
-    """Whether two halves of a layout can share the guidance of a step."""
     multiple: int = 1
-    """Pixels of which sides are multiples."""
     why_no_guidance: str | None = None
     """Why a guidance scale has no effect; None if it may have one."""
     has_clip: bool = False
-    """Whether prompts can have weights."""
     has_alpha: bool = False
-    """See `Geometry`."""
 
     @property
     def family(self) -> str:

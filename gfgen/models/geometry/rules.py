@@ -23,7 +23,6 @@ MAX_TOKENS = 1 << 20
 """Tokens of a job: 38 times the largest default (27,280)."""
 
 DEFAULT_KEYS = frozenset({"negative_prompt", *SHAPE_FIELDS, *SCALE_FIELDS})
-"""Job fields that may have defaults in a checkpoint's gfgen.json."""
 
 T = TypeVar("T")
 

@@ -37,7 +37,6 @@ SCHEDULERS = {"UniPCMultistepScheduler": 3, "FlowMatchEulerDiscreteScheduler": 0
 """Supported schedulers, each with the number of latent-sized tensors in its state."""
 
 _NUM_TRAIN = 1000
-"""Training timesteps of the schedulers."""
 
 _FIELDS = ("width", "height", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2")
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {

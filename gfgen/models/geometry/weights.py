@@ -23,7 +23,6 @@ from gfgen.models.geometry.weight_files import SINGLE_FILE, own_tensors, weight_
 _WEIGHTLESS = re.compile(
     r"(^|_)(scheduler|tokenizer(_\d)?|processor|image_processor|feature_extractor|guider)$"
 )
-"""Names of components that are files without weights."""
 
 _FP32_BYTES, _BF16_BYTES = 4, 2
 
@@ -93,14 +92,11 @@ class Placement:
     """The streamed blocks of a model; its other weights are on the device."""
 
     streamed: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Keys by component."""
     num_buffers: int = NUM_BUFFERS[0]
     streamed_bytes: int = 0
-    """What all of them take in main memory."""
     saved_bytes: int = 0
     """How much less the device holds, with its buffers."""
     takes_patches: bool = True
-    """Whether streamed blocks may have patches."""
 
     def streams(self, weight: str) -> bool:
         """Whether a weight is in a streamed block; its name begins with its component."""

@@ -48,7 +48,6 @@ _UNUSED = ("lm_head.weight",)
 
 
 LoadPipeline = Callable[..., Any]
-"""`load_pipeline`, or `random_pipeline` with the same parameters."""
 
 
 def load_pipeline(

@@ -141,7 +141,6 @@ class Placed:
     component: str
     parts: tuple[str, ...]
     tensors: Mapping[str, str]
-    """Names by kind."""
     parameters: Mapping[str, int]
     """What it changes, without the component, and how many numbers that is."""
     scaling: tuple[float, float] | None = None
@@ -156,9 +155,7 @@ class Match:
     odd: list[str] = field(default_factory=list)
     """Other tensors that fill nothing."""
     missing: list[str] = field(default_factory=list)
-    """Parameters that nothing fills."""
     misshaped: list[str] = field(default_factory=list)
-    """Layers whose tensors have other sizes than the model's."""
     ranks: list[str] = field(default_factory=list)
     """Layers of another rank than the settings say."""
 
@@ -377,9 +374,7 @@ class LoraFit:
     """By weight, such as "transformer.blocks.0.attn1.to_q.weight": its parameters; 0 if it stays as it is and
     the change runs beside its layer."""
     num_factors: int = 0
-    """Parameters of the file."""
     components: Sequence[str] = ()
-    """The models of the pipeline that LoRAs can change."""
     lacking: str | None = None
     """About the layers that the models lack; they are an error unless a job says that this is right."""
     warnings: Sequence[str] = ()

@@ -134,9 +134,7 @@ class MergedLoras:
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     lacking: str | None
-    """About the layers that the models lack."""
     changes: Mapping[str, Sequence[_Change]]
-    """By model."""
     checked: Future[None]
     """Fails if the file that was read is not that of admission."""
 
@@ -248,7 +246,6 @@ class _HostMemory:
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)
-        """The rest of the last block."""
 
     def copy_of(self, weight: Tensor, *, is_pinned: bool) -> Tensor:
         num_bytes = -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT

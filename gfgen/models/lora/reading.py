@@ -48,7 +48,6 @@ class Content:
     match: Match
     tensors: Mapping[str, Tensor]
     lacking: str | None
-    """About the layers that the models lack."""
     warnings: list[str]
 
 
@@ -227,7 +226,6 @@ class QuantisedRows:
     values: Tensor
     scales: Tensor
     dtype: torch.dtype
-    """Of weights that they take."""
     quantise: Callable[..., tuple[Tensor, Tensor]]
     file_scales: Tensor | None = None
     """Of original values, if the model's files have them in as few bits."""
@@ -277,7 +275,6 @@ class FixedWeight:
     layer: nn.Module
     shape: torch.Size
     dtype: torch.dtype
-    """That the layer computes in."""
     device: torch.device
 
     @staticmethod

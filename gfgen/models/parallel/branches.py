@@ -32,7 +32,6 @@ from gfgen.models.parallel.sequence_parallel import active
 
 T = TypeVar("T")
 Evaluate = Callable[[nn.Module, inspect.BoundArguments], Any]
-"""The result of a transformer's forward with these arguments."""
 
 BATCH_ELSEWHERE = frozenset(("HiDreamImageTransformer2DModel",))
 """Classes with an argument whose batch is in another dimension than the first (a text for each layer)."""
@@ -47,7 +46,6 @@ class _Call:
     transformer: nn.Module
     arguments: inspect.BoundArguments
     results: dict[object, Any]
-    """What calls of this transformer return, on the device `meta`, by `_form`."""
 
     @property
     def samples(self) -> Any:

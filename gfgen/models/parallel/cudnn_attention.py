@@ -34,7 +34,6 @@ from gfgen.errors import ModelError, in_one_line
 logger = logging.getLogger(__name__)
 
 MODULE = "cudnn"
-"""Module of the package nvidia-cudnn-frontend."""
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0

@@ -49,7 +49,6 @@ class Checkpoint:
 
     place: Place
     is_end: bool
-    """Whether the denoising loop has ended."""
     is_last: bool
     """Whether no loop around it has another iteration."""
     num_iterations: int
@@ -98,7 +97,6 @@ class Program:
     read_by_decode: frozenset[str]
     """Names that anything behind the denoising loop may read."""
     changed: frozenset[str]
-    """Names that the loops assign or change."""
 
     def namespace(self, local: Mapping[str, Any]) -> Namespace:
         """Where the parts run, with these local variables."""
