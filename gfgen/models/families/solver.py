@@ -327,6 +327,8 @@ def detach_from(given: Fields, result: Fields) -> Fields:
 
 
 # Outputs of transformers, kept and given ------------------------------------------------------------
+# A transformer's guided output is the first argument of a scheduler's `step`, whatever a pipeline did to it.
+# So outputs of any pipeline are caught, or replaced, on their way to its scheduler.
 
 
 _STEPS = "reuse_steps"

@@ -323,6 +323,8 @@ def _defaults(signature: CallSignature) -> dict[str, Any]:
 
 
 # Multiples of sizes ---------------------------------------------------------------------------------
+# Expressions such as `height % (self.vae_scale_factor * 2)` in a pipeline's source are evaluated over the
+# configs, without importing diffusers. Besides, a size has whole patches of the transformer's.
 
 
 _FACTORS = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")

@@ -360,6 +360,8 @@ class _Places:
 
 
 # Fits, before anything is loaded --------------------------------------------------------------------
+# Headers answer for files whose names are those of the model's layers. For others a child process
+# (reading.py) lets diffusers convert the file and compares it with a model without weights.
 
 
 KEPT_FILES = 16

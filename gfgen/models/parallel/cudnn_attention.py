@@ -271,6 +271,7 @@ def _plan(
         scales = {name: graph.tensor(dim=one, stride=one, data_type=number) for name in names}
         values = torch.tensor(factors, device=query.device)[:, None].repeat(1, 4)  # 16 bytes apart
         result, _, *largest = graph.sdpa_fp8(*inputs, **scales, **options)
+        result.set_data_type(kind)
         for each in largest:
             each.set_output(True).set_dim(one).set_stride(one).set_data_type(number)
         unused = values.new_zeros((len(largest), 4))
@@ -279,7 +280,7 @@ def _plan(
         result, _ = graph.sdpa(q=q, k=k, v=v, **options)
     row = num_heads * width
     result.set_output(True).set_dim([batch, num_heads, length, width])
-    result.set_stride([length * row, width, row, 1]).set_data_type(kind)
+    result.set_stride([length * row, width, row, 1])
     graph.build([cudnn.heur_mode.A])
     num_bytes = max(1, graph.get_workspace_size())
 

@@ -143,6 +143,11 @@ def _fits(query: Tensor, parallel: Parallel, sizes: TokenSizes, *, num_chunks: i
 
 
 # Chunks of heads ------------------------------------------------------------------------------------
+# The exchange of one chunk overlaps the attention of another: for exchanges whose results do not fit in a
+# bank, and for shapes that are faster so. Two banks are enough for any number of chunks: every exchange here
+# returns fresh memory, which its kernel fills from the arena before it ends, and a rank's exchanges never
+# overlap each other. In the arena a peer may overwrite chunk i with chunk i + 2 as soon as this rank has
+# begun to push i + 1. Source: Torus attention of StreamFusion, inside one machine.
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -308,6 +313,11 @@ class ChunkedAttention:
 
 
 # Rings ----------------------------------------------------------------------------------------------
+# Each rank keeps its queries. One exchange pushes the keys and values of the other ranks of the ring into its
+# arena while it attends to its own keys; then it attends to the others. The own keys come first, then those
+# of the next slots: the order follows from the slot alone, and a captured graph, which knows no slot, finds
+# the own keys at the same place in all slots. Source: Ring Attention (arXiv 2310.01889); the merge is that of
+# FlashAttention's blocks (2205.14135).
 
 
 BESIDE_RULES = ((14_000, 32), (0, 64))
