@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 63_668,
-    "files of the package": 318,
-    "lines of the core": 5_945,
+    "lines of the package": 62_989,
+    "files of the package": 291,
+    "lines of the core": 5_922,
     "files of the core": 27,
     "modules of one folder": 14,
     "methods of one class": 25,

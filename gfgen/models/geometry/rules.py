@@ -1,4 +1,4 @@
-"""Bounds, rounding and defaults that all families share at admission.
+"""Bounds, rounding, defaults and schedulers that families share at admission.
 
 A number in a job is accepted, rounded (as the family's pipeline rounds it, or down if the pipeline refuses
 it), or a `Problem` that says what would be accepted.
@@ -16,7 +16,6 @@ from gfgen.graph import Artifact
 from gfgen.job.fields import MAX_SIDE, shown
 from gfgen.job.samplers import SAMPLERS, known_sampler
 from gfgen.job.spec import SCALE_FIELDS, SHAPE_FIELDS, JobSpec
-from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import options_of, scheduler_problems, signature_of
 
 MAX_TOKENS = 1 << 20
@@ -144,7 +143,7 @@ def with_known_scheduler(spec: JobSpec, *, is_flow: bool, own_class: str | None 
     kind = found.get("class", own_class)
     if is_flow and (own_class or known) and isinstance(kind, str) and "use_flow_sigmas" in options_of(kind):
         found = {**found, **OF_FLOW, **found}
-    return rules.changed(spec, scheduler=found or None)
+    return changed(spec, scheduler=found or None)
 
 
 def shift_of(spec: JobSpec) -> float | None:
@@ -155,7 +154,7 @@ def shift_of(spec: JobSpec) -> float | None:
 
 def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int) -> Iterator[Problem]:
     """What a model that predicts flow refuses of `files`, `args`, `scheduler` and `sigmas`."""
-    yield from rules.useless(spec, "files", "this model takes no other files; leave it out")
+    yield from useless(spec, "files", "this model takes no other files; leave it out")
     if spec.args is not None:
         yield from signature_of(call).args_problems(spec)
         given: Any = spec.args.get("max_sequence_length")

@@ -173,33 +173,18 @@ class TokenSizes:
         return self.by_slot[start : start + self.ulysses_degree]
 
 
-class OverlapRule(NamedTuple):
-    """How many chunks are fastest in groups of this degree, for `from_tokens` up to less than `to_tokens`.
-
-    Measured with one sample. Batches, and halves of a layout that run at the same time, use it too.
-    """
-
-    ulysses_degree: int
-    from_tokens: int
-    to_tokens: int
-    num_chunks: int
-
-
-OVERLAP_RULES = (OverlapRule(4, 9_000, 10_000, num_chunks=2),)
-"""On GPUs; elsewhere one chunk. On 4 H200 two chunks of 9,216 tokens took 568 us, one took 611. For other
-sequences from 1,024 to 27,280 tokens on 2 to 4 ranks one chunk was fastest: attention to half of the heads
-leaves more of the device idle than the exchange does (benchmarks/results/2026-11-20-attention.md)."""
-
 CHUNK_BLOCKS = 32
 """Blocks of an exchange during attention: a quarter of an H200's multiprocessors."""
 
 
 def best_num_chunks(device: torch.device, ulysses_degree: int, num_tokens: int) -> int:
-    """How many chunks are fastest where memory does not ask for more."""
-    for rule in OVERLAP_RULES if device.type == "cuda" else ():
-        if rule.ulysses_degree == ulysses_degree and rule.from_tokens <= num_tokens < rule.to_tokens:
-            return rule.num_chunks
-    return 1
+    """How many chunks are fastest where memory does not ask for more: one but for one kind of attention.
+
+    On 4 H200 two chunks of 9,216 tokens of one sample took 568 us, one took 611. For other sequences from
+    1,024 to 27,280 tokens on 2 to 4 ranks one was fastest: attention to half of the heads leaves more of the
+    device idle than the exchange does (benchmarks/results/2026-11-20-attention.md).
+    """
+    return 2 if device.type == "cuda" and ulysses_degree == 4 and 9_000 <= num_tokens < 10_000 else 1
 
 
 class _Chunk(NamedTuple):
