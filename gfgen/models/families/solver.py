@@ -26,6 +26,7 @@ from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import HOST, SAMPLE, Fields, StepInput
 from gfgen.models.geometry.reuse import KEPT_OUTPUTS
+from gfgen.models.parallel.parallel import held
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +404,7 @@ def watch_scheduler(scheduler: Any) -> None:
         exchange = _EXCHANGE.get()
         if exchange is None:
             return step(self, *args, **kwargs)
-        with _exchanging(None):  # a step may call that of its base class
+        with held(_EXCHANGE, None):  # a step may call that of its base class
             if _ARGUMENT in kwargs:
                 kwargs[_ARGUMENT] = exchange(kwargs[_ARGUMENT])
             else:
@@ -420,7 +421,7 @@ def catching(caught: list[Tensor]) -> Iterator[None]:
         caught.append(output.clone())
         return output
 
-    with _exchanging(catch):
+    with held(_EXCHANGE, catch):
         yield
 
 
@@ -437,16 +438,7 @@ def giving(outputs: Sequence[Tensor]) -> Iterator[None]:
             raise ModelError(f"reuse: a step has more than {len(outputs)} outputs; leave reuse out")
         return left.pop(0)
 
-    with _exchanging(give):
+    with held(_EXCHANGE, give):
         yield
     if left:
         raise ModelError(f"reuse: a step has fewer than {len(outputs)} outputs; leave reuse out")
-
-
-@contextmanager
-def _exchanging(exchange: Exchange | None) -> Iterator[None]:
-    token = _EXCHANGE.set(exchange)
-    try:
-        yield
-    finally:
-        _EXCHANGE.reset(token)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from gfgen.errors import ModelError
 from gfgen.gfc.group import Collectives
 from gfgen.layout import shard_bounds
-from gfgen.models.parallel.parallel import Parallel, rehearsal
+from gfgen.models.parallel.parallel import Parallel, held, rehearsal
 from gfgen.models.parallel.plans import Plan, own_plan
 from gfgen.models.parallel.sequence_parallel import active
 
@@ -88,7 +88,7 @@ class _Call:
         """The result's shapes. The first call of its shape is evaluated for them, by this rank alone."""
         form = _form(self.arguments.arguments)
         if form not in self.results:
-            with _active(None if parallel is None else rehearsal(parallel)), _answering(None):
+            with _active(None if parallel is None else rehearsal(parallel)), held(_ANSWER, None):
                 self.note(evaluate_itself(self.transformer, self.arguments))
         return self.results[form]
 
@@ -129,6 +129,7 @@ class _Call:
 _Answer = Callable[[_Call], Any]
 # Per context and so per thread: ranks may be threads around one model.
 _ANSWER: ContextVar[_Answer | None] = ContextVar("answer", default=None)
+"""What calls of watched transformers get; None: their own."""
 
 
 def watch(transformer: nn.Module) -> None:
@@ -154,7 +155,7 @@ def unevaluated() -> Iterator[None]:
         device = _device_of(call.samples)
         return tree_map_only(Tensor, lambda x: torch.zeros_like(x, device=device), call.result_on_meta(None))
 
-    with _answering(zeros):
+    with held(_ANSWER, zeros):
         yield
 
 
@@ -176,14 +177,14 @@ def shared_step(
     if parallel is None or parallel.cfg.size == 1:
 
         def answer(call: _Call) -> Any:
-            with _active(parallel), _answering(None):
+            with _active(parallel), held(_ANSWER, None):
                 result = evaluate(call.transformer, call.arguments)
             if notes_shapes:
                 call.note(result)
             return result
 
         is_answered = notes_shapes or evaluate is not evaluate_itself
-        with _answering(answer) if is_answered else _active(parallel):
+        with held(_ANSWER, answer) if is_answered else _active(parallel):
             return step()
     calls: list[_Call] = []
 
@@ -195,19 +196,19 @@ def shared_step(
         )
         return _unknown(call.result_on_meta(parallel), _device_of(call.samples))
 
-    with _answering(note):
+    with held(_ANSWER, note):
         step()
     results: list[Any] = []
 
     def reply(call: _Call) -> Any:
         # Here and not before, because the step may prepare the transformers for its calls.
         if calls:
-            with _answering(None):
+            with held(_ANSWER, None):
                 results.extend(_evaluated(calls, parallel, evaluate))
             calls.clear()
         return results.pop(0)
 
-    with _answering(reply):
+    with held(_ANSWER, reply):
         return step()
 
 
@@ -228,16 +229,6 @@ def _evaluated(calls: Sequence[_Call], parallel: Parallel, evaluate: Evaluate) -
 
 def _active(parallel: Parallel | None) -> AbstractContextManager[None]:
     return nullcontext() if parallel is None else active(parallel)
-
-
-@contextmanager
-def _answering(answer: _Answer | None) -> Iterator[None]:
-    """Inside, calls of watched transformers get this answer; None: their own."""
-    token = _ANSWER.set(answer)
-    try:
-        yield
-    finally:
-        _ANSWER.reset(token)
 
 
 def _unknown(result: Any, device: torch.device) -> Any:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gfgen.gfc.group import Collectives, Exchanges, LayoutGroup
 from gfgen.gfc.reshard import Resharding
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,16 @@ def rehearsal(parallel: Parallel) -> Parallel:
         ulysses=alone(parallel.ulysses),
         ring=alone(parallel.ring),
     )
+
+
+@contextmanager
+def held(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Inside, and on this thread, the variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 Mark = torch.cuda.Event | None

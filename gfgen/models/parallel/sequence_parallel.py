@@ -11,8 +11,7 @@ Source: diffusers 0.42 hooks/context_parallel.py and ModelMixin.enable_paralleli
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import Sizes
 from gfgen.layout import shard_bounds
 from gfgen.models.parallel.cudnn_attention import E4M3, counted_attention, fp8_attention
-from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.parallel import Parallel, held
 from gfgen.models.parallel.plans import ALL, KEYS, TEXT
 from gfgen.models.parallel.shared_attention import Attend, attention_to_shards, shared_attention
 
@@ -64,8 +63,7 @@ class Sharing:
 _SHARING: ContextVar[Sharing | None] = ContextVar("sharing", default=None)
 
 
-@contextmanager
-def active(parallel: Parallel, *, slot_1: torch.Tensor | None = None) -> Iterator[None]:
+def active(parallel: Parallel, *, slot_1: torch.Tensor | None = None) -> AbstractContextManager[None]:
     """Inside, the ranks of one branch share the forwards of transformers with hooks.
 
     All of these ranks make the same forwards. Each gives the whole inputs and gets the whole outputs, with
@@ -73,11 +71,7 @@ def active(parallel: Parallel, *, slot_1: torch.Tensor | None = None) -> Iterato
     slot_1: an int64 tensor that holds this rank's slot among those that share tokens, for forwards that are
     recorded in one slot and replayed in another one.
     """
-    token = _SHARING.set(Sharing(parallel, slot_1) if parallel.sequence.size > 1 else None)
-    try:
-        yield
-    finally:
-        _SHARING.reset(token)
+    return held(_SHARING, Sharing(parallel, slot_1) if parallel.sequence.size > 1 else None)
 
 
 def sharing_ranks() -> Collectives | None:

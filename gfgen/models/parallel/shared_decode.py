@@ -16,8 +16,7 @@ Source: diffusers 0.42 AutoencoderKLWan and AutoencoderKLQwenImage.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ from gfgen.errors import LayoutError, ModelError
 from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import Sizes, shard_sizes
 from gfgen.layout import shard_bounds
-from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.parallel import Parallel, held
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def decode_rows(vae: Any, latents_BCTHW: Tensor, parallel: Parallel | None) -> t
     assert not vae.use_tiling, "a shared decode is no tiled one"
     start, stop = shard_bounds(num_rows, ranks.size, ranks.slot)
     band_BCTHW = latents_BCTHW[:, :, :, start:stop].contiguous()
-    with _active(_Bands(ranks, shard_sizes(num_rows, ranks.size))):
+    with held(_BANDS, _Bands(ranks, shard_sizes(num_rows, ranks.size))):
         pixels = _decoded(vae, band_BCTHW)
     return pixels, start * (pixels.shape[3] // (stop - start))
 
@@ -123,15 +122,6 @@ def _decoded(vae: Any, latents_BCTHW: Tensor) -> Tensor:
         vae.clear_cache()
         raise
     return pixels
-
-
-@contextmanager
-def _active(bands: _Bands) -> Iterator[None]:
-    token = _BANDS.set(bands)
-    try:
-        yield
-    finally:
-        _BANDS.reset(token)
 
 
 # Causal convolutions, which pad for themselves, and attention --------------------------------------
