@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 62_966,
+    "lines of the package": 62_967,
     "files of the package": 291,
     "lines of the core": 5_922,
     "files of the core": 27,

@@ -36,6 +36,7 @@ PACKAGES = ("diffusers", "transformers", OWN_CODE)
 """Objects of other packages' classes are not stored."""
 
 _PLAIN = (bool, int, float, str, list, tuple, torch.Tensor)
+_BY_PICKLE = frozenset((type(None), bool, int, float, str, list, tuple, dict, torch.dtype))
 _AS_USUAL = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial),
     *(enum.Enum, set, slice, range, torch.dtype, torch.Size, np.generic, np.dtype),
@@ -109,7 +110,7 @@ class _Packer(pickle.Pickler):
         """By address, what is stored beside the pickle, kept alive, and what the pickle says of it."""
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
-        if value is None or type(value) in (bool, int, float, str):
+        if type(value) in _BY_PICKLE:
             return None
         if (path := self._path(value)) is not None:
             return "path", path
